@@ -1,0 +1,78 @@
+"""A box is a part of a tensor: an offset and a shape per dimension. A shard is a box; so is a whole tensor."""
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor of full shape `full`."""
+
+    full: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        fits = len(self.full) == len(self.offset) == len(self.shape) and all(
+            0 <= start and 0 <= size and start + size <= whole
+            for whole, start, size in zip(self.full, self.offset, self.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"box {self.offset} + {self.shape} does not lie in a tensor of shape {self.full}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        return cls(shape, (0,) * len(shape), shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.full
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+    def runs(self) -> tuple[Positions, int]:
+        """The box as runs of consecutive elements of the tensor: the position of each run's start, and their length.
+
+        Runs come in the box's own row-major order.
+        """
+        if self.num_elements == 0:
+            return np.empty(0, np.int64), 0
+        # Trailing dimensions that the box covers whole, and the one before them, are consecutive in memory.
+        inner = len(self.full)
+        while inner > 0 and self.shape[inner - 1] == self.full[inner - 1]:
+            inner -= 1
+        inner = max(inner - 1, 0)
+        starts = np.zeros(1, np.int64)
+        for axis in range(inner):
+            stride = prod(self.full[axis + 1 :])
+            along = (np.arange(self.shape[axis], dtype=np.int64) + self.offset[axis]) * stride
+            starts = (starts[:, None] + along).reshape(-1)
+        if inner < len(self.full):
+            starts = starts + self.offset[inner] * prod(self.full[inner + 1 :])
+        return starts, prod(self.shape[inner:])
+
+    def to_tensor(self, positions: Positions) -> Positions:
+        """Positions in the tensor, from positions in the box (both flat, row-major)."""
+        if self.is_whole:
+            return positions
+        starts, length = self.runs()
+        if len(starts) == 1:
+            return positions + starts[0]
+        return starts[positions // length] + positions % length
+
+    def overlaps(self, other: "Box") -> bool:
+        return self.num_elements > 0 and other.num_elements > 0 and all(
+            a < b + m and b < a + n
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )

@@ -1,0 +1,204 @@
+"""Checkpoints: a safetensors file, or a folder of them with the usual index. An anchor is one, with its version inside."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from deltawire.container import Container, header_bytes, lay_out, replacing
+from deltawire.dtypes import DTYPES, Bits, dtype_named
+from deltawire.errors import Conflict, CorruptObject, ObjectMissing
+from deltawire.state import Digest, digest
+from deltawire.weights import DTypeChoice, Tensor, Weights, view
+from deltawire.wire import FORMAT_VERSION, PREFIX
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_SHARD_BYTES = 5_000_000_000
+
+# A tensor's dtype and shape.
+Form = tuple[str, tuple[int, ...]]
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """A checkpoint opened for reading: a file, or a folder. Each tensor is read when it is asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise ObjectMissing(f"{path} does not exist", path=str(path))
+        self.shards = self._open_folder() if self.path.is_dir() else {self.path.name: Container(self.path)}
+        self._shard_of: dict[str, Container] = {}
+        for file, shard in self.shards.items():
+            for name in shard.header.slots:
+                if name in self._shard_of:
+                    raise CorruptObject(f"tensor {name!r} is in two files of {path}, one is {file}", tensor=name)
+                self._shard_of[name] = shard
+        self.metadata = next(iter(self.shards.values())).header.metadata
+
+    def _open_folder(self) -> dict[str, Container]:
+        indexes = sorted(self.path.glob("*.safetensors.index.json"))
+        files = sorted(file.name for file in self.path.glob("*.safetensors"))
+        if len(indexes) == 1:
+            files = _index_files(indexes[0])
+        elif SINGLE_NAME in files:
+            files = [SINGLE_NAME]
+        elif len(files) != 1:
+            found = f"{len(files)} safetensors files and {len(indexes)} indexes" if files or indexes else "no safetensors file"
+            raise ObjectMissing(f"{self.path} is not a checkpoint: it has {found}", path=str(self.path))
+        return {file: Container(self.path / file) for file in files}
+
+    def __getitem__(self, name: str) -> Tensor:
+        shard = self._shard_of[name]
+        dtype, shape = self.form(name)
+        return Tensor(dtype_named(dtype), shape, shard.bits(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._shard_of))
+
+    def __len__(self) -> int:
+        return len(self._shard_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shard_of
+
+    def form(self, name: str) -> Form:
+        slot = self._shard_of[name].header.slots[name]
+        return slot.dtype, slot.shape
+
+    def num_elements(self, name: str) -> int:
+        return prod(self.form(name)[1])
+
+    def fact(self, key: str) -> str | None:
+        """What the metadata says under `deltawire.KEY`, if it does."""
+        return self.metadata.get(PREFIX + key)
+
+
+def _index_files(index: Path) -> list[str]:
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        plain = all(isinstance(file, str) and Path(file).name == file for file in files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        plain = False
+    if not plain or not files:
+        raise CorruptObject(f"{index} has no weight_map from tensors to file names", path=str(index))
+    return files
+
+
+def save_anchor(
+    weights: Weights,
+    path: str | Path,
+    *,
+    run: str = "",
+    version: int = 0,
+    dtype: DTypeChoice = None,
+    tied: Mapping[str, str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int | None = None,
+) -> Digest:
+    """Write all weights as a checkpoint that says its version and digest; the digest.
+
+    A path that ends in `.safetensors` becomes one file, any other a folder, which must not exist yet: one file, or several
+    with an index where they would be larger than `max_shard_bytes`. Tied names are left out, as transformers does.
+    """
+    path = Path(path)
+    state = digest(weights, dtype=dtype, tied=tied, threads=threads)
+    forms = {}
+    for name in weights:
+        if name not in (tied or {}):
+            tensor = view(name, weights[name], dtype)
+            forms[name] = tensor.dtype.name, tensor.shape
+    num_elements = sum(prod(shape) for _, shape in forms.values())
+    metadata = {"format": "pt"} | anchor_facts(run, version, state, num_elements, tied or {})
+    single = path.suffix == ".safetensors"
+    shards = split_shards(forms, None if single else max_shard_bytes)
+    write_checkpoint(path, shards, metadata, lambda name: view(name, weights[name], dtype).bits)
+    return state
+
+
+def anchor_facts(run: str, version: int, state: Digest, num_elements: int, tied: Mapping[str, str]) -> dict[str, str]:
+    """The metadata that makes a checkpoint an anchor."""
+    facts = {
+        "format": str(FORMAT_VERSION),
+        "kind": "anchor",
+        "run": run,
+        "version": str(version),
+        "digest": str(state),
+        "total": str(num_elements),
+    }
+    if tied:
+        facts["tied"] = json.dumps(dict(tied), separators=(",", ":"))
+    return {PREFIX + key: value for key, value in facts.items()}
+
+
+def split_shards(forms: Mapping[str, Form], max_shard_bytes: int | None) -> dict[str, dict[str, Form]]:
+    """Which tensors go into which file: all into one, or as many files as the limit asks for."""
+    groups: list[dict[str, Form]] = [{}]
+    filled = 0
+    for name in sorted(forms):
+        dtype, shape = forms[name]
+        size = prod(shape) * DTYPES[dtype].itemsize
+        if max_shard_bytes is not None and groups[-1] and filled + size > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = forms[name]
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write_checkpoint(
+    path: Path,
+    shards: Mapping[str, Mapping[str, Form]],
+    metadata: Mapping[str, str],
+    bits_of: Callable[[str], Bits],
+    *,
+    extra_files: list[Path] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a checkpoint tensor by tensor. It appears at `path` only when all is written and `check` did not raise."""
+    if path.suffix == ".safetensors":
+        (forms,) = shards.values()
+        with replacing(path) as file:
+            for piece in _shard_bytes(forms, metadata, bits_of):
+                file.write(piece)
+            check()
+        return
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        for name, forms in shards.items():
+            with replacing(temporary / name) as file:
+                for piece in _shard_bytes(forms, metadata, bits_of):
+                    file.write(piece)
+        if len(shards) > 1:
+            with replacing(temporary / INDEX_NAME) as file:
+                file.write(_index_bytes(shards))
+        for extra in extra_files or []:
+            shutil.copy2(extra, temporary / extra.name)
+        check()
+        temporary.chmod(0o755)
+        temporary.replace(path)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _shard_bytes(
+    forms: Mapping[str, Form], metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
+) -> Iterator[bytes | memoryview]:
+    slots = lay_out(forms)
+    yield header_bytes(slots, metadata)
+    for name in slots:
+        yield memoryview(bits_of(name)).cast("B")
+
+
+def _index_bytes(shards: Mapping[str, Mapping[str, Form]]) -> bytes:
+    size = sum(prod(shape) * DTYPES[dtype].itemsize for forms in shards.values() for dtype, shape in forms.values())
+    weight_map = {name: file for file, forms in shards.items() for name in forms}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()

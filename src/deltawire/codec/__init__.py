@@ -1,0 +1,94 @@
+"""Patches to arrays and back: four encodings, and the choice of the smallest one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deltawire.boxes import Positions
+from deltawire.codec.coo import Coo
+from deltawire.codec.dense import Dense
+from deltawire.codec.encoding import Arrays, Encoding, Watch
+from deltawire.codec.tiled import Tiled, encode_payload
+from deltawire.dtypes import Bits, DType
+from deltawire.errors import UnsupportedFormat
+from deltawire.workers import Workers
+
+COO, GAP, CONTEXT, DENSE = Coo(), Tiled("gap", contextual=False), Tiled("context", contextual=True), Dense()
+ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in (COO, GAP, CONTEXT, DENSE)}
+
+AUTO, MIRRORLESS = "auto", "mirrorless"
+EncodingChoice = str | Iterable[str]
+
+__all__ = ["AUTO", "ENCODINGS", "MIRRORLESS", "Arrays", "Encoded", "allowed_encodings", "decode", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One box of a tensor, encoded."""
+
+    encoding: str
+    num_changed: int
+    arrays: Arrays
+
+
+def allowed_encodings(choice: EncodingChoice) -> list[str]:
+    """The encodings that a choice allows: `auto` for all, `mirrorless` for those that do without the whole old weights."""
+    if choice == AUTO:
+        return list(ENCODINGS)
+    if choice == MIRRORLESS:
+        return [name for name, encoding in ENCODINGS.items() if not encoding.needs_mirror]
+    names = [choice] if isinstance(choice, str) else list(choice)
+    unknown = [name for name in names if name not in ENCODINGS]
+    if unknown or not names:
+        raise ValueError(f"unknown encoding {unknown}: choose {AUTO}, {MIRRORLESS}, or from {', '.join(ENCODINGS)}")
+    return names
+
+
+def encode(
+    old: Bits, new: Bits, dtype: DType, allowed: list[str], workers: Workers, watch: Watch | None = None
+) -> Encoded | None:
+    """The smallest allowed encoding of what changed, or None where nothing did. `watch` sees every change once."""
+    sizes: dict[str, int] = {}
+    arrays: dict[str, Arrays] = {}
+    if CONTEXT.name in allowed or GAP.name in allowed:
+        tiled = CONTEXT if CONTEXT.name in allowed else GAP
+        made = encode_payload(old, new, dtype, tiled.contextual, workers, watch)
+        num_changed = made.num_changed
+        arrays[tiled.name] = {tiled.name: made.payload}
+        sizes[tiled.name] = len(made.payload)
+        if GAP.name in allowed:
+            sizes[GAP.name] = made.gap_bytes
+    else:
+        num_changed = count_changes(old, new, workers, watch)
+    if num_changed == 0:
+        return None
+    sizes |= {plain.name: plain.size_bytes(len(old), num_changed, dtype) for plain in (COO, DENSE) if plain.name in allowed}
+    best = min(sizes, key=lambda name: sizes[name])
+    kept = arrays.get(best)
+    # Whatever has lost goes before the winner is made: at high densities each is nearly as large as the tensor.
+    arrays.clear()
+    return Encoded(best, num_changed, kept or ENCODINGS[best].encode(old, new, dtype, workers))
+
+
+def count_changes(old: Bits, new: Bits, workers: Workers, watch: Watch | None) -> int:
+    from deltawire.kernels.cpu.blocks import changed_positions
+
+    size = 1 << 20
+
+    def count(start: int) -> int:
+        before, after = old[start : start + size], new[start : start + size]
+        positions = changed_positions(before, after)
+        if watch is not None and len(positions):
+            watch(start, positions, before, after)
+        return len(positions)
+
+    return sum(workers.map(count, range(0, len(old), size)))
+
+
+def decode(
+    encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers
+) -> tuple[Positions | None, Bits]:
+    """Positions in the box and new bits; no positions where the bits are those of the whole box."""
+    encoding = ENCODINGS.get(encoded.encoding)
+    if encoding is None:
+        raise UnsupportedFormat(f"encoding {encoded.encoding!r} is not known; a newer deltawire may read it")
+    return encoding.decode(encoded.arrays, old, num_elements, dtype, encoded.num_changed, workers)

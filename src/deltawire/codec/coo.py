@@ -1,0 +1,44 @@
+"""`coo`: positions and values as they are, the layout of the TRL post. Needs nothing to decode."""
+
+import numpy as np
+
+from deltawire.boxes import Positions
+from deltawire.codec.encoding import Arrays, take
+from deltawire.dtypes import DTYPES, Bits, DType
+from deltawire.errors import CorruptObject
+from deltawire.workers import Workers
+
+# The kernel counts positions in 32 bits, so long boxes go in pieces.
+_PIECE = 1 << 24
+
+
+class Coo:
+    name = "coo"
+    needs_old = needs_mirror = False
+
+    def parts(self, dtype: DType, num_elements: int) -> dict[str, str]:
+        return {"indices": "I32" if num_elements <= 1 << 31 else "I64", "values": dtype.name}
+
+    def size_bytes(self, num_elements: int, num_changed: int, dtype: DType) -> int:
+        return num_changed * sum(DTYPES[part].itemsize for part in self.parts(dtype, num_elements).values())
+
+    def encode(self, old: Bits, new: Bits, dtype: DType, workers: Workers) -> Arrays:
+        from deltawire.kernels.cpu.blocks import changed_positions
+
+        index = DTYPES[self.parts(dtype, len(old))["indices"]].unsigned
+
+        def find(start: int) -> Bits:
+            positions = changed_positions(old[start : start + _PIECE], new[start : start + _PIECE])
+            return positions.astype(index) + index.type(start)
+
+        indices = np.concatenate(workers.map(find, range(0, len(old), _PIECE)))
+        return {"indices": indices, "values": new[indices]}
+
+    def decode(
+        self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
+    ) -> tuple[Positions, Bits]:
+        indices = take(arrays, "indices", num_changed).astype(np.int64)
+        values = take(arrays, "values", num_changed)
+        if num_changed and (indices[0] < 0 or indices[-1] >= num_elements or (np.diff(indices) <= 0).any()):
+            raise CorruptObject(f"positions are out of range or out of order in a box of {num_elements} elements")
+        return indices, values

@@ -1,0 +1,187 @@
+"""`gap` and `context`: Rice-coded distances between changes, and steps.
+
+`gap` counts distances over all elements and needs the old bits at the changed positions only. `context`, the smallest,
+counts them within classes of equal exponent, where changes are equally likely, and scans the old bits of the whole box.
+
+Both cut the box in tiles, so that cores work side by side and a reader can take a part. A payload is
+
+    u8   tile_log2      a tile is 2^tile_log2 consecutive elements, the last one what is left
+    u8   0, 0, 0
+    u32  size           of each tile's stream in bytes, little-endian; 0 where nothing changed
+    ...  the tiles' streams, one after the other
+
+The streams are specified in docs/format.md.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire.boxes import Positions
+from deltawire.codec.encoding import Arrays, Watch
+from deltawire.dtypes import Bits, DType
+from deltawire.errors import CorruptObject
+from deltawire.workers import Workers
+
+HEAD_BYTES = 4
+LEAST_TILE_LOG2, MOST_TILE_LOG2 = 16, 24
+CHANGES_PER_TILE = 16384
+
+
+class Tiled:
+    """Both encodings; `contextual` tells them apart."""
+
+    needs_old = True
+
+    def __init__(self, name: str, contextual: bool) -> None:
+        self.name = name
+        self.contextual = self.needs_mirror = contextual
+
+    def parts(self, dtype: DType, num_elements: int) -> dict[str, str]:
+        return {self.name: "U8"}
+
+    def encode(self, old: Bits, new: Bits, dtype: DType, workers: Workers) -> Arrays:
+        return {self.name: encode_payload(old, new, dtype, self.contextual, workers).payload}
+
+    def decode(
+        self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
+    ) -> tuple[Positions, Bits]:
+        if old is None:
+            raise ValueError(f"a {self.name} patch is made against the old weights: pass them")
+        return decode_payload(arrays[self.name], old, dtype, num_changed, self.contextual, workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile's elements, and its stream in the payload."""
+
+    start: int
+    stop: int
+    stream: Bits
+
+    def words(self) -> npt.NDArray[np.uint64]:
+        """The stream as 64-bit words and one spare, which is what the kernels read."""
+        words = np.zeros((len(self.stream) + 7) // 8 + 1, "<u8")
+        words.view(np.uint8)[: len(self.stream)] = self.stream
+        return words
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    payload: Bits
+    num_changed: int
+    gap_bytes: int
+    """What the payload would take as `gap`."""
+
+
+def choose_tile_log2(old: Bits, new: Bits) -> int:
+    """Tiles that hold about 16,000 to 32,000 changes: enough that a tile's header hardly counts, few enough to share.
+
+    The density is that of one stretch in 16, so that the box need not be read twice.
+    """
+    from deltawire.kernels.cpu.blocks import count_changed
+
+    stretch = 1 << LEAST_TILE_LOG2
+    starts = range(0, len(old), 16 * stretch)
+    num_changed = sum(int(count_changed(old[at : at + stretch], new[at : at + stretch])) for at in starts)
+    num_elements = sum(min(stretch, len(old) - at) for at in starts)
+    log2 = LEAST_TILE_LOG2
+    while log2 < MOST_TILE_LOG2 and num_changed << log2 < CHANGES_PER_TILE * num_elements:
+        log2 += 1
+    return log2
+
+
+def encode_payload(
+    old: Bits, new: Bits, dtype: DType, contextual: bool, workers: Workers, watch: Watch | None = None
+) -> Payload:
+    from deltawire.kernels.cpu.blocks import changed_positions
+    from deltawire.kernels.cpu.encode import encode_tile
+
+    size = 1 << (log2 := choose_tile_log2(old, new))
+    layout = kernel_layout(dtype)
+
+    def encode(start: int) -> tuple[int, Bits, int]:
+        before, after = old[start : start + size], new[start : start + size]
+        positions = changed_positions(before, after)
+        if len(positions) == 0:
+            return 0, np.empty(0, np.uint8), 0
+        if watch is not None:
+            watch(start, positions, before, after)
+        words, num_bits, gap_bits = encode_tile(before, after, positions, *layout, contextual)
+        return len(positions), words.view(np.uint8)[: (int(num_bits) + 7) // 8], (int(gap_bits) + 7) // 8
+
+    tiles = workers.map(encode, range(0, len(old), size))
+    sizes = np.array([len(stream) for _, stream, _ in tiles], "<u4")
+    head = np.array([log2, 0, 0, 0], np.uint8)
+    payload = np.concatenate([head, sizes.view(np.uint8), *(stream for _, stream, _ in tiles)])
+    gap_bytes = HEAD_BYTES + sizes.nbytes + sum(gap for _, _, gap in tiles)
+    return Payload(payload, sum(count for count, _, _ in tiles), gap_bytes)
+
+
+def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
+    """The tiles that hold changes, from a payload that may be anything."""
+    if len(payload) < HEAD_BYTES or payload[1:HEAD_BYTES].any() or payload[0] > MOST_TILE_LOG2:
+        raise CorruptObject("a payload does not start with its tile size")
+    size = 1 << int(payload[0])
+    num_tiles = -(-num_elements // size)
+    streams = HEAD_BYTES + 4 * num_tiles
+    if len(payload) < streams:
+        raise CorruptObject(f"a payload of {len(payload)} bytes is too short for {num_tiles} tiles")
+    ends = streams + np.cumsum(payload[HEAD_BYTES:streams].view("<u4"), dtype=np.int64)
+    if num_tiles and int(ends[-1]) != len(payload) or not num_tiles and len(payload) != streams:
+        raise CorruptObject("a payload's tiles do not add up to its size")
+    starts = [streams, *map(int, ends)]
+    return [
+        Tile(i * size, min((i + 1) * size, num_elements), payload[starts[i] : starts[i + 1]])
+        for i in range(num_tiles)
+        if starts[i] < starts[i + 1]
+    ]
+
+
+def decode_payload(
+    payload: Bits, old: Bits, dtype: DType, num_changed: int, contextual: bool, workers: Workers
+) -> tuple[Positions, Bits]:
+    from deltawire.kernels.cpu.decode import count_changes, decode_tile
+
+    tiles = read_tiles(payload, len(old))
+    layout = kernel_layout(dtype)
+    words = [tile.words() for tile in tiles]
+    counts = []
+    for tile, stream in zip(tiles, words, strict=True):
+        status, count = count_changes(stream, 8 * len(tile.stream), tile.stop - tile.start, contextual)
+        check_status(status)
+        counts.append(int(count))
+    if sum(counts) != num_changed:
+        raise CorruptObject(f"the tiles hold {sum(counts)} changes, the header says {num_changed}")
+    positions, bits = np.empty(num_changed, np.int64), np.empty(num_changed, old.dtype)
+    ends = np.cumsum(counts, dtype=np.int64)
+
+    def decode(i: int) -> int:
+        tile, out = tiles[i], slice(ends[i] - counts[i], ends[i])
+        before = old[tile.start : tile.stop]
+        num_bits = 8 * len(tile.stream)
+        status = decode_tile(words[i], num_bits, before, *layout, contextual, positions[out], bits[out])
+        positions[out] += tile.start
+        return int(status)
+
+    for status in workers.map(decode, range(len(tiles))):
+        check_status(status)
+    return positions, bits
+
+
+def kernel_layout(dtype: DType) -> tuple[int, int, int, bool]:
+    return 8 * dtype.itemsize, dtype.exponent_shift, dtype.exponent_mask, dtype.sign_magnitude
+
+
+def check_status(status: int) -> None:
+    from deltawire.kernels.cpu import decode
+
+    problems = {
+        decode.TRUNCATED: "a tile's stream ends too early",
+        decode.TOO_MANY: "a tile speaks of more changes than it can hold",
+        decode.OUT_OF_RANGE: "a tile has a position out of range, or was made for other weights",
+        decode.LEFT_OVER: "a tile's stream has bytes left over",
+    }
+    if status != decode.OK:
+        raise CorruptObject(problems[status])

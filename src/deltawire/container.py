@@ -1,0 +1,193 @@
+"""The safetensors container: eight bytes of header length, a JSON header, the tensors' bytes.
+
+The safetensors package keeps a whole file in memory to write it, and gives bf16 and fp8 to numpy only through another
+package. Here tensors are read and written one at a time, as bit patterns, and every offset is checked before it is used.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from deltawire.dtypes import DTYPES, Bits
+from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, UnsupportedFormat
+
+MOST_HEADER_BYTES = 100_000_000
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies: offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    slots: Mapping[str, Slot]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+class Container:
+    """A safetensors file, or the bytes of one, opened for reading."""
+
+    def __init__(self, source: Path | bytes | memoryview) -> None:
+        self.source = source
+        if isinstance(source, Path):
+            try:
+                with source.open("rb") as file:
+                    self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
+            except FileNotFoundError:
+                raise ObjectMissing(f"{source} does not exist", path=str(source)) from None
+            except IsADirectoryError:
+                raise ObjectMissing(f"{source} is a folder, not a file", path=str(source)) from None
+        else:
+            data = memoryview(source)
+            self.header = read_header(_Reader(data), len(data), "the bytes")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header.slots
+
+    def bits(self, name: str) -> Bits:
+        """A tensor's elements, flat, as unsigned integers."""
+        slot = self.header.slots[name]
+        kind, count = DTYPES[slot.dtype].unsigned, prod(slot.shape)
+        start = self.header.data_start + slot.start
+        if not isinstance(self.source, Path):
+            return np.frombuffer(self.source, np.uint8, slot.stop - slot.start, start).copy().view(kind)
+        array = np.empty(count, kind)
+        with self.source.open("rb") as file:
+            file.seek(start)
+            if file.readinto(memoryview(array).cast("B")) != array.nbytes:
+                raise CorruptObject(f"{self.source} became shorter while it was read", path=str(self.source))
+        return array
+
+
+class _Reader:
+    """Just enough of a file over bytes."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+
+    def read(self, count: int) -> bytes:
+        taken, self.data = bytes(self.data[:count]), self.data[count:]
+        return taken
+
+
+def read_header(file: Any, size: int, where: str) -> Header:
+    """Read and check a header: every tensor's bytes must lie in the file, one after the other, without a hole."""
+
+    def corrupt(problem: str) -> CorruptObject:
+        return CorruptObject(f"{where} is not a whole safetensors file: {problem}", path=where)
+
+    if size < 8:
+        raise corrupt(f"it has {size} bytes")
+    length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER_BYTES:
+        raise LimitExceeded(f"{where} states a header of {length} bytes; at most {MOST_HEADER_BYTES} are read", path=where)
+    if 8 + length > size:
+        raise corrupt(f"its header of {length} bytes goes past its end")
+    try:
+        entries = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
+    except CorruptObject as error:
+        raise corrupt(error.message) from None
+    except (ValueError, RecursionError):
+        raise corrupt("its header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise corrupt("its header is not a JSON object")
+    metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise corrupt("its metadata is not a map of strings")
+    slots = {name: _slot(name, entry, corrupt) for name, entry in entries.items()}
+    end = 0
+    for name, slot in sorted(slots.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if slot.start != end:
+            raise corrupt(f"tensor {name!r} does not start where the one before it ends")
+        end = slot.stop
+    if 8 + length + end != size:
+        raise corrupt(f"its tensors take {end} bytes, {size - 8 - length} are there")
+    return Header(slots, metadata, 8 + length)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CorruptObject(f"{twice!r} appears twice in its header")
+    return entries
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _slot(name: str, entry: Any, corrupt: Any) -> Slot:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        well_formed = isinstance(dtype, str) and all(map(_is_count, [*shape, start, stop]))
+    except (KeyError, TypeError, ValueError):
+        well_formed = False
+    if not well_formed:
+        raise corrupt(f"the entry of tensor {name!r} is malformed")
+    if dtype not in DTYPES:
+        raise UnsupportedFormat(f"tensor {name!r} has dtype {dtype!r}, which is not supported", tensor=name, actual=dtype)
+    if stop - start != prod(shape) * DTYPES[dtype].itemsize:
+        raise corrupt(f"tensor {name!r} has shape {shape} but {stop - start} bytes")
+    return Slot(dtype, tuple(shape), start, stop)
+
+
+def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Slot]:
+    """Place tensors of given dtype and shape one after the other, the widest items first so that all are aligned."""
+    slots = {}
+    at = 0
+    for name in sorted(tensors, key=lambda name: (-DTYPES[tensors[name][0]].itemsize, name)):
+        dtype, shape = tensors[name]
+        size = prod(shape) * DTYPES[dtype].itemsize
+        slots[name] = Slot(dtype, shape, at, at + size)
+        at += size
+    return slots
+
+
+def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> bytes:
+    """A header, padded so that the tensors start at a multiple of eight."""
+    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for name, slot in slots.items():
+        entries[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": [slot.start, slot.stop]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears at `path`, whole and on disk, when the block ends well, and leaves nothing behind otherwise."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,371 @@
+"""The bottom layer, pure: two sets of weights to a delta, and a delta onto weights."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire import parts
+from deltawire.boxes import Box, Positions
+from deltawire.codec import Encoded, EncodingChoice, allowed_encodings, decode, encode
+from deltawire.container import Container
+from deltawire.dtypes import Bits
+from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
+from deltawire.state import Digest, box_digest, change_digest, digest, tensor_digest, tensor_key
+from deltawire.weights import DTypeChoice, Tensor, Weights, check_writable, num_elements, view, write
+from deltawire.wire import PREFIX, Entry, Facts, part_bytes
+from deltawire.workers import SERIAL, Workers
+
+# Called with the name of a tensor and its number of elements when it is done.
+Progress = Callable[[str, int], None]
+
+# Tensors up to this size are handled side by side, larger ones one after the other with their tiles side by side.
+_SMALL = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One tensor's part of a delta: which elements, and their new bits. Writing it twice is harmless."""
+
+    name: str
+    dtype: str
+    box: Box
+    bits: Bits
+    _positions: Positions | None
+
+    @property
+    def positions(self) -> Positions:
+        """Flat positions in the whole tensor, in the order of the bits."""
+        if self._positions is not None:
+            return self._positions
+        return self.box.to_tensor(np.arange(self.box.num_elements, dtype=np.int64))
+
+    @property
+    def where(self) -> Positions | slice:
+        """`positions`, or a slice where that says the same."""
+        if self._positions is None and self.box.is_whole:
+            return slice(None)
+        return self.positions
+
+
+class Delta:
+    """What turns one version of the weights into another. Made by `diff`, or read from a file."""
+
+    def __init__(self, facts: Facts, entries: list[Entry]) -> None:
+        self.facts = facts
+        self.entries = entries
+
+    @property
+    def run(self) -> str:
+        return self.facts.run
+
+    @property
+    def version(self) -> int:
+        return self.facts.version
+
+    @property
+    def base_version(self) -> int:
+        return self.facts.base_version
+
+    @property
+    def base_digest(self) -> Digest:
+        """The digest of the weights that this delta applies to."""
+        return self.facts.base_digest
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of the weights that it leads to."""
+        return self.facts.digest
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        return self.facts.tied
+
+    @property
+    def num_changed(self) -> int:
+        return self.facts.num_changed
+
+    @property
+    def num_elements(self) -> int:
+        """The elements of all tensors of the model, changed or not."""
+        return self.facts.num_elements
+
+    def __repr__(self) -> str:
+        return (
+            f"Delta(run={self.run!r}, version={self.version}, base_version={self.base_version}, "
+            f"num_changed={self.num_changed}, num_elements={self.num_elements}, num_bytes={self.num_bytes})"
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors, without headers."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def patches(
+        self, weights: Weights | None = None, *, dtype: DTypeChoice = None, threads: int | None = None
+    ) -> Iterator[Patch]:
+        """Absolute positions and new bits, tensor by tensor.
+
+        `gap` and `context` are made against the old weights, so they need those; `coo` and `dense` do not.
+        """
+        with Workers(threads) as workers:
+            for entry in self.entries:
+                old = None
+                if weights is not None:
+                    old = matching(entry, weights, dtype)
+                yield decode_entry(entry, old, workers)
+
+    def to_bytes(self) -> bytes:
+        """The delta as one safetensors file."""
+        return b"".join(part_bytes(self.facts, self.entries))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Delta":
+        return cls(*parts.merge([Container(data)]))
+
+    def save(self, path: str | Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES) -> list[Path]:
+        """Write one file, or several named `STEM-00001-of-0000N.safetensors` where it is larger; the paths written."""
+        return parts.save(self.facts, self.entries, Path(path), max_file_bytes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Delta":
+        """Open a delta by the path it was saved to. Its arrays are read when they are needed."""
+        return cls(*parts.merge(parts.find(Path(path))))
+
+
+def diff(
+    old: Weights,
+    new: Weights,
+    *,
+    encoding: EncodingChoice = "auto",
+    dtype: DTypeChoice = None,
+    tied: Mapping[str, str] | None = None,
+    run: str = "",
+    version: int = 1,
+    base_version: int = 0,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Delta:
+    """Find every changed bit between two sets of weights and encode it.
+
+    `encoding` is `auto` (the smallest for each tensor), `mirrorless` (the smallest of those that need at most the old
+    bits at the changed positions), the name of an encoding, or several names to choose from. `tied` maps names to the
+    names that they share their weights with.
+    """
+    entries: list[Entry] = []
+    facts = diff_into(
+        entries.append, old, new, encoding=encoding, dtype=dtype, tied=tied, run=run, version=version,
+        base_version=base_version, threads=threads, progress=progress,
+    )  # fmt: skip
+    return Delta(facts, entries)
+
+
+def diff_into(
+    add: Callable[[Entry], None],
+    old: Weights,
+    new: Weights,
+    *,
+    encoding: EncodingChoice,
+    dtype: DTypeChoice,
+    tied: Mapping[str, str] | None,
+    run: str,
+    version: int,
+    base_version: int,
+    threads: int | None,
+    progress: Progress | None,
+) -> Facts:
+    """`diff`, with each entry handed on as soon as it is made."""
+    allowed = allowed_encodings(encoding)
+    tied = dict(tied or {})
+    names = [name for name in old if name not in tied]
+    _check_names(names, [name for name in new if name not in tied], tied)
+    if not 0 <= base_version < version:
+        raise ValueError(f"version {version} cannot be built on version {base_version}")
+
+    def compare(name: str, workers: Workers) -> tuple[Entry | None, Digest, Digest, int]:
+        before, after = view(name, old[name], dtype), view(name, new[name], dtype)
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            raise BaseMismatch(
+                f"{name} is {_describe(before)} in the old weights and {_describe(after)} in the new ones: "
+                "a delta keeps shapes and dtypes, publish an anchor instead",
+                tensor=name, expected=_describe(before), actual=_describe(after),
+            )  # fmt: skip
+        was = tensor_digest(name, before, workers)
+        entry, gain = encode_box(name, before, after.bits, Box.whole(before.shape), allowed, workers)
+        return entry, was, gain, len(before.bits)
+
+    base_digest = new_digest = Digest()
+    total = num_changed = 0
+    changed_names = set()
+    with Workers(threads) as workers:
+        for name, (entry, was, gain, size) in _each(names, new, compare, workers):
+            if entry is not None:
+                add(entry)
+                changed_names.add(name)
+                num_changed += entry.num_changed
+            base_digest, new_digest = base_digest + was, new_digest + was + gain
+            total += size
+            if progress is not None:
+                progress(name, size)
+    return Facts(
+        run=run,
+        version=version,
+        base_version=base_version,
+        base_digest=base_digest,
+        digest=new_digest,
+        num_changed=num_changed,
+        num_elements=total,
+        tied={name: to for name, to in tied.items() if to in changed_names},
+    )
+
+
+def apply(
+    delta: Delta,
+    weights: Weights,
+    *,
+    base_digest: Digest | None = None,
+    dtype: DTypeChoice = None,
+    threads: int | None = None,
+) -> Digest:
+    """Change weights in place to the delta's version, or raise and leave them as they were. The new digest.
+
+    Everything is decoded and checked before the first write: names, shapes and dtypes, the digest of the weights as they
+    are, and the digest that they will have. Pass `base_digest` where the digest of the weights is known, to save the scan
+    of all of them.
+    """
+    for entry in delta.entries:
+        matching(entry, weights, dtype)
+        check_writable(entry.name, weights[entry.name])
+    if base_digest is None:
+        base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
+    check_base(delta.facts, base_digest)
+    patches = list(delta.patches(weights, dtype=dtype, threads=threads))
+    reached = base_digest
+    for patch in patches:
+        reached += patch_digest(patch, view(patch.name, weights[patch.name], dtype))
+    check_reached(delta.facts, reached)
+    aliases = {to: [name for name, target in delta.tied.items() if target == to] for to in delta.tied.values()}
+    for patch in patches:
+        for name in (patch.name, *aliases.get(patch.name, [])):
+            if name in weights:
+                write(weights[name], patch.where, patch.bits)
+    return reached
+
+
+def encode_box(
+    name: str, old: Tensor, new: Bits, box: Box, allowed: list[str], workers: Workers = SERIAL
+) -> tuple[Entry | None, Digest]:
+    """Encode what changed in a box of a tensor, and what that adds to the digest.
+
+    `old` and `new` hold the box alone: this is how a shard is encoded where it lies.
+    """
+    key = tensor_key(name, old.dtype, box.full)
+    gains: list[Digest] = []
+
+    def watch(start: int, positions: npt.NDArray[np.uint32], before: Bits, after: Bits) -> None:
+        at = box.to_tensor(positions + np.int64(start))
+        gains.append(change_digest(key, at, before[positions], after[positions]))
+
+    encoded = encode(old.bits, new, old.dtype, allowed, workers, watch)
+    entry = None if encoded is None else Entry.of(name, old.dtype, box, encoded)
+    return entry, sum(gains, Digest())
+
+
+def decode_entry(entry: Entry, old: Tensor | None, workers: Workers = SERIAL) -> Patch:
+    """An entry's patch; `old` is the whole tensor."""
+    bits = None if old is None else _cut(old, entry.box)
+    encoded = Encoded(entry.encoding, entry.num_changed, entry.arrays)
+    positions, new = decode(encoded, bits, entry.box.num_elements, entry.dtype, workers)
+    absolute = None if positions is None else entry.box.to_tensor(positions)
+    return Patch(entry.name, entry.dtype.name, entry.box, new, absolute)
+
+
+def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest:
+    """What the digest gains when a patch is written over the old tensor."""
+    key = tensor_key(patch.name, old.dtype, old.shape)
+    if patch._positions is None:
+        return box_digest(key, patch.box, patch.bits, workers) - box_digest(key, patch.box, _cut(old, patch.box), workers)
+    return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
+
+
+def matching(entry: Entry, weights: Weights, dtype: DTypeChoice = None) -> Tensor:
+    """The tensor that an entry changes, checked for shape and dtype."""
+    if entry.name not in weights:
+        raise UnknownParameter(f"the delta changes {entry.name}, which the weights do not have", tensor=entry.name)
+    tensor = view(entry.name, weights[entry.name], dtype)
+    if (tensor.dtype, tensor.shape) != (entry.dtype, entry.box.full):
+        expected = _describe(Tensor(entry.dtype, entry.box.full, tensor.bits))
+        raise ShapeMismatch(
+            f"{entry.name} is {_describe(tensor)}, the delta was made for {expected}",
+            tensor=entry.name, expected=expected, actual=_describe(tensor),
+        )  # fmt: skip
+    return tensor
+
+
+def check_base(facts: Facts, actual: Digest) -> None:
+    if actual != facts.base_digest:
+        raise BaseMismatch(
+            f"these are not the weights of version {facts.base_version} that the delta was made for: "
+            f"their digest is {actual}, not {facts.base_digest}",
+            version=facts.base_version, expected=str(facts.base_digest), actual=str(actual),
+        )  # fmt: skip
+
+
+def check_reached(facts: Facts, actual: Digest) -> None:
+    if actual != facts.digest:
+        raise DigestMismatch(
+            f"the delta leads to digest {actual}, not to {facts.digest} as it states for version {facts.version}: "
+            "it is damaged, get it again",
+            version=facts.version, expected=str(facts.digest), actual=str(actual),
+        )  # fmt: skip
+
+
+def _cut(tensor: Tensor, box: Box) -> Bits:
+    if box.is_whole:
+        return tensor.bits
+    return np.ascontiguousarray(tensor.bits.reshape(tensor.shape)[box.slices]).reshape(-1)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype.name} {list(tensor.shape)}"
+
+
+def _check_names(old: list[str], new: list[str], tied: Mapping[str, str]) -> None:
+    for missing, where in ((set(old) - set(new), "new"), (set(new) - set(old), "old")):
+        if missing:
+            raise BaseMismatch(
+                f"{min(missing)} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead",
+                tensor=min(missing),
+            )
+    for name, to in tied.items():
+        if to not in old:
+            raise ValueError(f"{name} is tied to {to}, which is not among the weights")
+    for name in old:
+        if name.startswith(PREFIX):
+            raise ValueError(f"{name}: names that start with {PREFIX} are taken")
+
+
+Compared = tuple[Entry | None, Digest, Digest, int]
+
+
+def _each(
+    names: list[str], weights: Weights, compare: Callable[[str, Workers], Compared], workers: Workers
+) -> Iterator[tuple[str, Compared]]:
+    """Results by name, in order: small tensors side by side, each large one with all workers."""
+    batch: list[str] = []
+
+    def flush() -> Iterator[tuple[str, Compared]]:
+        yield from zip(batch, workers.map(lambda name: compare(name, SERIAL), batch), strict=True)
+        batch.clear()
+
+    for name in names:
+        if num_elements(weights, name) <= _SMALL:
+            batch.append(name)
+            if len(batch) >= 4 * workers.threads:
+                yield from flush()
+        else:
+            yield from flush()
+            yield name, compare(name, workers)
+    yield from flush()

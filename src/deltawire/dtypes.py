@@ -1,0 +1,74 @@
+"""The dtypes that weights come in. All of them pass through as bit patterns; only `context` looks inside."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire.errors import UnsupportedFormat
+
+Bits = npt.NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype as the codec sees it.
+
+    `exponent_shift` and `exponent_mask` cut the exponent out of the bits (mask 0: there is none). `sign_magnitude` says
+    that the top bit is a sign, so that the order of the bit patterns runs backwards below zero.
+    """
+
+    name: str
+    itemsize: int
+    exponent_shift: int = 0
+    exponent_mask: int = 0
+    sign_magnitude: bool = False
+
+    @property
+    def unsigned(self) -> np.dtype[np.unsignedinteger]:
+        """The unsigned integer of the same width."""
+        return np.dtype(f"<u{self.itemsize}")
+
+
+def _float(name: str, itemsize: int, mantissa_bits: int, exponent_bits: int) -> DType:
+    return DType(name, itemsize, mantissa_bits, (1 << exponent_bits) - 1, sign_magnitude=True)
+
+
+# Keyed by the names that safetensors uses.
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        _float("BF16", 2, 7, 8),
+        _float("F16", 2, 10, 5),
+        _float("F32", 4, 23, 8),
+        _float("F64", 8, 52, 11),
+        _float("F8_E4M3", 1, 3, 4),
+        _float("F8_E5M2", 1, 2, 5),
+        DType("F8_E8M0", 1),
+        DType("BOOL", 1),
+        *(DType(f"{sign}{8 * size}", size) for sign in "IU" for size in (1, 2, 4, 8)),
+    )
+}
+
+# What numpy, ml_dtypes and torch call them.
+ALIASES = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}
+
+
+def dtype_named(name: str) -> DType:
+    """A dtype by its safetensors name or by what numpy and torch call it."""
+    try:
+        return DTYPES[ALIASES.get(name, name)]
+    except KeyError:
+        known = ", ".join(sorted(DTYPES))
+        raise UnsupportedFormat(f"dtype {name!r} is not supported; supported are {known}", actual=name) from None

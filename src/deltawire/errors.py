@@ -1,0 +1,126 @@
+"""Everything that can go wrong, on one page. Wrong arguments raise ValueError or TypeError instead.
+
+    DeltawireError
+    ├── StoreError
+    │   ├── ObjectMissing           a file or object is not there
+    │   ├── Conflict                it exists already, and may not be replaced
+    │   └── StoreUnavailable        the store did not answer, or said no
+    ├── FormatError
+    │   ├── UnsupportedFormat       a newer format, or not deltawire's
+    │   ├── CorruptObject           bytes that say something impossible
+    │   └── LimitExceeded           a size beyond what is allowed
+    ├── ChainError
+    │   ├── MissingAnchor
+    │   ├── BrokenChain
+    │   └── Fenced
+    ├── MismatchError
+    │   ├── BaseMismatch            these are not the weights the delta was made for
+    │   ├── DigestMismatch          the weights are not what they were said to be
+    │   └── SignatureMismatch
+    ├── EngineError
+    │   ├── UnknownParameter        a tensor the target does not have
+    │   ├── ShapeMismatch           it has another shape or dtype there
+    │   └── EngineRejected
+    └── MissingDependency           an optional package is not installed
+"""
+
+from typing import Any
+
+
+class DeltawireError(Exception):
+    """The base of all. Fields that a program may want are attributes: `tensor`, `version`, `expected`, `actual`, `path`."""
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["fields"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class StoreError(DeltawireError):
+    """Getting bytes from a place, or putting them there, failed."""
+
+
+class ObjectMissing(StoreError):
+    """A file or object that was asked for is not there."""
+
+
+class Conflict(StoreError):
+    """Something is there already and may not be replaced."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer, or refused."""
+
+
+class FormatError(DeltawireError):
+    """Bytes that are not what they should be."""
+
+
+class UnsupportedFormat(FormatError):
+    """A format version, dtype or encoding that this release does not know."""
+
+
+class CorruptObject(FormatError):
+    """Truncated, damaged or contradictory bytes."""
+
+
+class LimitExceeded(FormatError):
+    """A size or count beyond what is allowed, refused before memory was taken for it."""
+
+
+class ChainError(DeltawireError):
+    """Versions that do not lead to one another."""
+
+
+class MissingAnchor(ChainError):
+    """No anchor to start from."""
+
+
+class BrokenChain(ChainError):
+    """A version that others build on is missing."""
+
+
+class Fenced(ChainError):
+    """Another writer has taken over the run."""
+
+
+class MismatchError(DeltawireError):
+    """A check of content failed; nothing was changed."""
+
+
+class BaseMismatch(MismatchError):
+    """The weights are not those that the delta was made for."""
+
+
+class DigestMismatch(MismatchError):
+    """The weights, or what a delta makes of them, do not have the digest that was stated."""
+
+
+class SignatureMismatch(MismatchError):
+    """Not signed by the key that was given."""
+
+
+class EngineError(DeltawireError):
+    """The target cannot take the weights."""
+
+
+class UnknownParameter(EngineError):
+    """A tensor that the target does not have."""
+
+
+class ShapeMismatch(EngineError):
+    """A tensor has another shape or dtype at the target."""
+
+
+class EngineRejected(EngineError):
+    """The engine refused the update."""
+
+
+class MissingDependency(DeltawireError):
+    """An optional package is needed; the message holds the line that installs it."""

@@ -1,0 +1,138 @@
+"""Blocks of 64 elements: which changed, and what class each is in. The last block of an array may be shorter."""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, uint64
+
+from deltawire.kernels.cpu.simd import (
+    BLOCK,
+    advance_classes,
+    changed_mask,
+    class_planes,
+    popcount,
+    trailing_zeros,
+)
+
+NUM_CLASSES = 16
+ONE = np.uint64(1)
+NEVER = ~np.uint64(0)
+
+
+@njit(inline="always")
+def element_class(bits: Any, shift: Any, mask: Any, first: Any) -> Any:
+    """The class of one element; `class_planes` is the same for 64."""
+    exponent = (uint64(bits) >> uint64(shift)) & uint64(mask)
+    above = exponent - uint64(first) if exponent > uint64(first) else uint64(0)
+    return min(above, uint64(NUM_CLASSES - 1))
+
+
+@njit(inline="always")
+def block_changed(old: Any, new: Any, index: Any) -> Any:
+    if index + BLOCK <= old.size:
+        return changed_mask(old, new, index)
+    word = uint64(0)
+    for j in range(old.size - index):
+        if old[index + j] != new[index + j]:
+            word |= ONE << uint64(j)
+    return word
+
+
+@njit(inline="always")
+def block_planes(old: Any, index: Any, shift: Any, mask: Any, first: Any) -> Any:
+    """Four class planes and a plane of the elements that exist."""
+    if index + BLOCK <= old.size:
+        a, b, c, d = class_planes(old, index, shift, mask, first)
+        return a, b, c, d, ~uint64(0)
+    a = b = c = d = alive = uint64(0)
+    for j in range(old.size - index):
+        k = uint64(element_class(old[index + j], shift, mask, first))
+        at = uint64(j)
+        a |= (k & ONE) << at
+        b |= ((k >> ONE) & ONE) << at
+        c |= ((k >> uint64(2)) & ONE) << at
+        d |= ((k >> uint64(3)) & ONE) << at
+        alive |= ONE << at
+    return a, b, c, d, alive
+
+
+@njit(nogil=True, cache=True)
+def count_changed(old: Any, new: Any) -> Any:
+    """How many elements differ."""
+    total = 0
+    for index in range(0, old.size, BLOCK):
+        total += popcount(block_changed(old, new, index))
+    return total
+
+
+@njit(nogil=True, cache=True)
+def changed_positions(old: Any, new: Any) -> Any:
+    """The positions that differ, ascending. One pass: the array grows as it fills."""
+    positions = np.empty(BLOCK + old.size // 32, np.uint32)
+    found = 0
+    for index in range(0, old.size, BLOCK):
+        word = block_changed(old, new, index)
+        if found + BLOCK > positions.size:
+            larger = np.empty(2 * positions.size, np.uint32)
+            larger[:found] = positions[:found]
+            positions = larger
+        while word:
+            positions[found] = index + trailing_zeros(word)
+            found += 1
+            word &= word - ONE
+    return positions[:found]
+
+
+@njit(nogil=True, cache=True)
+def class_ranks(old: Any, positions: Any, shift: Any, mask: Any, first: Any) -> Any:
+    """For each position its class and its rank among the elements of that class; and each class's population."""
+    classes = np.empty(positions.size, np.uint8)
+    ranks = np.empty(positions.size, np.uint32)
+    masks = np.empty(NUM_CLASSES, np.uint64)
+    seen = np.zeros(NUM_CLASSES, np.uint64)
+    at = 0
+    for index in range(0, old.size, BLOCK):
+        advance_classes(block_planes(old, index, shift, mask, first), masks, seen, seen)
+        while at < positions.size and positions[at] < index + BLOCK:
+            from_here = ~uint64(0) << (uint64(positions[at]) - uint64(index))
+            k = uint64(element_class(old[positions[at]], shift, mask, first))
+            classes[at] = k
+            ranks[at] = seen[k] - uint64(popcount(masks[k] & from_here))
+            at += 1
+    return classes, ranks, seen
+
+
+@njit(nogil=True, cache=True)
+def ranked_positions(old: Any, ranks: Any, start: Any, shift: Any, mask: Any, first: Any) -> Any:
+    """The positions, ascending, of the elements with given ranks in their class; fewer if a rank is not there.
+
+    The ranks of class k, ascending, are ranks[start[k]:start[k + 1]].
+    """
+    positions = np.empty(ranks.size, np.uint32)
+    masks = np.empty(NUM_CLASSES, np.uint64)
+    seen = np.zeros(NUM_CLASSES, np.uint64)
+    cursor = start[:-1].copy()
+    wanted = np.empty(NUM_CLASSES, np.uint64)
+    for k in range(NUM_CLASSES):
+        wanted[k] = uint64(ranks[cursor[k]]) if cursor[k] < start[k + 1] else NEVER
+    found = 0
+    for index in range(0, old.size, BLOCK):
+        hits = advance_classes(block_planes(old, index, shift, mask, first), masks, seen, wanted)
+        changed = uint64(0)
+        while hits:
+            k = trailing_zeros(hits)
+            hits &= hits - ONE
+            word = masks[k]
+            before = seen[k] - uint64(popcount(word))
+            while wanted[k] < seen[k]:
+                for _ in range(wanted[k] - before):
+                    word &= word - ONE
+                before = wanted[k]
+                changed |= word & (~word + ONE)
+                cursor[k] += 1
+                wanted[k] = uint64(ranks[cursor[k]]) if cursor[k] < start[k + 1] else NEVER
+        while changed:
+            positions[found] = index + trailing_zeros(changed)
+            found += 1
+            changed &= changed - ONE
+    return positions[:found]

@@ -1,0 +1,208 @@
+"""From a tile's stream of bits and its old weights to positions and new bits.
+
+The stream comes from outside. Every count is held against the number of bits that are really there before memory is
+taken for it, and every position against the tile; a status says what was wrong.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, uint64
+
+from deltawire.kernels.cpu.bitstream import (
+    LAST,
+    ONE,
+    SIX,
+    ZERO,
+    add_golomb_remainders,
+    add_rice_remainders,
+    get_quotients,
+)
+from deltawire.kernels.cpu.blocks import NEVER, NUM_CLASSES, element_class, ranked_positions
+from deltawire.kernels.cpu.groups import (
+    INVERTED,
+    MEMBERS,
+    OTHERS,
+    PARAMETER,
+    START,
+    STOP,
+    gaps_to_members,
+    get_header,
+    is_lengths,
+    new_streams,
+)
+from deltawire.kernels.cpu.simd import prefetch
+from deltawire.kernels.cpu.steps import take_step
+
+OK, TRUNCATED, TOO_MANY, OUT_OF_RANGE, LEFT_OVER = range(5)
+SEEN, CURSOR, WANTED = range(3)
+CHUNK = np.uint64(32)
+
+
+@njit(nogil=True, cache=True)
+def count_changes(words: Any, num_bits: Any, num_elements: Any, contextual: Any) -> Any:
+    """A status and how many changes a tile's header speaks of. `words` ends in one spare word."""
+    num_classes = NUM_CLASSES if contextual else 1
+    streams = new_streams(num_classes)
+    end = uint64(num_bits)
+    _, length_bits, at, found = get_header(words, end, streams)
+    if not found:
+        return TRUNCATED, ZERO
+    count = ZERO
+    for row in range(2 * num_classes, streams.shape[0]):
+        count += streams[row, MEMBERS]
+    if count > uint64(num_elements):
+        return TOO_MANY, ZERO
+    # A change takes a sign bit and a code at least a quotient bit.
+    needed = at + count + length_bits + streams[-1, STOP]
+    for row in range(streams.shape[0]):
+        if not is_lengths(streams, row):
+            needed += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
+    return (OK, count) if needed <= end else (TRUNCATED, ZERO)
+
+
+@njit(nogil=True, cache=True)
+def decode_tile(
+    words: Any, num_bits: Any, old: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any,
+    positions: Any, bits: Any,
+) -> Any:  # fmt: skip
+    """Write the changed positions and the new bits there; a status.
+
+    `count_changes` has found the header sound, and the outputs have the length that it gave.
+    """
+    end = uint64(num_bits)
+    num_classes = NUM_CLASSES if contextual else 1
+    streams = new_streams(num_classes)
+    first, length_bits, sign_at, _ = get_header(words, end, streams)
+    step_streams, position_streams = streams[: 2 * num_classes], streams[2 * num_classes :]
+    count = uint64(bits.size)
+    at = sign_at + count
+    quotient_at = at + length_bits
+    for row in range(streams.shape[0]):
+        if not is_lengths(streams, row):
+            quotient_at += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
+    num_step_codes = position_streams[0, START]
+
+    one_pass = not contextual and not position_streams[0, INVERTED]
+    values = np.empty(num_step_codes if one_pass else streams[-1, STOP], np.uint64)
+    at, quotient_at, found = _read_streams(words, at, quotient_at, end, step_streams, True, values)
+    if not found:
+        return TRUNCATED
+    longer = np.empty(num_step_codes, np.uint32)
+    progress = np.zeros((3, num_classes), np.uint64)
+    if not _begin_steps(step_streams, values, count, longer, progress):
+        return OUT_OF_RANGE
+    steps = (step_streams, values, longer, progress)
+    layout = (uint64(width), uint64(shift), uint64(mask), first, signed)
+
+    if one_pass:
+        # The old values lie far apart in memory. Each chunk of positions is asked for while the one before is stepped.
+        k = position_streams[0, PARAMETER]
+        most = ~ZERO >> k
+        gaps = np.empty(CHUNK, np.uint64)
+        place = ready = ZERO
+        for chunk in range(ZERO, count, CHUNK):
+            size = min(CHUNK, count - chunk)
+            quotient_at, found = get_quotients(words, quotient_at, end, most, gaps, ZERO, size)
+            if not found:
+                return TRUNCATED
+            at = add_rice_remainders(words, at, gaps, ZERO, size, k)
+            for i in range(ZERO, size):
+                if gaps[i] >= uint64(old.size) - place:
+                    return OUT_OF_RANGE
+                place += gaps[i]
+                positions[chunk + i] = place
+                prefetch(old, np.intp(place))
+                place += ONE
+            _take_steps(words, sign_at, old, positions, ready, chunk, steps, layout, bits)
+            ready = chunk
+        _take_steps(words, sign_at, old, positions, ready, count, steps, layout, bits)
+    else:
+        at, quotient_at, found = _read_streams(words, at, quotient_at, end, position_streams, False, values)
+        if not found:
+            return TRUNCATED
+        members = np.empty(count, np.uint32)
+        start = np.zeros(num_classes + 1, np.int64)
+        for k in range(num_classes):
+            start[k + 1] = start[k] + np.int64(position_streams[k, MEMBERS])
+            if not gaps_to_members(values, position_streams[k], old.size, members[start[k] : start[k + 1]]):
+                return OUT_OF_RANGE
+        if contextual:
+            dtype = old.dtype.type
+            members = ranked_positions(old, members, start, dtype(shift), dtype(mask), dtype(first))
+            if uint64(members.size) != count:
+                return OUT_OF_RANGE
+        positions[:] = members
+        _take_steps(words, sign_at, old, positions, ZERO, count, steps, layout, bits)
+    if end - quotient_at >= uint64(8):
+        return LEFT_OVER
+    if not _steps_complete(step_streams, progress):
+        return OUT_OF_RANGE
+    return OK
+
+
+@njit(nogil=True, cache=True)
+def _read_streams(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any, have_lengths: Any, values: Any) -> Any:
+    """Read the codes of some streams; in every second one they are lengths, where `have_lengths` says so."""
+    for row in range(streams.shape[0]):
+        start, stop, k = streams[row, START], streams[row, STOP], streams[row, PARAMETER]
+        lengths = have_lengths and row % 2 == 1
+        most = LAST - k if lengths else ~ZERO >> k
+        quotient_at, found = get_quotients(words, quotient_at, end, most, values, start, stop)
+        if not found:
+            return at, quotient_at, False
+        if lengths:
+            at = add_golomb_remainders(words, at, end, values, start, stop, k)
+            if at > end:
+                return at, quotient_at, False
+        else:
+            at = add_rice_remainders(words, at, values, start, stop, k)
+    return at, quotient_at, True
+
+
+@njit(nogil=True, cache=True)
+def _begin_steps(streams: Any, values: Any, count: Any, longer: Any, progress: Any) -> Any:
+    """List the changes longer than one step: entry i of `longer` goes with length i of `values`."""
+    for k in range(progress.shape[1]):
+        start, stop = streams[2 * k + 1, START], streams[2 * k + 1, STOP]
+        if not gaps_to_members(values, streams[2 * k], count, longer[start:stop]):
+            return False
+        progress[CURSOR, k] = start
+        progress[WANTED, k] = uint64(longer[start]) if start < stop else NEVER
+    return True
+
+
+@njit(inline="always")
+def _take_steps(
+    words: Any, sign_at: Any, old: Any, positions: Any, start: Any, stop: Any, steps: Any, layout: Any, bits: Any
+) -> Any:
+    """Write the new bits of some changes, in order."""
+    streams, values, longer, progress = steps
+    width, shift, mask, first, signed = layout
+    contextual = progress.shape[1] > 1
+    for i in range(start, stop):
+        value = uint64(old[uint64(positions[i])])
+        k = element_class(value, shift, mask, first) if contextual else ZERO
+        extra = ZERO
+        if progress[SEEN, k] == progress[WANTED, k]:
+            cursor = progress[CURSOR, k]
+            extra = values[cursor] + ONE
+            cursor += ONE
+            progress[CURSOR, k] = cursor
+            progress[WANTED, k] = uint64(longer[cursor]) if cursor < streams[k + k + ONE, STOP] else NEVER
+        progress[SEEN, k] += ONE
+        at = sign_at + i
+        down = (words[at >> SIX] >> (at & LAST)) & ONE
+        bits[i] = take_step(value, down, extra, width, signed)
+
+
+@njit(nogil=True, cache=True)
+def _steps_complete(streams: Any, progress: Any) -> Any:
+    """Whether every class had as many changes as its step group spoke of."""
+    for k in range(progress.shape[1]):
+        group = streams[2 * k]
+        if progress[CURSOR, k] != streams[2 * k + 1, STOP]:
+            return False
+        if group[INVERTED] and group[MEMBERS] + group[OTHERS] != progress[SEEN, k]:
+            return False
+    return True

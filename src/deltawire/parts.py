@@ -1,0 +1,118 @@
+"""A delta on disk: one safetensors file, or several that each say which part they are."""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from deltawire.container import Container, replacing
+from deltawire.dtypes import DTYPES, Bits
+from deltawire.errors import CorruptObject, ObjectMissing
+from deltawire.wire import Entry, Facts, part_bytes, read_part
+
+MAX_FILE_BYTES = 5_000_000_000
+
+_PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+
+
+def save(facts: Facts, entries: list[Entry], path: Path, max_file_bytes: int) -> list[Path]:
+    """Write a delta's files, each whole or not at all; their paths."""
+    groups: list[list[Entry]] = [[]]
+    room = max_file_bytes
+    for entry in entries:
+        if entry.num_bytes > room and groups[-1]:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(entry)
+        room -= entry.num_bytes
+    paths = [path]
+    if len(groups) > 1:
+        stem = path.name.removesuffix(".safetensors")
+        paths = [path.with_name(f"{stem}-{i:05}-of-{len(groups):05}.safetensors") for i in range(1, len(groups) + 1)]
+    for number, (group, target) in enumerate(zip(groups, paths, strict=True), 1):
+        with replacing(target) as file:
+            for piece in part_bytes(facts, group, number, len(groups)):
+                file.write(piece)
+    return paths
+
+
+def find(path: Path) -> list[Container]:
+    """All files of the delta that was saved to `path`; the path of one of several will do."""
+    if path.is_file():
+        first = Container(path)
+        if read_part(first)[2] == (1, 1):
+            return [first]
+    named = _PART_NAME.fullmatch(path.name)
+    stem = named[1] if named else path.name.removesuffix(".safetensors")
+    files = sorted(file for file in path.parent.glob("*.safetensors") if (m := _PART_NAME.fullmatch(file.name)) and m[1] == stem)
+    if not files:
+        raise ObjectMissing(f"{path} does not exist", path=str(path))
+    return [Container(file) for file in files]
+
+
+def merge(containers: list[Container]) -> tuple[Facts, list[Entry]]:
+    """The delta that some parts make up together, if they do."""
+    read = [read_part(container) for container in containers]
+    facts, _, (_, num_parts) = read[0]
+    if any((other, position[1]) != (facts, num_parts) for other, _, position in read):
+        raise CorruptObject("these files are parts of different deltas")
+    present = sorted(position[0] for _, _, position in read)
+    if present != list(range(1, num_parts + 1)):
+        raise CorruptObject(f"a delta of {num_parts} parts is not whole: only parts {present} are there")
+    entries = [entry for _, part, _ in read for entry in part]
+    by_name: dict[str, list[Entry]] = {}
+    for entry in entries:
+        others = by_name.setdefault(entry.name, [])
+        for other in others:
+            if (other.dtype, other.box.full) != (entry.dtype, entry.box.full) or other.box.overlaps(entry.box):
+                raise CorruptObject(f"{entry.name} is in two parts that contradict each other", tensor=entry.name)
+        others.append(entry)
+    if sum(entry.num_changed for entry in entries) != facts.num_changed:
+        raise CorruptObject(f"the patches do not hold {facts.num_changed} changes, as the delta states")
+    return facts, entries
+
+
+class Spool:
+    """Keeps entries' arrays in an unnamed file of a folder, so that a delta larger than memory can be made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)
+        self.entries: list[Entry] = []
+
+    def add(self, entry: Entry) -> None:
+        starts = {}
+        for part, array in entry.arrays.items():
+            starts[part] = self._file.seek(0, os.SEEK_END)
+            self._file.write(memoryview(array).cast("B"))
+        arrays = _SpooledArrays(self._file, entry, starts)
+        self.entries.append(
+            Entry(entry.name, entry.dtype, entry.box, entry.encoding, entry.num_changed, arrays, entry.lengths)
+        )
+
+    def __enter__(self) -> "Spool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class _SpooledArrays(Mapping[str, Bits]):
+    def __init__(self, file: BinaryIO, entry: Entry, starts: Mapping[str, int]) -> None:
+        self.file, self.starts = file, starts
+        self.kinds = {part: DTYPES[kind].unsigned for part, kind in entry.parts.items()}
+        self.lengths = entry.lengths
+
+    def __getitem__(self, part: str) -> Bits:
+        self.file.seek(self.starts[part])
+        kind = self.kinds[part]
+        return np.frombuffer(self.file.read(self.lengths[part] * kind.itemsize), kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts)

@@ -1,0 +1,101 @@
+"""The state digest: one value for all weights of a version, updated from the changed elements alone.
+
+A tensor's digest is a sum over its elements of `mix(seed, position, bits)`, modulo 2^64 in each of two lanes, plus a
+constant; seed and constant come from a hash of the tensor's name, dtype and shape. The digest of a model is the sum over
+its tensors. Because it is a sum, shards add up to the whole, in any order, and a change adds what its own elements gain.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+from deltawire.boxes import Box, Positions
+from deltawire.dtypes import Bits, DType
+from deltawire.errors import CorruptObject
+from deltawire.weights import DTypeChoice, Tensor, Weights, view
+from deltawire.workers import SERIAL, Workers
+
+_WORD = (1 << 64) - 1
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """128 bits that identify a state. Digests of disjoint parts add up to the digest of the whole."""
+
+    low: int = 0
+    high: int = 0
+
+    def __add__(self, other: "Digest") -> "Digest":
+        return Digest((self.low + other.low) & _WORD, (self.high + other.high) & _WORD)
+
+    def __sub__(self, other: "Digest") -> "Digest":
+        return Digest((self.low - other.low) & _WORD, (self.high - other.high) & _WORD)
+
+    def __str__(self) -> str:
+        return f"{self.high:016x}{self.low:016x}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Digest":
+        if len(text) != 32 or set(text) - set("0123456789abcdef"):
+            raise CorruptObject(f"{text[:64]!r} is not a digest: expected 32 hexadecimal digits")
+        return cls(int(text[16:], 16), int(text[:16], 16))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKey:
+    """What identifies a tensor in the digest."""
+
+    seed: np.uint64
+    constant: Digest
+
+
+def tensor_key(name: str, dtype: DType, shape: tuple[int, ...]) -> TensorKey:
+    text = f"{name}\n{dtype.name}\n{','.join(map(str, shape))}"
+    words = np.frombuffer(sha256(text.encode()).digest(), "<u8")
+    return TensorKey(words[0], Digest(int(words[1]), int(words[2])))
+
+
+def box_digest(key: TensorKey, box: Box, bits: Bits, workers: Workers = SERIAL) -> Digest:
+    """The part of a tensor's digest that a box of it contributes, without the tensor's constant."""
+    from deltawire.kernels.cpu.digest import sum_runs
+
+    starts, length = box.runs()
+    if len(starts) == 1:
+        jobs = [(starts + at, bits[at : at + _CHUNK]) for at in range(0, length, _CHUNK)]
+    else:
+        step = max(_CHUNK // max(length, 1), 1)
+        jobs = [(starts[at : at + step], bits[at * length : (at + step) * length]) for at in range(0, len(starts), step)]
+    sums = workers.map(lambda job: sum_runs(job[1], job[0], len(job[1]) // len(job[0]), key.seed), jobs)
+    return sum((Digest(int(low), int(high)) for low, high in sums), Digest())
+
+
+def change_digest(key: TensorKey, positions: Positions, old: Bits, new: Bits) -> Digest:
+    """What a tensor's digest gains when elements change: their positions, their bits before and after."""
+    from deltawire.kernels.cpu.digest import sum_change
+
+    low, high = sum_change(old, new, positions, key.seed)
+    return Digest(int(low), int(high))
+
+
+def tensor_digest(name: str, tensor: Tensor, workers: Workers = SERIAL) -> Digest:
+    key = tensor_key(name, tensor.dtype, tensor.shape)
+    return key.constant + box_digest(key, Box.whole(tensor.shape), tensor.bits, workers)
+
+
+def digest(
+    weights: Weights,
+    *,
+    dtype: DTypeChoice = None,
+    tied: Mapping[str, str] | None = None,
+    threads: int | None = None,
+) -> Digest:
+    """The digest of a mapping from names to arrays or tensors.
+
+    `tied` maps names to the names they share their weights with; those are left out, as they are in a checkpoint.
+    """
+    names = [name for name in weights if name not in (tied or {})]
+    with Workers(threads) as workers:
+        return sum((tensor_digest(name, view(name, weights[name], dtype), workers) for name in names), Digest())

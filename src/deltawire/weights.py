@@ -1,0 +1,90 @@
+"""Weights as callers have them (numpy, ml_dtypes, torch) seen as flat arrays of unsigned integers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from deltawire.boxes import Positions
+from deltawire.dtypes import Bits, DType, dtype_named
+
+Weights = Mapping[str, Any]
+DTypeChoice = str | Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor's bits, flat and contiguous, with what they mean."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    bits: Bits
+
+
+def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
+    """See a numpy array or a torch tensor as bits, without copying where it is contiguous and in host memory.
+
+    `dtype` says what the bits mean where the array's own dtype does not (bf16 kept as 16-bit integers): one name for
+    all, or a mapping from tensor names.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if _is_torch(value):
+        array, own = _torch_bits(name, value)
+    elif isinstance(value, np.ndarray):
+        array, own = np.ascontiguousarray(value), value.dtype.name
+    else:
+        raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
+    stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+    kind = dtype_named(stated or own)
+    if kind.itemsize != array.dtype.itemsize:
+        raise ValueError(f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}")
+    return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
+
+
+def num_elements(weights: Weights, name: str) -> int:
+    """A tensor's size, without reading it where the weights are a checkpoint on disk."""
+    count = getattr(weights, "num_elements", None)
+    return count(name) if count is not None else prod(weights[name].shape)
+
+
+def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
+    """Set elements of an array or tensor, by flat position."""
+    if _is_torch(value) and value.device.type != "cpu":
+        import torch
+
+        flat = value.detach().view(-1).view(_torch_integer(value.element_size()))
+        fresh = torch.from_numpy(bits.view(f"<i{bits.dtype.itemsize}")).to(value.device)
+        where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
+        flat[where] = fresh
+        return
+    array = _torch_bits("", value)[0] if _is_torch(value) else value
+    array.reshape(-1).view(bits.dtype)[positions] = bits
+
+
+def check_writable(name: str, value: Any) -> None:
+    """Refuse what `write` could not change in place."""
+    contiguous = value.is_contiguous() if _is_torch(value) else value.flags.c_contiguous
+    if not contiguous:
+        raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
+    if not _is_torch(value) and not value.flags.writeable:
+        raise ValueError(f"{name} is read-only; pass an array that can be changed")
+
+
+def _is_torch(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def _torch_integer(itemsize: int) -> Any:
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+
+
+def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
+    if hasattr(value, "to_local"):
+        raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
+    flat = value.detach().contiguous().view(-1).view(_torch_integer(value.element_size()))
+    return flat.cpu().numpy(), str(value.dtype).removeprefix("torch.")

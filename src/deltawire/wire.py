@@ -1,0 +1,232 @@
+"""A delta as safetensors: the metadata that says what it is, and the tensors that carry it.
+
+One file is one part of a delta. Its metadata has a key for each fact about the delta (`deltawire.version`, ...) and a key
+for each tensor that changed, under the tensor's own name: encoding, dtype, shape, changed elements, and the box where it
+is not the whole tensor. The arrays of an encoding are tensors named `NAME.PART`. See docs/format.md.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from deltawire.boxes import Box
+from deltawire.codec import DENSE, ENCODINGS, Arrays, Encoded
+from deltawire.container import Container, Slot, header_bytes, lay_out
+from deltawire.dtypes import DTYPES, Bits, DType, dtype_named
+from deltawire.errors import CorruptObject, UnsupportedFormat
+from deltawire.state import Digest
+
+FORMAT_VERSION = 1
+PREFIX = "deltawire."
+MOST_PARTS = 100_000
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a delta says about itself; the same in each of its parts."""
+
+    run: str
+    version: int
+    base_version: int
+    base_digest: Digest
+    digest: Digest
+    num_changed: int
+    num_elements: int
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One patch as it is encoded: a box of a tensor, and the arrays of its encoding."""
+
+    name: str
+    dtype: DType
+    box: Box
+    encoding: str
+    num_changed: int
+    arrays: Arrays
+    lengths: Mapping[str, int]
+    """How many items each array has, so that one in a file need not be read to know."""
+
+    @classmethod
+    def of(cls, name: str, dtype: DType, box: Box, encoded: Encoded) -> "Entry":
+        lengths = {part: len(array) for part, array in encoded.arrays.items()}
+        return cls(name, dtype, box, encoded.encoding, encoded.num_changed, encoded.arrays, lengths)
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        return ENCODINGS[self.encoding].parts(self.dtype, self.box.num_elements)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(DTYPES[kind].itemsize * self.lengths[part] for part, kind in self.parts.items())
+
+
+def metadata_of(facts: Facts, entries: Iterable[Entry], part: int, num_parts: int) -> dict[str, str]:
+    """The metadata of one part."""
+    metadata = {
+        "format": str(FORMAT_VERSION),
+        "kind": "delta",
+        "run": facts.run,
+        "version": str(facts.version),
+        "base_version": str(facts.base_version),
+        "base_digest": str(facts.base_digest),
+        "digest": str(facts.digest),
+        "changed": str(facts.num_changed),
+        "total": str(facts.num_elements),
+        "part": f"{part}/{num_parts}",
+    }
+    if facts.tied:
+        metadata["tied"] = json.dumps(dict(facts.tied), separators=(",", ":"))
+    metadata = {PREFIX + key: value for key, value in metadata.items()}
+    for entry in entries:
+        fields = [entry.encoding, entry.dtype.name, _dims(entry.box.full), str(entry.num_changed)]
+        if not entry.box.is_whole:
+            fields += [_dims(entry.box.offset), _dims(entry.box.shape)]
+        metadata[entry.name] = " ".join(fields)
+    return metadata
+
+
+def slots_of(entries: Iterable[Entry]) -> dict[str, Slot]:
+    """Where the arrays of a part go."""
+    tensors = {}
+    for entry in entries:
+        for part, kind in entry.parts.items():
+            shape = entry.box.shape if part == DENSE.name else (entry.lengths[part],)
+            tensors[f"{entry.name}.{part}"] = kind, shape
+    return lay_out(tensors)
+
+
+def part_bytes(facts: Facts, entries: list[Entry], part: int = 1, num_parts: int = 1) -> Iterator[bytes | memoryview]:
+    """One part, piece by piece."""
+    slots = slots_of(entries)
+    yield header_bytes(slots, metadata_of(facts, entries, part, num_parts))
+    owners = {f"{entry.name}.{part}": (entry, part) for entry in entries for part in entry.parts}
+    for name in slots:
+        entry, array = owners[name]
+        yield memoryview(entry.arrays[array]).cast("B")
+
+
+def read_part(container: Container) -> tuple[Facts, list[Entry], tuple[int, int]]:
+    """What a container holds, with its arrays read when they are asked for; and which part of how many it is."""
+    metadata = container.header.metadata
+    version = metadata.get(PREFIX + "format")
+    if version is None:
+        raise UnsupportedFormat("this is not a deltawire delta: its metadata has no deltawire.format")
+    if version != str(FORMAT_VERSION):
+        raise UnsupportedFormat(
+            f"this delta has format {version}, this release reads {FORMAT_VERSION}: upgrade deltawire", actual=version
+        )
+    if metadata.get(PREFIX + "kind") != "delta":
+        raise UnsupportedFormat(f"this is a deltawire {metadata.get(PREFIX + 'kind')}, not a delta")
+    facts = _read_facts(metadata)
+    part, _, num_parts = _fact(metadata, "part").partition("/")
+    position = _number(part, "part"), _number(num_parts, "part")
+    if not 1 <= position[0] <= position[1] <= MOST_PARTS:
+        raise CorruptObject(f"part {part} of {num_parts} is impossible")
+    entries = [_read_entry(name, text, container) for name, text in metadata.items() if not name.startswith(PREFIX)]
+    expected = {f"{entry.name}.{part}" for entry in entries for part in entry.parts}
+    left = set(container.header.slots) - expected
+    if left:
+        raise CorruptObject(f"tensor {min(left)!r} belongs to no patch")
+    if sum(entry.num_changed for entry in entries) > facts.num_changed:
+        raise CorruptObject("the patches hold more changes than the delta states")
+    return facts, entries, position
+
+
+class _ContainerArrays(Mapping[str, Bits]):
+    """The arrays of one entry, read from their container each time they are asked for."""
+
+    def __init__(self, container: Container, names: Mapping[str, str]) -> None:
+        self.container = container
+        self.names = names
+
+    def __getitem__(self, part: str) -> Bits:
+        return self.container.bits(self.names[part])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _read_facts(metadata: Mapping[str, str]) -> Facts:
+    tied: dict[str, str] = {}
+    if PREFIX + "tied" in metadata:
+        try:
+            tied = json.loads(metadata[PREFIX + "tied"])
+            valid = all(isinstance(name, str) for name in [*tied, *tied.values()])
+        except (ValueError, AttributeError, RecursionError):
+            valid = False
+        if not valid:
+            raise CorruptObject("the tied names are not a map of strings")
+    numbers = {key: _number(_fact(metadata, key), key) for key in ("version", "base_version", "changed", "total")}
+    if numbers["changed"] > numbers["total"]:
+        raise CorruptObject(f"{numbers['changed']} of {numbers['total']} elements cannot have changed")
+    return Facts(
+        run=_fact(metadata, "run"),
+        version=numbers["version"],
+        base_version=numbers["base_version"],
+        base_digest=Digest.parse(_fact(metadata, "base_digest")),
+        digest=Digest.parse(_fact(metadata, "digest")),
+        num_changed=numbers["changed"],
+        num_elements=numbers["total"],
+        tied=tied,
+    )
+
+
+def _read_entry(name: str, text: str, container: Container) -> Entry:
+    fields = text.split(" ")
+    if len(fields) not in (4, 6):
+        raise CorruptObject(f"what the metadata says of {name!r} is malformed: {text[:80]!r}", tensor=name)
+    encoding = ENCODINGS.get(fields[0])
+    if encoding is None:
+        raise UnsupportedFormat(f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name)
+    dtype = dtype_named(fields[1])
+    full = _read_dims(fields[2], name)
+    try:
+        box = Box(full, _read_dims(fields[4], name), _read_dims(fields[5], name)) if len(fields) == 6 else Box.whole(full)
+    except ValueError as error:
+        raise CorruptObject(f"{name}: {error}", tensor=name) from None
+    num_changed = _number(fields[3], name)
+    if not 1 <= num_changed <= box.num_elements:
+        raise CorruptObject(f"{name} cannot have {num_changed} changes in {box.num_elements} elements", tensor=name)
+    names = {part: f"{name}.{part}" for part in encoding.parts(dtype, box.num_elements)}
+    lengths = {}
+    stored = 0
+    for part, kind in encoding.parts(dtype, box.num_elements).items():
+        slot = container.header.slots.get(names[part])
+        if slot is None or slot.dtype != kind:
+            raise CorruptObject(f"{name} has no {kind} tensor {names[part]!r}", tensor=name)
+        lengths[part] = prod(slot.shape)
+        stored += slot.stop - slot.start
+    # Every change takes at least a bit, so a count that goes past that would be memory taken for nothing.
+    if num_changed > 8 * stored:
+        raise CorruptObject(f"{name} states {num_changed} changes in {stored} bytes", tensor=name)
+    return Entry(name, dtype, box, fields[0], num_changed, _ContainerArrays(container, names), lengths)
+
+
+def _fact(metadata: Mapping[str, str], key: str) -> str:
+    value = metadata.get(PREFIX + key)
+    if value is None:
+        raise CorruptObject(f"the metadata lacks {PREFIX}{key}")
+    return value
+
+
+def _number(text: str, what: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise CorruptObject(f"{what}: {text[:40]!r} is not a number")
+    return int(text)
+
+
+def _dims(dims: tuple[int, ...]) -> str:
+    return "x".join(map(str, dims)) or "scalar"
+
+
+def _read_dims(text: str, name: str) -> tuple[int, ...]:
+    return () if text == "scalar" else tuple(_number(dim, name) for dim in text.split("x"))

@@ -19,7 +19,7 @@ class Box:
 
     def __post_init__(self) -> None:
         fits = len(self.full) == len(self.offset) == len(self.shape) and all(
-            0 <= start and 0 <= size and start + size <= whole
+            start >= 0 and size >= 0 and start + size <= whole
             for whole, start, size in zip(self.full, self.offset, self.shape, strict=True)
         )
         if not fits:
@@ -68,11 +68,16 @@ class Box:
             return positions
         starts, length = self.runs()
         if len(starts) == 1:
-            return positions + starts[0]
-        return starts[positions // length] + positions % length
+            return positions + int(starts[0])
+        absolute: Positions = starts[positions // length] + positions % length
+        return absolute
 
     def overlaps(self, other: "Box") -> bool:
-        return self.num_elements > 0 and other.num_elements > 0 and all(
-            a < b + m and b < a + n
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        return (
+            self.num_elements > 0
+            and other.num_elements > 0
+            and all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            )
         )

@@ -1,4 +1,4 @@
-"""Checkpoints: a safetensors file, or a folder of them with the usual index. An anchor is one, with its version inside."""
+"""Checkpoints: a safetensors file, or a folder of them with the usual index. An anchor says its version inside."""
 
 import json
 import shutil
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from deltawire.container import Container, header_bytes, lay_out, replacing
+from deltawire.container import Container, header_bytes, lay_out, raw, replacing
 from deltawire.dtypes import DTYPES, Bits, dtype_named
 from deltawire.errors import Conflict, CorruptObject, ObjectMissing
 from deltawire.state import Digest, digest
 from deltawire.weights import DTypeChoice, Tensor, Weights, view
-from deltawire.wire import FORMAT_VERSION, PREFIX
+from deltawire.wire import FORMAT_VERSION, PREFIX, read_tied
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -46,7 +46,11 @@ class Checkpoint(Mapping[str, Tensor]):
         elif SINGLE_NAME in files:
             files = [SINGLE_NAME]
         elif len(files) != 1:
-            found = f"{len(files)} safetensors files and {len(indexes)} indexes" if files or indexes else "no safetensors file"
+            found = (
+                f"{len(files)} safetensors files and {len(indexes)} indexes"
+                if files or indexes
+                else "no safetensors file"
+            )
             raise ObjectMissing(f"{self.path} is not a checkpoint: it has {found}", path=str(self.path))
         return {file: Container(self.path / file) for file in files}
 
@@ -70,6 +74,18 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def num_elements(self, name: str) -> int:
         return prod(self.form(name)[1])
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names that share the weights of others, where the checkpoint is an anchor that says so."""
+        return read_tied(self.fact("tied"))
+
+    def other_files(self) -> list[Path]:
+        """What lies beside the weights in a folder: configuration, tokenizer and so on."""
+        if not self.path.is_dir():
+            return []
+        weights = {*self.shards, *(index.name for index in self.path.glob("*.safetensors.index.json"))}
+        return sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in weights)
 
     def fact(self, key: str) -> str | None:
         """What the metadata says under `deltawire.KEY`, if it does."""
@@ -100,8 +116,8 @@ def save_anchor(
 ) -> Digest:
     """Write all weights as a checkpoint that says its version and digest; the digest.
 
-    A path that ends in `.safetensors` becomes one file, any other a folder, which must not exist yet: one file, or several
-    with an index where they would be larger than `max_shard_bytes`. Tied names are left out, as transformers does.
+    A path that ends in `.safetensors` becomes one file, any other a folder, which must not exist yet, with one file or,
+    above `max_shard_bytes`, several and an index. Tied names are left out, as transformers does.
     """
     path = Path(path)
     state = digest(weights, dtype=dtype, tied=tied, threads=threads)
@@ -194,7 +210,7 @@ def _shard_bytes(
     slots = lay_out(forms)
     yield header_bytes(slots, metadata)
     for name in slots:
-        yield memoryview(bits_of(name)).cast("B")
+        yield raw(bits_of(name))
 
 
 def _index_bytes(shards: Mapping[str, Mapping[str, Form]]) -> bytes:

@@ -1,7 +1,7 @@
 """The safetensors container: eight bytes of header length, a JSON header, the tensors' bytes.
 
 The safetensors package keeps a whole file in memory to write it, and gives bf16 and fp8 to numpy only through another
-package. Here tensors are read and written one at a time, as bit patterns, and every offset is checked before it is used.
+package. Here tensors are read and written one at a time, as bit patterns, and every offset is checked before use.
 """
 
 import json
@@ -70,7 +70,7 @@ class Container:
         array = np.empty(count, kind)
         with self.source.open("rb") as file:
             file.seek(start)
-            if file.readinto(memoryview(array).cast("B")) != array.nbytes:
+            if file.readinto(raw(array)) != array.nbytes:
                 raise CorruptObject(f"{self.source} became shorter while it was read", path=str(self.source))
         return array
 
@@ -96,7 +96,9 @@ def read_header(file: Any, size: int, where: str) -> Header:
         raise corrupt(f"it has {size} bytes")
     length = int.from_bytes(file.read(8), "little")
     if length > MOST_HEADER_BYTES:
-        raise LimitExceeded(f"{where} states a header of {length} bytes; at most {MOST_HEADER_BYTES} are read", path=where)
+        raise LimitExceeded(
+            f"{where} states a header of {length} bytes; at most {MOST_HEADER_BYTES} are read", path=where
+        )
     if 8 + length > size:
         raise corrupt(f"its header of {length} bytes goes past its end")
     try:
@@ -143,10 +145,17 @@ def _slot(name: str, entry: Any, corrupt: Any) -> Slot:
     if not well_formed:
         raise corrupt(f"the entry of tensor {name!r} is malformed")
     if dtype not in DTYPES:
-        raise UnsupportedFormat(f"tensor {name!r} has dtype {dtype!r}, which is not supported", tensor=name, actual=dtype)
+        raise UnsupportedFormat(
+            f"tensor {name!r} has dtype {dtype!r}, which is not supported", tensor=name, actual=dtype
+        )
     if stop - start != prod(shape) * DTYPES[dtype].itemsize:
         raise corrupt(f"tensor {name!r} has shape {shape} but {stop - start} bytes")
     return Slot(dtype, tuple(shape), start, stop)
+
+
+def raw(array: Bits) -> memoryview:
+    """An array's bytes, without a copy."""
+    return array.view(np.uint8).data
 
 
 def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Slot]:
@@ -173,7 +182,7 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears at `path`, whole and on disk, when the block ends well, and leaves nothing behind otherwise."""
+    """A file that appears at `path`, whole and on disk, when the block ends well; otherwise nothing is left behind."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

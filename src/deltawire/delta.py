@@ -231,9 +231,9 @@ def apply(
 ) -> Digest:
     """Change weights in place to the delta's version, or raise and leave them as they were. The new digest.
 
-    Everything is decoded and checked before the first write: names, shapes and dtypes, the digest of the weights as they
-    are, and the digest that they will have. Pass `base_digest` where the digest of the weights is known, to save the scan
-    of all of them.
+    Everything is decoded and checked before the first write: names, shapes and dtypes, the digest of the weights as
+    they are, and the digest that they will have. Pass `base_digest` where the digest of the weights is known, to save
+    the scan of all of them.
     """
     for entry in delta.entries:
         matching(entry, weights, dtype)
@@ -286,22 +286,33 @@ def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest
     """What the digest gains when a patch is written over the old tensor."""
     key = tensor_key(patch.name, old.dtype, old.shape)
     if patch._positions is None:
-        return box_digest(key, patch.box, patch.bits, workers) - box_digest(key, patch.box, _cut(old, patch.box), workers)
+        return box_digest(key, patch.box, patch.bits, workers) - box_digest(
+            key, patch.box, _cut(old, patch.box), workers
+        )
     return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
 
 
 def matching(entry: Entry, weights: Weights, dtype: DTypeChoice = None) -> Tensor:
     """The tensor that an entry changes, checked for shape and dtype."""
+    check_known(entry, weights)
+    tensor = view(entry.name, weights[entry.name], dtype)
+    check_form(entry, (tensor.dtype.name, tensor.shape))
+    return tensor
+
+
+def check_known(entry: Entry, weights: Weights) -> None:
     if entry.name not in weights:
         raise UnknownParameter(f"the delta changes {entry.name}, which the weights do not have", tensor=entry.name)
-    tensor = view(entry.name, weights[entry.name], dtype)
-    if (tensor.dtype, tensor.shape) != (entry.dtype, entry.box.full):
-        expected = _describe(Tensor(entry.dtype, entry.box.full, tensor.bits))
+
+
+def check_form(entry: Entry, form: tuple[str, tuple[int, ...]]) -> None:
+    """Check a target's dtype and shape against what an entry was made for."""
+    if form != (entry.dtype.name, entry.box.full):
+        expected, actual = f"{entry.dtype.name} {list(entry.box.full)}", f"{form[0]} {list(form[1])}"
         raise ShapeMismatch(
-            f"{entry.name} is {_describe(tensor)}, the delta was made for {expected}",
-            tensor=entry.name, expected=expected, actual=_describe(tensor),
+            f"{entry.name} is {actual}, the delta was made for {expected}",
+            tensor=entry.name, expected=expected, actual=actual,
         )  # fmt: skip
-    return tensor
 
 
 def check_base(facts: Facts, actual: Digest) -> None:

@@ -1,34 +1,34 @@
 """Everything that can go wrong, on one page. Wrong arguments raise ValueError or TypeError instead.
 
-    DeltawireError
-    ├── StoreError
-    │   ├── ObjectMissing           a file or object is not there
-    │   ├── Conflict                it exists already, and may not be replaced
-    │   └── StoreUnavailable        the store did not answer, or said no
-    ├── FormatError
-    │   ├── UnsupportedFormat       a newer format, or not deltawire's
-    │   ├── CorruptObject           bytes that say something impossible
-    │   └── LimitExceeded           a size beyond what is allowed
-    ├── ChainError
-    │   ├── MissingAnchor
-    │   ├── BrokenChain
-    │   └── Fenced
-    ├── MismatchError
-    │   ├── BaseMismatch            these are not the weights the delta was made for
-    │   ├── DigestMismatch          the weights are not what they were said to be
-    │   └── SignatureMismatch
-    ├── EngineError
-    │   ├── UnknownParameter        a tensor the target does not have
-    │   ├── ShapeMismatch           it has another shape or dtype there
-    │   └── EngineRejected
-    └── MissingDependency           an optional package is not installed
+DeltawireError
+├── StoreError
+│   ├── ObjectMissing           a file or object is not there
+│   ├── Conflict                it exists already, and may not be replaced
+│   └── StoreUnavailable        the store did not answer, or said no
+├── FormatError
+│   ├── UnsupportedFormat       a newer format, or not deltawire's
+│   ├── CorruptObject           bytes that say something impossible
+│   └── LimitExceeded           a size beyond what is allowed
+├── ChainError
+│   ├── MissingAnchor
+│   ├── BrokenChain
+│   └── Fenced
+├── MismatchError
+│   ├── BaseMismatch            these are not the weights the delta was made for
+│   ├── DigestMismatch          the weights are not what they were said to be
+│   └── SignatureMismatch
+├── EngineError
+│   ├── UnknownParameter        a tensor the target does not have
+│   ├── ShapeMismatch           it has another shape or dtype there
+│   └── EngineRejected
+└── MissingDependency           an optional package is not installed
 """
 
 from typing import Any
 
 
 class DeltawireError(Exception):
-    """The base of all. Fields that a program may want are attributes: `tensor`, `version`, `expected`, `actual`, `path`."""
+    """The base of all. What a program may want is in attributes: `tensor`, `version`, `expected`, `actual`, `path`."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)

@@ -9,10 +9,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from deltawire.container import Container, replacing
+from deltawire.container import Container, raw, replacing
 from deltawire.dtypes import DTYPES, Bits
 from deltawire.errors import CorruptObject, ObjectMissing
-from deltawire.wire import Entry, Facts, part_bytes, read_part
+from deltawire.wire import PREFIX, Entry, Facts, part_bytes, read_part
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -40,18 +40,32 @@ def save(facts: Facts, entries: list[Entry], path: Path, max_file_bytes: int) ->
     return paths
 
 
+def is_delta(path: Path) -> bool:
+    """Whether a path names a delta rather than a checkpoint."""
+    if path.is_dir():
+        return False
+    if path.is_file():
+        return Container(path).header.metadata.get(PREFIX + "kind") == "delta"
+    return bool(_part_files(path))
+
+
 def find(path: Path) -> list[Container]:
     """All files of the delta that was saved to `path`; the path of one of several will do."""
     if path.is_file():
         first = Container(path)
         if read_part(first)[2] == (1, 1):
             return [first]
-    named = _PART_NAME.fullmatch(path.name)
-    stem = named[1] if named else path.name.removesuffix(".safetensors")
-    files = sorted(file for file in path.parent.glob("*.safetensors") if (m := _PART_NAME.fullmatch(file.name)) and m[1] == stem)
+    files = _part_files(path)
     if not files:
         raise ObjectMissing(f"{path} does not exist", path=str(path))
     return [Container(file) for file in files]
+
+
+def _part_files(path: Path) -> list[Path]:
+    named = _PART_NAME.fullmatch(path.name)
+    stem = named[1] if named else path.name.removesuffix(".safetensors")
+    matches = ((file, _PART_NAME.fullmatch(file.name)) for file in path.parent.glob("*.safetensors"))
+    return sorted(file for file, match in matches if match and match[1] == stem)
 
 
 def merge(containers: list[Container]) -> tuple[Facts, list[Entry]]:
@@ -80,14 +94,14 @@ class Spool:
     """Keeps entries' arrays in an unnamed file of a folder, so that a delta larger than memory can be made."""
 
     def __init__(self, folder: Path) -> None:
-        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
         self.entries: list[Entry] = []
 
     def add(self, entry: Entry) -> None:
         starts = {}
         for part, array in entry.arrays.items():
             starts[part] = self._file.seek(0, os.SEEK_END)
-            self._file.write(memoryview(array).cast("B"))
+            self._file.write(raw(array))
         arrays = _SpooledArrays(self._file, entry, starts)
         self.entries.append(
             Entry(entry.name, entry.dtype, entry.box, entry.encoding, entry.num_changed, arrays, entry.lengths)

@@ -1,8 +1,9 @@
 """The state digest: one value for all weights of a version, updated from the changed elements alone.
 
 A tensor's digest is a sum over its elements of `mix(seed, position, bits)`, modulo 2^64 in each of two lanes, plus a
-constant; seed and constant come from a hash of the tensor's name, dtype and shape. The digest of a model is the sum over
-its tensors. Because it is a sum, shards add up to the whole, in any order, and a change adds what its own elements gain.
+constant; seed and constant come from a hash of the tensor's name, dtype and shape. The digest of a model is the sum
+over its tensors. Because it is a sum, shards add up to the whole, in any order, and a change adds what its own
+elements gain.
 """
 
 from collections.abc import Mapping
@@ -67,7 +68,9 @@ def box_digest(key: TensorKey, box: Box, bits: Bits, workers: Workers = SERIAL) 
         jobs = [(starts + at, bits[at : at + _CHUNK]) for at in range(0, length, _CHUNK)]
     else:
         step = max(_CHUNK // max(length, 1), 1)
-        jobs = [(starts[at : at + step], bits[at * length : (at + step) * length]) for at in range(0, len(starts), step)]
+        jobs = [
+            (starts[at : at + step], bits[at * length : (at + step) * length]) for at in range(0, len(starts), step)
+        ]
     sums = workers.map(lambda job: sum_runs(job[1], job[0], len(job[1]) // len(job[0]), key.seed), jobs)
     return sum((Digest(int(low), int(high)) for low, high in sums), Digest())
 

@@ -40,7 +40,9 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
     kind = dtype_named(stated or own)
     if kind.itemsize != array.dtype.itemsize:
-        raise ValueError(f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}")
+        raise ValueError(
+            f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}"
+        )
     return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
 
 

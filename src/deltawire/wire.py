@@ -1,8 +1,8 @@
 """A delta as safetensors: the metadata that says what it is, and the tensors that carry it.
 
-One file is one part of a delta. Its metadata has a key for each fact about the delta (`deltawire.version`, ...) and a key
-for each tensor that changed, under the tensor's own name: encoding, dtype, shape, changed elements, and the box where it
-is not the whole tensor. The arrays of an encoding are tensors named `NAME.PART`. See docs/format.md.
+One file is one part of a delta. Its metadata has a key for each fact about the delta (`deltawire.version`, ...) and a
+key for each tensor that changed, under the tensor's own name: encoding, dtype, shape, changed elements, and the box
+where it is not the whole tensor. The arrays of an encoding are tensors named `NAME.PART`. See docs/format.md.
 """
 
 import json
@@ -13,7 +13,7 @@ from math import prod
 
 from deltawire.boxes import Box
 from deltawire.codec import DENSE, ENCODINGS, Arrays, Encoded
-from deltawire.container import Container, Slot, header_bytes, lay_out
+from deltawire.container import Container, Slot, header_bytes, lay_out, raw
 from deltawire.dtypes import DTYPES, Bits, DType, dtype_named
 from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.state import Digest
@@ -108,7 +108,7 @@ def part_bytes(facts: Facts, entries: list[Entry], part: int = 1, num_parts: int
     owners = {f"{entry.name}.{part}": (entry, part) for entry in entries for part in entry.parts}
     for name in slots:
         entry, array = owners[name]
-        yield memoryview(entry.arrays[array]).cast("B")
+        yield raw(entry.arrays[array])
 
 
 def read_part(container: Container) -> tuple[Facts, list[Entry], tuple[int, int]]:
@@ -155,16 +155,21 @@ class _ContainerArrays(Mapping[str, Bits]):
         return len(self.names)
 
 
+def read_tied(text: str | None) -> dict[str, str]:
+    """The tied names that the metadata states."""
+    if text is None:
+        return {}
+    try:
+        tied = json.loads(text)
+        valid = all(isinstance(name, str) for name in [*tied, *tied.values()])
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        raise CorruptObject("the tied names are not a map of strings")
+    return dict(tied)
+
+
 def _read_facts(metadata: Mapping[str, str]) -> Facts:
-    tied: dict[str, str] = {}
-    if PREFIX + "tied" in metadata:
-        try:
-            tied = json.loads(metadata[PREFIX + "tied"])
-            valid = all(isinstance(name, str) for name in [*tied, *tied.values()])
-        except (ValueError, AttributeError, RecursionError):
-            valid = False
-        if not valid:
-            raise CorruptObject("the tied names are not a map of strings")
     numbers = {key: _number(_fact(metadata, key), key) for key in ("version", "base_version", "changed", "total")}
     if numbers["changed"] > numbers["total"]:
         raise CorruptObject(f"{numbers['changed']} of {numbers['total']} elements cannot have changed")
@@ -176,7 +181,7 @@ def _read_facts(metadata: Mapping[str, str]) -> Facts:
         digest=Digest.parse(_fact(metadata, "digest")),
         num_changed=numbers["changed"],
         num_elements=numbers["total"],
-        tied=tied,
+        tied=read_tied(metadata.get(PREFIX + "tied")),
     )
 
 
@@ -186,11 +191,15 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
         raise CorruptObject(f"what the metadata says of {name!r} is malformed: {text[:80]!r}", tensor=name)
     encoding = ENCODINGS.get(fields[0])
     if encoding is None:
-        raise UnsupportedFormat(f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name)
+        raise UnsupportedFormat(
+            f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name
+        )
     dtype = dtype_named(fields[1])
     full = _read_dims(fields[2], name)
     try:
-        box = Box(full, _read_dims(fields[4], name), _read_dims(fields[5], name)) if len(fields) == 6 else Box.whole(full)
+        box = (
+            Box(full, _read_dims(fields[4], name), _read_dims(fields[5], name)) if len(fields) == 6 else Box.whole(full)
+        )
     except ValueError as error:
         raise CorruptObject(f"{name}: {error}", tensor=name) from None
     num_changed = _number(fields[3], name)

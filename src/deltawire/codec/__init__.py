@@ -31,7 +31,7 @@ class Encoded:
 
 
 def allowed_encodings(choice: EncodingChoice) -> list[str]:
-    """The encodings that a choice allows: `auto` for all, `mirrorless` for those that do without the whole old weights."""
+    """The encodings that a choice allows: `auto` for all, `mirrorless` for those that need no whole old weights."""
     if choice == AUTO:
         return list(ENCODINGS)
     if choice == MIRRORLESS:
@@ -61,7 +61,9 @@ def encode(
         num_changed = count_changes(old, new, workers, watch)
     if num_changed == 0:
         return None
-    sizes |= {plain.name: plain.size_bytes(len(old), num_changed, dtype) for plain in (COO, DENSE) if plain.name in allowed}
+    sizes |= {
+        plain.name: plain.size_bytes(len(old), num_changed, dtype) for plain in (COO, DENSE) if plain.name in allowed
+    }
     best = min(sizes, key=lambda name: sizes[name])
     kept = arrays.get(best)
     # Whatever has lost goes before the winner is made: at high densities each is nearly as large as the tensor.

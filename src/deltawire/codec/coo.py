@@ -29,7 +29,8 @@ class Coo:
 
         def find(start: int) -> Bits:
             positions = changed_positions(old[start : start + _PIECE], new[start : start + _PIECE])
-            return positions.astype(index) + index.type(start)
+            absolute: Bits = positions.astype(index) + index.type(start)
+            return absolute
 
         indices = np.concatenate(workers.map(find, range(0, len(old), _PIECE)))
         return {"indices": indices, "values": new[indices]}

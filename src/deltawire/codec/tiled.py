@@ -129,7 +129,7 @@ def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
     if len(payload) < streams:
         raise CorruptObject(f"a payload of {len(payload)} bytes is too short for {num_tiles} tiles")
     ends = streams + np.cumsum(payload[HEAD_BYTES:streams].view("<u4"), dtype=np.int64)
-    if num_tiles and int(ends[-1]) != len(payload) or not num_tiles and len(payload) != streams:
+    if (num_tiles and int(ends[-1]) != len(payload)) or (not num_tiles and len(payload) != streams):
         raise CorruptObject("a payload's tiles do not add up to its size")
     starts = [streams, *map(int, ends)]
     return [
@@ -168,6 +168,20 @@ def decode_payload(
     for status in workers.map(decode, range(len(tiles))):
         check_status(status)
     return positions, bits
+
+
+def step_lengths(payload: Bits, num_elements: int, contextual: bool) -> npt.NDArray[np.uint64]:
+    """The lengths of all changes longer than one step, which a payload tells without the old weights."""
+    from deltawire.kernels.cpu.decode import count_changes, longer_steps
+
+    lengths = [np.empty(0, np.uint64)]
+    for tile in read_tiles(payload, num_elements):
+        words, num_bits = tile.words(), 8 * len(tile.stream)
+        check_status(count_changes(words, num_bits, tile.stop - tile.start, contextual)[0])
+        status, longer = longer_steps(words, num_bits, contextual)
+        check_status(status)
+        lengths.append(longer)
+    return np.concatenate(lengths)
 
 
 def kernel_layout(dtype: DType) -> tuple[int, int, int, bool]:

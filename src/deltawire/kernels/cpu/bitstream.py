@@ -1,10 +1,10 @@
 """A stream of bits in 64-bit words, least significant bit first, and the codes in it.
 
-A code splits a value in a quotient, in unary (that many zeros and a one), and a remainder of some bits. Rice codes with
-parameter k have k bits of remainder and suit gaps. Exponential Golomb codes take v + 2^k, whose length less k + 1 is the
-quotient and whose bits below the leading one are the remainder; they suit lengths, where a few are huge. A tile keeps
-all remainders together and all quotients together, so that remainders can be found without reading the ones before, and
-quotients a word at a time.
+A code splits a value in a quotient, in unary (that many zeros and a one), and a remainder of some bits. Rice codes
+with parameter k have k bits of remainder and suit gaps. Exponential Golomb codes take v + 2^k, whose length less k + 1
+is the quotient and whose bits below the leading one are the remainder; they suit lengths, where a few are huge. A tile
+keeps all remainders together and all quotients together, so that remainders can be found without reading the ones
+before, and quotients a word at a time.
 
 Positions and counts are unsigned: numba adds a sign test to every index that could be negative, and a mix of signed and
 unsigned turns into floating point. Words end in one spare, which lets a read cross into the next word without a branch.

@@ -97,8 +97,8 @@ def decode_tile(
 
     if one_pass:
         # The old values lie far apart in memory. Each chunk of positions is asked for while the one before is stepped.
-        k = position_streams[0, PARAMETER]
-        most = ~ZERO >> k
+        parameter = position_streams[0, PARAMETER]
+        most = ~ZERO >> parameter
         gaps = np.empty(CHUNK, np.uint64)
         place = ready = ZERO
         for chunk in range(ZERO, count, CHUNK):
@@ -106,7 +106,7 @@ def decode_tile(
             quotient_at, found = get_quotients(words, quotient_at, end, most, gaps, ZERO, size)
             if not found:
                 return TRUNCATED
-            at = add_rice_remainders(words, at, gaps, ZERO, size, k)
+            at = add_rice_remainders(words, at, gaps, ZERO, size, parameter)
             for i in range(ZERO, size):
                 if gaps[i] >= uint64(old.size) - place:
                     return OUT_OF_RANGE
@@ -123,9 +123,9 @@ def decode_tile(
             return TRUNCATED
         members = np.empty(count, np.uint32)
         start = np.zeros(num_classes + 1, np.int64)
-        for k in range(num_classes):
-            start[k + 1] = start[k] + np.int64(position_streams[k, MEMBERS])
-            if not gaps_to_members(values, position_streams[k], old.size, members[start[k] : start[k + 1]]):
+        for c in range(num_classes):
+            start[c + 1] = start[c] + np.int64(position_streams[c, MEMBERS])
+            if not gaps_to_members(values, position_streams[c], old.size, members[start[c] : start[c + 1]]):
                 return OUT_OF_RANGE
         if contextual:
             dtype = old.dtype.type
@@ -206,3 +206,31 @@ def _steps_complete(streams: Any, progress: Any) -> Any:
         if group[INVERTED] and group[MEMBERS] + group[OTHERS] != progress[SEEN, k]:
             return False
     return True
+
+
+@njit(nogil=True, cache=True)
+def longer_steps(words: Any, num_bits: Any, contextual: Any) -> Any:
+    """A status and the lengths of all changes longer than one step, without the old weights.
+
+    `count_changes` has found the header sound.
+    """
+    end = uint64(num_bits)
+    num_classes = NUM_CLASSES if contextual else 1
+    streams = new_streams(num_classes)
+    _, length_bits, at, _ = get_header(words, end, streams)
+    quotient_at = at + length_bits
+    for row in range(streams.shape[0]):
+        if row >= 2 * num_classes:
+            quotient_at += streams[row, MEMBERS]
+            at += streams[row, MEMBERS]
+        if not is_lengths(streams, row):
+            quotient_at += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
+    values = np.empty(streams[2 * num_classes, START], np.uint64)
+    _, _, found = _read_streams(words, at, quotient_at, end, streams[: 2 * num_classes], True, values)
+    lengths = np.empty(values.size, np.uint64)
+    num_lengths = 0
+    for row in range(1, 2 * num_classes, 2):
+        for i in range(streams[row, START], streams[row, STOP]):
+            lengths[num_lengths] = values[i] + uint64(2)
+            num_lengths += 1
+    return OK if found else TRUNCATED, lengths[:num_lengths]

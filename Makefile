@@ -1,0 +1,45 @@
+# Everything runs in a virtual environment of the project's own, made from pyproject.toml.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: setup demo test lint types fuzz bench docs clean
+
+setup: $(STAMP)
+
+# pip, not another installer: it finds the CPU build of torch where there is one.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $(STAMP)
+
+demo: setup           ## the codec on recorded RL updates: encodings, size, ratio, time
+	$(BIN)/python examples/codec_table.py
+
+test: setup lint types
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+fuzz: setup           ## minutes of damaged bytes at every parser
+	$(BIN)/python benchmarks/fuzz.py --minutes 5
+
+bench: setup          ## the figures in docs/performance.md, as CSV and charts in benchmarks/results
+	$(BIN)/python -m pip install --quiet -r benchmarks/requirements.txt
+	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/charts.py
+
+docs: setup           ## generated parts of the documentation
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,243 @@
+"""Commands on files: diff, apply, verify, inspect."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from deltawire.cli.output import percent_text, progress_bar, show, size_text, speaking_errors, table
+
+if TYPE_CHECKING:
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.delta import Delta
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
+
+
+def common_options(command: Command) -> Command:
+    for option in (
+        click.option(
+            "--format", "output_format", type=click.Choice(["text", "json"]), default="text", help="How to print."
+        ),
+        click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
+        click.option("--threads", type=click.IntRange(1), help="How many threads to use.  [default: all cores]"),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("diff")
+@click.argument("old", type=PATH)
+@click.argument("new", type=PATH)
+@click.option("--output", "-o", type=PATH, required=True, help="The delta to write.")
+@click.option(
+    "--encoding",
+    type=click.Choice(ENCODING_NAMES),
+    default="auto",
+    show_default=True,
+    help="auto: the smallest for each tensor. mirrorless: the smallest that needs no copy of the old weights.",
+)
+@click.option("--run", help="The run's id.  [default: that of OLD, if it has one]")
+@click.option("--version", type=click.IntRange(0), help="The version of NEW.  [default: one more than that of OLD]")
+@click.option("--base-version", type=click.IntRange(0), help="The version of OLD.  [default: what OLD says, else 0]")
+@click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000, show_default=True,
+              help="Write several files where the delta is larger.")  # fmt: skip
+@common_options
+def diff_command(
+    old: Path, new: Path, output: Path, encoding: str, run: str | None, version: int | None, base_version: int | None,
+    max_file_bytes: int, output_format: str, quiet: bool, threads: int | None,
+) -> None:  # fmt: skip
+    """Write the delta that turns checkpoint OLD into checkpoint NEW.
+
+    OLD and NEW are safetensors files or folders of them. Tensors are read one by one.
+    """
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.files import diff_checkpoints
+
+    started = time.perf_counter()
+    with speaking_errors():
+        before, after = Checkpoint(old), Checkpoint(new)
+        if base_version is None:
+            base_version = int(before.fact("version") or 0)
+        with progress_bar("diff", num_elements(before), quiet) as progress:
+            delta = diff_checkpoints(
+                before, after, output, encoding=encoding, run=run or before.fact("run") or "",
+                version=base_version + 1 if version is None else version, base_version=base_version,
+                max_file_bytes=max_file_bytes, threads=threads, progress=progress,
+            )  # fmt: skip
+    data = {"output": str(output), **summary(delta), "seconds": round(time.perf_counter() - started, 3)}
+    show(data, lambda: f"wrote {output}\n{summary_text(delta)}", output_format)
+
+
+@click.command("apply")
+@click.argument("base", type=PATH)
+@click.argument("delta", type=PATH)
+@click.option("--output", "-o", type=PATH, required=True,
+              help="The checkpoint to write: a .safetensors file, or a folder that does not exist yet.")  # fmt: skip
+@common_options
+def apply_command(base: Path, delta: Path, output: Path, output_format: str, quiet: bool, threads: int | None) -> None:
+    """Write the checkpoint that DELTA makes of checkpoint BASE.
+
+    The digests of BASE and of the result are checked; the output appears only if both are right.
+    """
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.delta import Delta
+    from deltawire.files import apply_to_checkpoint
+
+    started = time.perf_counter()
+    with speaking_errors():
+        before, change = Checkpoint(base), Delta.load(delta)
+        with progress_bar("apply", num_elements(before), quiet) as progress:
+            apply_to_checkpoint(before, change, output, threads=threads, progress=progress)
+    data = {
+        "output": str(output),
+        "run": change.run,
+        "version": change.version,
+        "digest": str(change.digest),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    show(data, lambda: f"wrote {output}\nversion  {change.version}\ndigest   {change.digest}", output_format)
+
+
+@click.command("verify")
+@click.argument("target", type=PATH)
+@click.option(
+    "--base", type=PATH, help="The checkpoint that a delta applies to: decode it fully and check both digests."
+)
+@click.option("--digest", "expected", help="The digest that TARGET must have (for a delta: must lead to).")
+@common_options
+def verify_command(
+    target: Path, base: Path | None, expected: str | None, output_format: str, quiet: bool, threads: int | None
+) -> None:
+    """Check a delta, or a checkpoint against the digest it states; print the digest.
+
+    A delta alone is checked for its structure; with --base also for every bit it leads to.
+    """
+    from deltawire.delta import Delta
+    from deltawire.errors import DigestMismatch
+    from deltawire.parts import is_delta
+
+    with speaking_errors():
+        if is_delta(target):
+            change = Delta.load(target)
+            checked = verify_delta_at(change, base, quiet, threads)
+            found, stated = change.digest, None
+        else:
+            if base is not None:
+                raise click.UsageError("--base goes with a delta, and TARGET is a checkpoint")
+            checked = "every weight"
+            found, stated = checkpoint_digest(target, quiet, threads)
+        wanted = expected or stated
+        if wanted is not None and str(found) != wanted:
+            raise DigestMismatch(
+                f"{target} has digest {found}, not {wanted}", expected=wanted, actual=str(found), path=str(target)
+            )
+    data = {"target": str(target), "digest": str(found), "checked": checked, "stated_digest": wanted}
+    against = "" if wanted is None else ", as stated"
+    show(data, lambda: f"ok: {target}\nchecked  {checked}\ndigest   {found}{against}", output_format)
+
+
+@click.command("inspect")
+@click.argument("delta", type=PATH)
+@click.option("--sort", type=click.Choice(["name", "bytes", "changed", "density"]), default="name", show_default=True)
+@click.option("--limit", type=click.IntRange(1), help="Show only so many tensors.")
+@common_options
+def inspect_command(
+    delta: Path, sort: str, limit: int | None, output_format: str, quiet: bool, threads: int | None
+) -> None:
+    """Show what a delta holds: encoding, changes, bytes and step lengths of each tensor.
+
+    Steps count units in the last place (for integers: units); coo and dense do not tell them.
+    """
+    from deltawire.delta import Delta
+    from deltawire.inspection import STEP_NAMES, inspect_entry
+
+    with speaking_errors():
+        change = Delta.load(delta)
+        with progress_bar("inspect", change.num_changed, quiet) as progress:
+            rows = []
+            for entry in change.entries:
+                rows.append(inspect_entry(entry))
+                progress(entry.name, entry.num_changed)
+    rows.sort(key=lambda row: row["name"] if sort == "name" else -row[sort])
+    shown = rows[:limit]
+
+    def text() -> str:
+        header = ["tensor", "encoding", "dtype", "shape", "changed", "density", "bytes", "B/change", *STEP_NAMES]
+        lines = [
+            [
+                row["name"], row["encoding"], row["dtype"], "x".join(map(str, row["shape"])), f"{row['changed']:,}",
+                f"{100 * row['density']:.3f} %", f"{row['bytes']:,}", f"{row['bytes_per_change']:.3f}",
+                *(f"{row['steps'][name]:,}" if row["steps"] else "-" for name in STEP_NAMES),
+            ]
+            for row in shown
+        ]  # fmt: skip
+        rest = f"\n... and {len(rows) - len(shown)} more" if len(shown) < len(rows) else ""
+        return f"{summary_text(change)}\n\n{table(header, lines)}{rest}"
+
+    show({**summary(change), "tensors": shown}, text, output_format)
+
+
+def verify_delta_at(change: "Delta", base: Path | None, quiet: bool, threads: int | None) -> str:
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.files import verify_delta
+    from deltawire.inspection import check_structure
+
+    if base is None:
+        for entry in change.entries:
+            check_structure(entry)
+        return "structure (give --base to check every bit)"
+    before = Checkpoint(base)
+    with progress_bar("verify", num_elements(before), quiet) as progress:
+        verify_delta(change, before, threads=threads, progress=progress)
+    return "every bit"
+
+
+def checkpoint_digest(path: Path, quiet: bool, threads: int | None) -> tuple[Any, str | None]:
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.state import Digest, tensor_digest
+    from deltawire.workers import Workers
+
+    checkpoint = Checkpoint(path)
+    state = Digest()
+    with Workers(threads) as workers, progress_bar("verify", num_elements(checkpoint), quiet) as progress:
+        for name in checkpoint:
+            state += tensor_digest(name, checkpoint[name], workers)
+            progress(name, checkpoint.num_elements(name))
+    return state, checkpoint.fact("digest")
+
+
+def num_elements(checkpoint: "Checkpoint") -> int:
+    return sum(checkpoint.num_elements(name) for name in checkpoint)
+
+
+def summary(delta: "Delta") -> dict[str, Any]:
+    return {
+        "run": delta.run,
+        "version": delta.version,
+        "base_version": delta.base_version,
+        "base_digest": str(delta.base_digest),
+        "digest": str(delta.digest),
+        "changed": delta.num_changed,
+        "total": delta.num_elements,
+        "bytes": delta.num_bytes,
+        "tensors_changed": len(delta.entries),
+        "tied": dict(delta.tied),
+    }
+
+
+def summary_text(delta: "Delta") -> str:
+    per_change = f", {delta.num_bytes / delta.num_changed:.3f} B per change" if delta.num_changed else ""
+    lines = [
+        f"version  {delta.base_version} -> {delta.version}" + (f" of run {delta.run}" if delta.run else ""),
+        f"changed  {delta.num_changed:,} of {delta.num_elements:,} weights "
+        f"({percent_text(delta.num_changed, delta.num_elements)}), in {len(delta.entries)} tensors",
+        f"payload  {size_text(delta.num_bytes)}{per_change}",
+        f"digest   {delta.base_digest} -> {delta.digest}",
+    ]
+    return "\n".join(lines)

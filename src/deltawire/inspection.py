@@ -1,0 +1,50 @@
+"""What a delta's entries say without the weights they were made for."""
+
+from typing import Any
+
+import numpy as np
+
+from deltawire.codec import ENCODINGS
+from deltawire.codec.tiled import Tiled, step_lengths
+from deltawire.delta import decode_entry
+from deltawire.wire import Entry
+
+# Names of step lengths, and the largest length of each but the last.
+STEP_NAMES = ("1", "2", "3-4", "5-8", ">8")
+_STEP_ENDS = np.array([1, 2, 4, 8], np.uint64)
+
+
+def inspect_entry(entry: Entry) -> dict[str, Any]:
+    """One row: encoding, counts, bytes, and how many changes have which length in steps (None where it is not told)."""
+    return {
+        "name": entry.name,
+        "encoding": entry.encoding,
+        "dtype": entry.dtype.name,
+        "shape": list(entry.box.full),
+        "offset": list(entry.box.offset),
+        "box_shape": list(entry.box.shape),
+        "changed": entry.num_changed,
+        "density": entry.num_changed / entry.box.num_elements,
+        "bytes": entry.num_bytes,
+        "bytes_per_change": entry.num_bytes / entry.num_changed,
+        "steps": _step_histogram(entry),
+    }
+
+
+def check_structure(entry: Entry) -> None:
+    """Check all that can be checked without the old weights."""
+    encoding = ENCODINGS[entry.encoding]
+    if isinstance(encoding, Tiled):
+        _step_histogram(entry)
+    else:
+        decode_entry(entry, None)
+
+
+def _step_histogram(entry: Entry) -> dict[str, int] | None:
+    encoding = ENCODINGS[entry.encoding]
+    if not isinstance(encoding, Tiled):
+        return None
+    lengths = step_lengths(entry.arrays[encoding.name], entry.box.num_elements, encoding.contextual)
+    counts = np.bincount(np.searchsorted(_STEP_ENDS, lengths), minlength=len(STEP_NAMES))
+    counts[0] = entry.num_changed - len(lengths)
+    return dict(zip(STEP_NAMES, map(int, counts), strict=True))

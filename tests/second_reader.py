@@ -1,0 +1,392 @@
+"""A second reader of the format, written from docs/format.md alone, in plain numpy.
+
+The tests use it to check the specification and the golden files. It shares no code with the package, and is slow.
+Section numbers are those of docs/format.md. Every rule that is broken raises ValueError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[Any]  # flat, unsigned integers of the dtype's width
+Shape = tuple[int, ...]
+Form = tuple[str, Shape]  # dtype and shape
+
+# dtype: width in bits, sign and magnitude, shift and mask of the exponent
+DTYPES: dict[str, tuple[int, bool, int, int]] = {
+    "BF16": (16, True, 7, 255),
+    "F16": (16, True, 10, 31),
+    "F32": (32, True, 23, 255),
+    "F64": (64, True, 52, 2047),
+    "F8_E4M3": (8, True, 3, 15),
+    "F8_E5M2": (8, True, 2, 31),
+    **dict.fromkeys(("F8_E8M0", "BOOL", "U8", "I8"), (8, False, 0, 0)),
+    **dict.fromkeys(("U16", "I16"), (16, False, 0, 0)),
+    **dict.fromkeys(("U32", "I32"), (32, False, 0, 0)),
+    **dict.fromkeys(("U64", "I64"), (64, False, 0, 0)),
+}
+FACTS = "format kind run version base_version base_digest digest changed total part tied".split()
+SUFFIXES = {"dense": ("dense",), "coo": ("indices", "values"), "gap": ("gap",), "context": ("context",)}
+MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class SecondPatch:
+    name: str
+    encoding: str
+    dtype: str
+    shape: Shape  # of the whole tensor
+    offset: Shape
+    box_shape: Shape
+    changed: int
+    arrays: dict[str, Bits]  # by suffix: dense, indices, values, gap, context
+
+
+@dataclass(frozen=True)
+class SecondDelta:
+    run: str
+    version: int
+    base_version: int
+    base_digest: str
+    digest: str
+    changed: int
+    total: int
+    tied: dict[str, str]
+    patches: list[SecondPatch]
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+# Section 1: files
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check(len({key for key, _ in pairs}) == len(pairs), "a name appears twice")
+    return dict(pairs)
+
+
+def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict[str, Form]]:
+    """The metadata, the tensors as flat unsigned integers, and their dtypes and shapes."""
+    size = int.from_bytes(data[:8], "little")
+    check(len(data) >= 8 and size <= 100_000_000 and 8 + size <= len(data), "the header does not end inside the file")
+    header = json.loads(data[8 : 8 + size].decode("utf-8"), object_pairs_hook=unique)
+    check(isinstance(header, dict), "the header is not an object")
+    metadata = header.pop("__metadata__", {})
+    check(all(isinstance(value, str) for value in metadata.values()), "metadata that is not text")
+    tensors: dict[str, Bits] = {}
+    forms: dict[str, Form] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        check(dtype in DTYPES, f"{name}: unknown dtype {dtype}")
+        check(all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)), f"{name}: bad number")
+        width = DTYPES[dtype][0] // 8
+        check(start == end, f"{name}: a hole or an overlap")
+        check(stop - start == math.prod(shape) * width, f"{name}: its size is not that of its shape")
+        check(8 + size + stop <= len(data), f"{name}: ends behind the file")
+        tensors[name] = np.frombuffer(data[8 + size + start : 8 + size + stop], f"<u{width}")
+        forms[name] = (dtype, shape)
+        end = stop
+    check(8 + size + end == len(data), "bytes behind the last tensor")
+    return metadata, tensors, forms
+
+
+# Section 3: a delta
+
+
+def read_number(text: str) -> int:
+    check(re.fullmatch("0|[1-9][0-9]{0,18}", text) is not None, f"not a number: {text!r}")
+    return int(text)
+
+
+def read_shape(text: str) -> Shape:
+    return () if text == "scalar" else tuple(read_number(number) for number in text.split("x"))
+
+
+def read_patch(name: str, text: str, tensors: dict[str, Bits], forms: dict[str, Form]) -> SecondPatch:
+    """The patch of one metadata entry. Takes its tensors out of `tensors`."""
+    fields = text.split(" ")
+    check(len(fields) in (4, 6), f"{name}: {len(fields)} fields")
+    encoding, dtype, shape, changed = fields[0], fields[1], read_shape(fields[2]), read_number(fields[3])
+    offset, box = (read_shape(fields[4]), read_shape(fields[5])) if len(fields) == 6 else ((0,) * len(shape), shape)
+    check(encoding in SUFFIXES and dtype in DTYPES, f"{name}: unknown encoding or dtype")
+    check(len(offset) == len(box) == len(shape), f"{name}: a box of another rank")
+    check(all(o + b <= s for o, b, s in zip(offset, box, shape, strict=True)), f"{name}: the box leaves the tensor")
+    n = math.prod(box)
+    check(1 <= changed <= n, f"{name}: {changed} changes in {n} elements")
+    expected = {
+        "dense": (dtype, box),
+        "indices": ("I64" if n > 2**31 else "I32", (changed,)),
+        "values": (dtype, (changed,)),
+    }
+    arrays = {}
+    for suffix in SUFFIXES[encoding]:
+        key = f"{name}.{suffix}"
+        check(key in tensors, f"{key} is missing")
+        arrays[suffix] = tensors.pop(key)
+        check(forms[key] == expected.get(suffix, ("U8", (arrays[suffix].size,))), f"{key}: wrong dtype or shape")
+    return SecondPatch(name, encoding, dtype, shape, offset, box, changed, arrays)
+
+
+def overlap(a: SecondPatch, b: SecondPatch) -> bool:
+    sides = zip(a.offset, a.box_shape, b.offset, b.box_shape, strict=True)
+    return all(max(ao, bo) < min(ao + an, bo + bn) for ao, an, bo, bn in sides)
+
+
+def read_delta(parts: list[bytes]) -> SecondDelta:
+    """A delta from its parts, in any order."""
+    patches: list[SecondPatch] = []
+    seen: list[str] = []
+    facts: dict[str, str] = {}
+    for data in parts:
+        metadata, tensors, forms = read_safetensors(data)
+        own = {fact: metadata.pop(f"deltawire.{fact}") for fact in FACTS if f"deltawire.{fact}" in metadata}
+        check(set(FACTS) - set(own) <= {"tied"}, "facts are missing")
+        check(own["format"] == "1" and own["kind"] == "delta", "not a delta of format 1")
+        seen.append(own.pop("part"))
+        check(facts in ({}, own), "the facts of the parts differ")
+        facts = own
+        patches += [read_patch(name, text, tensors, forms) for name, text in metadata.items()]
+        check(not tensors, f"tensors of no patch: {list(tensors)}")
+    check(sorted(seen) == sorted(f"{k}/{len(parts)}" for k in range(1, len(parts) + 1)), f"not all parts: {seen}")
+    for place_, a in enumerate(patches):
+        for b in patches[:place_]:
+            if a.name == b.name:
+                check((a.dtype, a.shape) == (b.dtype, b.shape), f"{a.name}: two dtypes or shapes")
+                check(not overlap(a, b), f"{a.name}: boxes overlap")
+    version, base_version, changed, total = (
+        read_number(facts[key]) for key in ("version", "base_version", "changed", "total")
+    )
+    check(sum(patch.changed for patch in patches) == changed, "the changes do not add up")
+    tied = json.loads(facts.get("tied", "{}"), object_pairs_hook=unique)
+    return SecondDelta(
+        facts["run"], version, base_version, facts["base_digest"], facts["digest"], changed, total, tied, patches
+    )
+
+
+# Section 4: the payload of gap and context
+
+
+class Stream:
+    """The bits of one tile's stream, and a position in them."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.size = 8 * len(data)
+        self.at = 0
+
+    def number(self, bits: int) -> int:
+        check(self.at + bits <= self.size, "the stream ends early")
+        around = int.from_bytes(self.data[self.at // 8 : (self.at + bits + 7) // 8], "little")
+        value = (around >> self.at % 8) & ((1 << bits) - 1)
+        self.at += bits
+        return value
+
+    def count(self) -> int:
+        bits = self.number(5)
+        return 0 if bits == 0 else (1 << (bits - 1)) + self.number(bits - 1)
+
+    def zeros(self) -> int:
+        start = self.at
+        while self.number(1) == 0:
+            pass
+        return self.at - 1 - start
+
+
+@dataclass(frozen=True)
+class Group:
+    members: int
+    universe: int | None  # known if inverted
+    num_gaps: int
+    k: int  # the parameter of the gaps
+    k_length: int = 0  # the parameter of the lengths, of step groups
+
+
+def read_group(stream: Stream, is_step: bool) -> Group:
+    members = stream.count()
+    if members == 0:
+        return Group(0, None, 0, 0)
+    inverted = stream.number(1)
+    others = stream.count() if inverted else 0
+    k = stream.number(6)
+    k_length = stream.number(6) if is_step else 0
+    return Group(members, members + others if inverted else None, others if inverted else members, k, k_length)
+
+
+def pick(group: Group, gaps: list[int], universe: int) -> list[int]:
+    """The members of a group, ascending."""
+    check(group.universe in (None, universe), "the universe has another size")
+    picked = []
+    at = 0
+    for gap in gaps:
+        at += gap
+        check(at < universe, "a member outside its universe")
+        picked.append(at)
+        at += 1
+    if group.universe is None:
+        return picked
+    others = set(picked)
+    return [number for number in range(universe) if number not in others]
+
+
+def place(bits: int, dtype: str) -> int:
+    width, signed, _, _ = DTYPES[dtype]
+    top = 1 << (width - 1)
+    return bits if not signed else bits + top if bits < top else 2 * top - 1 - bits
+
+
+def bits_at(spot: int, dtype: str) -> int:
+    """The bits whose place is `spot`: the inverse of `place`."""
+    width, signed, _, _ = DTYPES[dtype]
+    top = 1 << (width - 1)
+    return spot if not signed else spot - top if spot >= top else 2 * top - 1 - spot
+
+
+def decode_tile(data: bytes, old: Bits, dtype: str, is_context: bool) -> tuple[list[int], list[int]]:
+    """The positions in the tile that change, ascending, and their new bits."""
+    width, _, shift, mask = DTYPES[dtype]
+    stream = Stream(data)
+    num_classes = 16 if is_context else 1
+    first = stream.number(11) if is_context else 0
+    step_groups = [read_group(stream, is_step=True) for _ in range(num_classes)]
+    position_groups = [read_group(stream, is_step=False) for _ in range(num_classes)]
+    length_bits = stream.count()
+
+    num_changes = sum(group.members for group in position_groups)
+    num_codes = sum(group.num_gaps for group in step_groups + position_groups)
+    num_codes += sum(group.members for group in step_groups)
+    check(num_changes <= old.size, "more changes than elements")
+    check(num_changes + num_codes + length_bits <= stream.size - stream.at, "the stream ends early")
+    signs = [stream.number(1) for _ in range(num_changes)]
+
+    # The remainders of lengths have as many bits as their quotients say, so the quotients are read first.
+    start = stream.at
+    gap_bits = sum(group.num_gaps * group.k for group in step_groups + position_groups)
+    stream.at += gap_bits + length_bits
+    quotients = [stream.zeros() for _ in range(num_codes)]
+    left = stream.size - stream.at
+    check(left < 8 and stream.number(left) == 0, "bits left over")
+    stream.at = start
+    following = iter(quotients)
+
+    def gaps(group: Group) -> list[int]:
+        return [(next(following) << group.k) + stream.number(group.k) for _ in range(group.num_gaps)]
+
+    def length(k: int) -> int:
+        bits = k + next(following)  # v + 2^k has one bit more, and that is 1
+        value = (1 << bits) + stream.number(bits) - (1 << k) + 2
+        check(value <= 2 ** (width - 1), "a step is too long")
+        return value
+
+    step_gaps, lengths = [], []
+    for group in step_groups:
+        step_gaps.append(gaps(group))
+        lengths.append([length(group.k_length) for _ in range(group.members)])
+    position_gaps = [gaps(group) for group in position_groups]
+    check(stream.at == start + gap_bits + length_bits, "the remainders have another size")
+
+    exponents = (old.astype(np.uint64) >> np.uint64(shift)) & np.uint64(mask)
+    classes = np.clip(exponents.astype(np.int64) - first, 0, 15) if is_context else np.zeros(old.size, np.int64)
+    changes: list[tuple[int, int]] = []  # position and length
+    for c in range(num_classes):
+        elements = np.flatnonzero(classes == c)
+        ranks = pick(position_groups[c], position_gaps[c], elements.size)
+        steps = [1] * len(ranks)
+        long = pick(step_groups[c], step_gaps[c], len(ranks))
+        for number, value in zip(long, lengths[c], strict=True):
+            steps[number] = value
+        changes += [(int(elements[rank]), step) for rank, step in zip(ranks, steps, strict=True)]
+    changes.sort()
+    new = []
+    for (position, step), down in zip(changes, signs, strict=True):
+        spot = place(int(old[position]), dtype) + (-step if down else step)
+        new.append(bits_at(spot % 2**width, dtype))
+    return [position for position, _ in changes], new
+
+
+def decode_payload(patch: SecondPatch, old: Bits) -> tuple[npt.NDArray[np.int64], Bits]:
+    """The positions in the box that change, ascending, and their new bits. `old` are the bits of the box."""
+    data = patch.arrays[patch.encoding].tobytes()
+    check(len(data) >= 4 and data[0] <= 24 and data[1:4] == bytes(3), "a bad payload header")
+    tile = 2 ** data[0]
+    num_tiles = -(-old.size // tile)
+    at = 4 + 4 * num_tiles
+    check(at <= len(data), "the payload ends early")
+    positions: list[int] = []
+    new: list[int] = []
+    for number, size in enumerate(np.frombuffer(data[4:at], "<u4").tolist()):
+        check(at + size <= len(data), "the payload ends early")
+        if size > 0:
+            start = number * tile
+            part = old[start : start + tile]
+            found, bits = decode_tile(data[at : at + size], part, patch.dtype, patch.encoding == "context")
+            positions += [start + position for position in found]
+            new += bits
+        at += size
+    check(at == len(data), "bytes behind the last stream")
+    check(len(positions) == patch.changed, "another number of changes")
+    return np.array(positions, np.int64), np.array(new, old.dtype)
+
+
+def decode(patch: SecondPatch, old: Bits) -> tuple[npt.NDArray[np.int64], Bits]:
+    """Positions in the whole tensor, ascending, and the new bits there. `old` are the bits of the whole tensor."""
+    box = tuple(slice(o, o + b) for o, b in zip(patch.offset, patch.box_shape, strict=True))
+    whole = np.arange(math.prod(patch.shape), dtype=np.int64).reshape(patch.shape)[box].reshape(-1)
+    if patch.encoding == "dense":
+        return whole, patch.arrays["dense"]
+    if patch.encoding == "coo":
+        indices = patch.arrays["indices"]
+        check(bool(np.all(indices < whole.size)), f"{patch.name}: a position outside the box")
+        check(bool(np.all(indices[1:] > indices[:-1])), f"{patch.name}: positions do not ascend")
+        return whole[indices], patch.arrays["values"]
+    positions, new = decode_payload(patch, old[whole])
+    return whole[positions], new
+
+
+# Sections 5 and 6: applying, and the digest
+
+
+def digest(weights: dict[str, Bits], forms: dict[str, Form]) -> str:
+    """The digest of the weights, which have no tied names."""
+
+    def mixed(x: npt.NDArray[np.uint64], factor: int, shift: int) -> npt.NDArray[np.uint64]:
+        product = x * np.uint64(factor)
+        return product ^ (product >> np.uint64(shift))
+
+    low = high = 0
+    for name, bits in weights.items():
+        dtype, shape = forms[name]
+        text = f"{name}\n{dtype}\n{','.join(map(str, shape))}"
+        h0, h1, h2, _ = np.frombuffer(hashlib.sha256(text.encode("utf-8")).digest(), "<u8").tolist()
+        i = np.arange(bits.size, dtype=np.uint64)
+        x = np.full(bits.size, h0, np.uint64)
+        x += i * np.uint64(0x9E3779B97F4A7C15) + bits.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+        x = mixed(x ^ (x >> np.uint64(32)), 0xBF58476D1CE4E5B9, 29)
+        low += h1 + int(mixed(x, 0x94D049BB133111EB, 32).sum(dtype=np.uint64))
+        x = mixed(mixed(x, 0xA0761D6478BD642F, 31), 0xE7037ED1A0B428DB, 33)
+        high += h2 + int(x.sum(dtype=np.uint64))
+    return f"{high & MASK:016x}{low & MASK:016x}"
+
+
+def apply(delta: SecondDelta, weights: dict[str, Bits], forms: dict[str, Form]) -> dict[str, Bits]:
+    """The new weights, as copies. The old ones, flat and without tied names, have to be the ones the delta is for."""
+    check(digest(weights, forms) == delta.base_digest, "the weights do not have base_digest")
+    new = {name: bits.copy() for name, bits in weights.items()}
+    for patch in delta.patches:
+        check(patch.name in weights, f"there is no tensor {patch.name}")
+        check(forms[patch.name] == (patch.dtype, patch.shape), f"{patch.name}: another dtype or shape")
+        positions, bits = decode(patch, weights[patch.name])
+        new[patch.name][positions] = bits
+    check(digest(new, forms) == delta.digest, "the new weights do not have digest")
+    return new

@@ -37,7 +37,8 @@ ZSTD_LEVEL = 1
 
 def payload_bytes(encoded: tuple[Any, ...]) -> int:
     """Bytes of the arrays and byte strings in `encoded`; integers and strings are header fields, not counted."""
-    return sum(memoryview(part).nbytes for part in encoded if isinstance(part, bytes | np.ndarray))
+    num_bytes = sum(len(part) for part in encoded if isinstance(part, bytes))
+    return num_bytes + sum(part.nbytes for part in encoded if isinstance(part, np.ndarray))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def decode_gapped(encoded: Gapped, old: Bits) -> Bits:
 def _compress(data: npt.NDArray[Any]) -> bytes:
     import zstandard
 
-    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data.data)
 
 
 def _decompress(frame: bytes) -> bytes:
@@ -189,7 +190,7 @@ def encode_fireworks_best(old: Bits, new: Bits) -> Fireworks:
     """arc_v3 with time for every candidate.
 
     As shipped, arc_v3 races five encodings in threads and keeps the smallest of those done within 1.5 times the
-    fastest one's time. Its sizes then depend on how busy the machine is, and the losers run on after it returns.
+    fastest one's time. Its sizes then vary from run to run, and a candidate that has begun to compress runs on.
     """
     from fireworks_delta_compression.backends import arc3
 
@@ -218,7 +219,7 @@ def decode_fireworks(encoded: Fireworks, old: Bits, *, compression_format: str) 
 
 _FIREWORKS = ("fireworks_delta_compression", "torch")
 
-# arc_v3 as shipped comes last: what it leaves running would slow whoever is timed next.
+# arc_v3 as shipped comes last: what it leaves running may slow whoever is timed next.
 PEERS: list[Peer] = [
     Peer("int32 + bf16", "TRL v1, verl", encode_indexed, decode_indexed),
     Peer("uint16 gaps + bf16", "TRL v3, slime (first generation)", encode_gapped, decode_gapped),

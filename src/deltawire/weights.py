@@ -33,7 +33,7 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
         return value
     if _is_torch(value):
         array, own = _torch_bits(name, value)
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, (np.ndarray, np.generic)):
         array, own = np.ascontiguousarray(value), value.dtype.name
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")

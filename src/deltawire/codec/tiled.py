@@ -195,7 +195,7 @@ def check_status(status: int) -> None:
         decode.TRUNCATED: "a tile's stream ends too early",
         decode.TOO_MANY: "a tile speaks of more changes than it can hold",
         decode.OUT_OF_RANGE: "a tile has a position out of range, or was made for other weights",
-        decode.LEFT_OVER: "a tile's stream has bytes left over",
+        decode.LEFT_OVER: "a tile's stream has bits left over",
     }
     if status != decode.OK:
         raise CorruptObject(problems[status])

@@ -16,6 +16,7 @@ from deltawire.kernels.cpu.bitstream import (
     ZERO,
     add_golomb_remainders,
     add_rice_remainders,
+    get,
     get_quotients,
 )
 from deltawire.kernels.cpu.blocks import NEVER, NUM_CLASSES, element_class, ranked_positions
@@ -134,7 +135,7 @@ def decode_tile(
                 return OUT_OF_RANGE
         positions[:] = members
         _take_steps(words, sign_at, old, positions, ZERO, count, steps, layout, bits)
-    if end - quotient_at >= uint64(8):
+    if end - quotient_at >= uint64(8) or get(words, quotient_at, end - quotient_at):
         return LEFT_OVER
     if not _steps_complete(step_streams, progress):
         return OUT_OF_RANGE

@@ -1,0 +1,123 @@
+"""Damaged bytes at every parser, for as long as you like.
+
+    python benchmarks/fuzz.py --minutes 5
+
+Takes sound deltas of every encoding and dtype, damages them in many ways, and reads, inspects and applies them. Whatever
+comes back must be the right weights or an error of the library's own, within the memory that the sizes allow.
+"""
+
+import argparse
+import json
+import resource
+import time
+from collections import Counter
+
+import numpy as np
+
+import deltawire
+from deltawire import Delta, DeltawireError
+from deltawire.dtypes import DTYPES
+from deltawire.inspection import check_structure, inspect_entry
+
+MOST_MEMORY = 2_000_000_000
+
+
+def sound_deltas(rng):
+    for name, dtype in DTYPES.items():
+        for encoding in ("coo", "gap", "context", "dense", "auto"):
+            size = int(rng.integers(1, 3000))
+            old = rng.integers(0, 1 << 8 * dtype.itemsize, size, dtype.unsigned)
+            new = old.copy()
+            changed = rng.random(size) < rng.choice([0.01, 0.1, 0.6, 1.0])
+            changed[0] = True
+            new[changed] += rng.integers(1, 40, int(changed.sum()), dtype.unsigned)
+            old_model, new_model = {"w": old, "v": old[:1]}, {"w": new, "v": new[:1]}
+            delta = deltawire.diff(old_model, new_model, encoding=encoding, dtype=name, threads=1)
+            yield name, old_model, new_model, delta.to_bytes()
+
+
+def damage(data, rng):
+    """One of many ways to break a file."""
+    broken = bytearray(data)
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    way = rng.integers(8)
+    if way == 0:
+        for at in rng.integers(0, len(broken), rng.integers(1, 8)):
+            broken[at] ^= 1 << rng.integers(8)
+    elif way == 1:
+        for at in rng.integers(header_end, max(len(broken), header_end + 1), rng.integers(1, 20)):
+            if at < len(broken):
+                broken[at] = rng.integers(256)
+    elif way == 2:
+        del broken[rng.integers(len(broken)) :]
+    elif way == 3:
+        start = int(rng.integers(len(broken)))
+        del broken[start : start + int(rng.integers(1, 50))]
+    elif way == 4:
+        start = int(rng.integers(len(broken)))
+        broken[start:start] = rng.bytes(int(rng.integers(1, 50)))
+    elif way == 5:
+        header = json.loads(data[8:header_end])
+        fields = header["__metadata__"]
+        key = str(rng.choice(sorted(fields)))
+        parts = fields[key].split(" ")
+        at = int(rng.integers(len(parts)))
+        parts[at] = str(rng.choice(["0", "1", "99999999999", "-1", "", "1x2", "x", "coo", "gap", "context", "F32", "U8"]))
+        fields[key] = " ".join(parts)
+        text = json.dumps(header).encode()
+        broken = bytearray(len(text).to_bytes(8, "little") + text + data[header_end:])
+    elif way == 6 and len(broken) > header_end:
+        at = int(rng.integers(header_end, len(broken)))
+        broken[at : at + 8] = rng.integers(0, 1 << 63).tobytes()[: len(broken) - at]
+    else:
+        broken[:8] = int(rng.integers(0, 1 << int(rng.integers(1, 63)))).to_bytes(8, "little")
+    return bytes(broken)
+
+
+def attempt(data, dtype, old, new):
+    """What became of it: the right weights, or the name of an error. Anything else raises."""
+    weights = {name: array.copy() for name, array in old.items()}
+    try:
+        delta = Delta.from_bytes(data)
+        for entry in delta.entries:
+            inspect_entry(entry)
+            check_structure(entry)
+        deltawire.apply(delta, weights, dtype=dtype, threads=1)
+    except DeltawireError as error:
+        if any(weights[name].tobytes() != old[name].tobytes() for name in old):
+            raise AssertionError(f"weights moved before {type(error).__name__}") from error
+        return type(error).__name__
+    if any(weights[name].tobytes() != new[name].tobytes() for name in new):
+        raise AssertionError("wrong weights passed every check")
+    return "right weights"
+
+
+def run(seconds, seed, report=print):
+    rng = np.random.default_rng(seed)
+    started = time.monotonic()
+    outcomes, slowest, num_tries = Counter(), 0.0, 0
+    while time.monotonic() - started < seconds:
+        for dtype, old, new, data in sound_deltas(rng):
+            for _ in range(20):
+                broken = damage(data, rng)
+                before = time.monotonic()
+                outcomes[attempt(broken, dtype, old, new)] += 1
+                slowest = max(slowest, time.monotonic() - before)
+                num_tries += 1
+            if time.monotonic() - started > seconds:
+                break
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report(f"{num_tries:,} damaged files in {time.monotonic() - started:.0f} s, seed {seed}")
+    report(f"slowest {slowest:.2f} s, peak memory of the process {peak / 1e6:.0f} MB")
+    for outcome, count in outcomes.most_common():
+        report(f"{count:10,}  {outcome}")
+    assert peak < MOST_MEMORY, "memory beyond what the sizes allow"
+    return outcomes
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    run(60 * arguments.minutes, arguments.seed)

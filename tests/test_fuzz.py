@@ -1,0 +1,43 @@
+"""Seconds of what `make fuzz` does for minutes; and random bits straight into the kernels."""
+
+import fuzz
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltawire import Delta, DeltawireError
+from deltawire.kernels.cpu.decode import count_changes, decode_tile, longer_steps
+
+
+def test_damaged_files():
+    outcomes = fuzz.run(10, seed=1, report=lambda _: None)
+    assert sum(outcomes.values()) > 500
+    assert set(outcomes) - {"right weights"}
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_as_a_file(data):
+    try:
+        Delta.from_bytes(data)
+    except DeltawireError:
+        return
+    raise AssertionError("random bytes passed for a delta")
+
+
+@settings(max_examples=2000)
+@given(st.integers(0, 2**32), st.booleans(), st.integers(0, 60), st.integers(0, 2000), st.floats(0, 1))
+def test_any_bits_as_a_tile(seed, contextual, num_bytes, num_elements, ones):
+    """Whatever a stream says, a tile decodes to positions inside it or is refused."""
+    rng = np.random.default_rng(seed)
+    words = np.zeros((num_bytes + 7) // 8 + 1, np.uint64)
+    words.view(np.uint8)[:num_bytes] = np.packbits(rng.random(8 * num_bytes) < ones)
+    old = rng.integers(0, 1 << 16, num_elements, np.uint16)
+    status, count = count_changes(words, 8 * num_bytes, num_elements, contextual)
+    if status != 0:
+        return
+    assert count <= 8 * num_bytes
+    longer_steps(words, 8 * num_bytes, contextual)
+    positions, bits = np.empty(int(count), np.int64), np.empty(int(count), np.uint16)
+    if decode_tile(words, 8 * num_bytes, old, 16, 7, 255, True, contextual, positions, bits) == 0:
+        assert (np.diff(positions) > 0).all()
+        assert count == 0 or (positions[0] >= 0 and positions[-1] < num_elements)

@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz.py --minutes 5
 
-Takes sound deltas of every encoding and dtype, damages them in many ways, and reads, inspects and applies them. Whatever
+Takes sound deltas of every encoding and dtype, damages them in many ways, and reads, inspects and applies them. What
 comes back must be the right weights or an error of the library's own, within the memory that the sizes allow.
 """
 
@@ -62,7 +62,9 @@ def damage(data, rng):
         key = str(rng.choice(sorted(fields)))
         parts = fields[key].split(" ")
         at = int(rng.integers(len(parts)))
-        parts[at] = str(rng.choice(["0", "1", "99999999999", "-1", "", "1x2", "x", "coo", "gap", "context", "F32", "U8"]))
+        parts[at] = str(
+            rng.choice(["0", "1", "99999999999", "-1", "", "1x2", "x", "coo", "gap", "context", "F32", "U8"])
+        )
         fields[key] = " ".join(parts)
         text = json.dumps(header).encode()
         broken = bytearray(len(text).to_bytes(8, "little") + text + data[header_end:])
@@ -92,11 +94,11 @@ def attempt(data, dtype, old, new):
     return "right weights"
 
 
-def run(seconds, seed, report=print):
+def run(seconds, seed, least=0, report=print):
     rng = np.random.default_rng(seed)
     started = time.monotonic()
     outcomes, slowest, num_tries = Counter(), 0.0, 0
-    while time.monotonic() - started < seconds:
+    while time.monotonic() - started < seconds or num_tries < least:
         for dtype, old, new, data in sound_deltas(rng):
             for _ in range(20):
                 broken = damage(data, rng)
@@ -104,7 +106,7 @@ def run(seconds, seed, report=print):
                 outcomes[attempt(broken, dtype, old, new)] += 1
                 slowest = max(slowest, time.monotonic() - before)
                 num_tries += 1
-            if time.monotonic() - started > seconds:
+            if time.monotonic() - started > seconds and num_tries >= least:
                 break
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report(f"{num_tries:,} damaged files in {time.monotonic() - started:.0f} s, seed {seed}")

@@ -35,8 +35,8 @@ def recorded_steps(recording: str, data: Path = DATA) -> Iterator[Step]:
 def recorded_like(num_weights: int, *, density: float = 0.0115, seed: int = 0) -> tuple[Bits, Bits]:
     """Weights and an update with the density and the step lengths of an RL step, in any size.
 
-    Weights are normal, the update is what Adam makes of noisy gradients: normal, a millionth in size, cast to bf16. It is
-    held back by a random gate until the asked density is met, since real updates reach few weights at a time.
+    Weights are normal, the update is what Adam makes of noisy gradients: normal, a millionth in size, cast to bf16. A
+    random gate holds it back until the asked density is met.
     """
     rng = np.random.default_rng(seed)
     old, new = np.empty(num_weights, np.uint16), np.empty(num_weights, np.uint16)

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests", "docs")]
 
 # The first call of a kernel compiles it, and these machines are noisy: time says nothing about an example.
 settings.register_profile("deltawire", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,6 +7,7 @@ Section numbers are those of docs/format.md. Every rule that is broken raises Va
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -33,9 +34,9 @@ DTYPES: dict[str, tuple[int, bool, int, int]] = {
     **dict.fromkeys(("U32", "I32"), (32, False, 0, 0)),
     **dict.fromkeys(("U64", "I64"), (64, False, 0, 0)),
 }
-FACTS = "format kind run version base_version base_digest digest changed total part tied".split()
+NUMBERS = ("version", "base_version", "changed", "total")
+FACTS = ("format", "kind", "run", *NUMBERS, "base_digest", "digest", "part", "tied")
 SUFFIXES = {"dense": ("dense",), "coo": ("indices", "values"), "gap": ("gap",), "context": ("context",)}
-MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict[str, Form]]:
     """The metadata, the tensors as flat unsigned integers, and their dtypes and shapes."""
     size = int.from_bytes(data[:8], "little")
-    check(len(data) >= 8 and size <= 100_000_000 and 8 + size <= len(data), "the header does not end inside the file")
-    header = json.loads(data[8 : 8 + size].decode("utf-8"), object_pairs_hook=unique)
+    body = 8 + size
+    check(size <= 100_000_000 and body <= len(data), "the header is too long, or does not end inside the file")
+    header = json.loads(data[8:body].decode("utf-8"), object_pairs_hook=unique)
     check(isinstance(header, dict), "the header is not an object")
     metadata = header.pop("__metadata__", {})
     check(all(isinstance(value, str) for value in metadata.values()), "metadata that is not text")
@@ -94,11 +96,11 @@ def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict
         width = DTYPES[dtype][0] // 8
         check(start == end, f"{name}: a hole or an overlap")
         check(stop - start == math.prod(shape) * width, f"{name}: its size is not that of its shape")
-        check(8 + size + stop <= len(data), f"{name}: ends behind the file")
-        tensors[name] = np.frombuffer(data[8 + size + start : 8 + size + stop], f"<u{width}")
+        check(body + stop <= len(data), f"{name}: ends behind the file")
+        tensors[name] = np.frombuffer(data[body + start : body + stop], f"<u{width}")
         forms[name] = (dtype, shape)
         end = stop
-    check(8 + size + end == len(data), "bytes behind the last tensor")
+    check(body + end == len(data), "bytes behind the last tensor")
     return metadata, tensors, forms
 
 
@@ -125,23 +127,17 @@ def read_patch(name: str, text: str, tensors: dict[str, Bits], forms: dict[str, 
     check(all(o + b <= s for o, b, s in zip(offset, box, shape, strict=True)), f"{name}: the box leaves the tensor")
     n = math.prod(box)
     check(1 <= changed <= n, f"{name}: {changed} changes in {n} elements")
-    expected = {
-        "dense": (dtype, box),
-        "indices": ("I64" if n > 2**31 else "I32", (changed,)),
-        "values": (dtype, (changed,)),
-    }
+    own_dtype = {"indices": "I64" if n > 2**31 else "I32", "gap": "U8", "context": "U8"}
     arrays = {}
     for suffix in SUFFIXES[encoding]:
         key = f"{name}.{suffix}"
-        check(key in tensors, f"{key} is missing")
+        check(
+            key in tensors and forms[key][0] == own_dtype.get(suffix, dtype), f"{key} is missing or has another dtype"
+        )
+        check(suffix != "dense" or forms[key][1] == box, f"{key} has another shape")
+        check(encoding != "coo" or tensors[key].size == changed, f"{key} has another size")
         arrays[suffix] = tensors.pop(key)
-        check(forms[key] == expected.get(suffix, ("U8", (arrays[suffix].size,))), f"{key}: wrong dtype or shape")
     return SecondPatch(name, encoding, dtype, shape, offset, box, changed, arrays)
-
-
-def overlap(a: SecondPatch, b: SecondPatch) -> bool:
-    sides = zip(a.offset, a.box_shape, b.offset, b.box_shape, strict=True)
-    return all(max(ao, bo) < min(ao + an, bo + bn) for ao, an, bo, bn in sides)
 
 
 def read_delta(parts: list[bytes]) -> SecondDelta:
@@ -160,19 +156,17 @@ def read_delta(parts: list[bytes]) -> SecondDelta:
         patches += [read_patch(name, text, tensors, forms) for name, text in metadata.items()]
         check(not tensors, f"tensors of no patch: {list(tensors)}")
     check(sorted(seen) == sorted(f"{k}/{len(parts)}" for k in range(1, len(parts) + 1)), f"not all parts: {seen}")
-    for place_, a in enumerate(patches):
-        for b in patches[:place_]:
-            if a.name == b.name:
-                check((a.dtype, a.shape) == (b.dtype, b.shape), f"{a.name}: two dtypes or shapes")
-                check(not overlap(a, b), f"{a.name}: boxes overlap")
-    version, base_version, changed, total = (
-        read_number(facts[key]) for key in ("version", "base_version", "changed", "total")
-    )
-    check(sum(patch.changed for patch in patches) == changed, "the changes do not add up")
+    for a, b in itertools.combinations(patches, 2):
+        if a.name == b.name:
+            check((a.dtype, a.shape) == (b.dtype, b.shape), f"{a.name}: two dtypes or shapes")
+            sides = zip(a.offset, a.box_shape, b.offset, b.box_shape, strict=True)
+            check(any(ao + an <= bo or bo + bn <= ao for ao, an, bo, bn in sides), f"{a.name}: boxes overlap")
     tied = json.loads(facts.get("tied", "{}"), object_pairs_hook=unique)
-    return SecondDelta(
-        facts["run"], version, base_version, facts["base_digest"], facts["digest"], changed, total, tied, patches
-    )
+    check(isinstance(tied, dict) and all(isinstance(name, str) for name in tied.values()), "tied is not a map of names")
+    version, base_version, changed, total = (read_number(facts[fact]) for fact in NUMBERS)
+    check(sum(patch.changed for patch in patches) == changed, "the changes do not add up")
+    digests = facts["base_digest"], facts["digest"]
+    return SecondDelta(facts["run"], version, base_version, *digests, changed, total, tied, patches)
 
 
 # Section 4: the payload of gap and context
@@ -227,17 +221,9 @@ def read_group(stream: Stream, is_step: bool) -> Group:
 def pick(group: Group, gaps: list[int], universe: int) -> list[int]:
     """The members of a group, ascending."""
     check(group.universe in (None, universe), "the universe has another size")
-    picked = []
-    at = 0
-    for gap in gaps:
-        at += gap
-        check(at < universe, "a member outside its universe")
-        picked.append(at)
-        at += 1
-    if group.universe is None:
-        return picked
-    others = set(picked)
-    return [number for number in range(universe) if number not in others]
+    picked = [at - 1 for at in itertools.accumulate(gap + 1 for gap in gaps)]
+    check(not picked or picked[-1] < universe, "a member outside its universe")
+    return picked if group.universe is None else sorted(set(range(universe)) - set(picked))
 
 
 def place(bits: int, dtype: str) -> int:
@@ -315,30 +301,6 @@ def decode_tile(data: bytes, old: Bits, dtype: str, is_context: bool) -> tuple[l
     return [position for position, _ in changes], new
 
 
-def decode_payload(patch: SecondPatch, old: Bits) -> tuple[npt.NDArray[np.int64], Bits]:
-    """The positions in the box that change, ascending, and their new bits. `old` are the bits of the box."""
-    data = patch.arrays[patch.encoding].tobytes()
-    check(len(data) >= 4 and data[0] <= 24 and data[1:4] == bytes(3), "a bad payload header")
-    tile = 2 ** data[0]
-    num_tiles = -(-old.size // tile)
-    at = 4 + 4 * num_tiles
-    check(at <= len(data), "the payload ends early")
-    positions: list[int] = []
-    new: list[int] = []
-    for number, size in enumerate(np.frombuffer(data[4:at], "<u4").tolist()):
-        check(at + size <= len(data), "the payload ends early")
-        if size > 0:
-            start = number * tile
-            part = old[start : start + tile]
-            found, bits = decode_tile(data[at : at + size], part, patch.dtype, patch.encoding == "context")
-            positions += [start + position for position in found]
-            new += bits
-        at += size
-    check(at == len(data), "bytes behind the last stream")
-    check(len(positions) == patch.changed, "another number of changes")
-    return np.array(positions, np.int64), np.array(new, old.dtype)
-
-
 def decode(patch: SecondPatch, old: Bits) -> tuple[npt.NDArray[np.int64], Bits]:
     """Positions in the whole tensor, ascending, and the new bits there. `old` are the bits of the whole tensor."""
     box = tuple(slice(o, o + b) for o, b in zip(patch.offset, patch.box_shape, strict=True))
@@ -350,8 +312,26 @@ def decode(patch: SecondPatch, old: Bits) -> tuple[npt.NDArray[np.int64], Bits]:
         check(bool(np.all(indices < whole.size)), f"{patch.name}: a position outside the box")
         check(bool(np.all(indices[1:] > indices[:-1])), f"{patch.name}: positions do not ascend")
         return whole[indices], patch.arrays["values"]
-    positions, new = decode_payload(patch, old[whole])
-    return whole[positions], new
+
+    data = patch.arrays[patch.encoding].tobytes()
+    check(len(data) >= 4 and data[0] <= 24 and data[1:4] == bytes(3), "a bad payload header")
+    tile = 2 ** data[0]
+    num_tiles = -(-whole.size // tile)
+    at = 4 + 4 * num_tiles
+    check(at <= len(data), "the payload ends early")
+    positions: list[int] = []
+    new: list[int] = []
+    for number, size in enumerate(np.frombuffer(data[4:at], "<u4").tolist()):
+        check(at + size <= len(data), "the payload ends early")
+        elements = whole[number * tile : (number + 1) * tile]
+        if size > 0:
+            found, bits = decode_tile(data[at : at + size], old[elements], patch.dtype, patch.encoding == "context")
+            positions += [int(elements[position]) for position in found]
+            new += bits
+        at += size
+    check(at == len(data), "bytes behind the last stream")
+    check(len(positions) == patch.changed, "another number of changes")
+    return np.array(positions, np.int64), np.array(new, old.dtype)
 
 
 # Sections 5 and 6: applying, and the digest
@@ -376,7 +356,7 @@ def digest(weights: dict[str, Bits], forms: dict[str, Form]) -> str:
         low += h1 + int(mixed(x, 0x94D049BB133111EB, 32).sum(dtype=np.uint64))
         x = mixed(mixed(x, 0xA0761D6478BD642F, 31), 0xE7037ED1A0B428DB, 33)
         high += h2 + int(x.sum(dtype=np.uint64))
-    return f"{high & MASK:016x}{low & MASK:016x}"
+    return f"{high % 2**64:016x}{low % 2**64:016x}"
 
 
 def apply(delta: SecondDelta, weights: dict[str, Bits], forms: dict[str, Form]) -> dict[str, Bits]:

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from patterns import dtypes, pairs
-from recorded import RECORDINGS, recorded_steps
 
 from deltawire.codec import ENCODINGS, allowed_encodings, decode, encode
 from deltawire.codec.tiled import read_tiles
 from deltawire.dtypes import DTYPES
 from deltawire.workers import SERIAL, Workers
+from patterns import dtypes, pairs
+from recorded import RECORDINGS, recorded_steps
 
 BF16 = DTYPES["BF16"]
 

@@ -1,12 +1,13 @@
 """diff and apply, as a caller uses them."""
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from patterns import dtypes, pairs
 
 import deltawire
 from deltawire import Box, Delta, Digest
@@ -15,6 +16,7 @@ from deltawire.dtypes import DTYPES
 from deltawire.errors import BaseMismatch
 from deltawire.weights import view
 from deltawire.wire import Facts
+from patterns import dtypes, pairs
 
 ENCODINGS = ["coo", "gap", "context", "dense", "auto", "mirrorless"]
 
@@ -58,7 +60,7 @@ def test_a_chain_equals_one_jump(encoding):
     for _ in range(4):
         versions.append(stepped(versions[-1], rng, density=0.1))
     chained = {name: array.copy() for name, array in versions[0].items()}
-    for number, (old, new) in enumerate(zip(versions, versions[1:], strict=False)):
+    for number, (old, new) in enumerate(pairwise(versions)):
         delta = deltawire.diff(old, new, encoding=encoding, version=number + 1, base_version=number)
         deltawire.apply(delta, chained)
     jumped = {name: array.copy() for name, array in versions[0].items()}

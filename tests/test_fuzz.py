@@ -1,17 +1,16 @@
 """Seconds of what `make fuzz` does for minutes; and random bits straight into the kernels."""
 
-import fuzz
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fuzz
 from deltawire import Delta, DeltawireError
 from deltawire.kernels.cpu.decode import count_changes, decode_tile, longer_steps
 
 
 def test_damaged_files():
-    outcomes = fuzz.run(10, seed=1, report=lambda _: None)
-    assert sum(outcomes.values()) > 500
+    outcomes = fuzz.run(5, seed=1, least=2000, report=lambda _: None)
     assert set(outcomes) - {"right weights"}
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patterns import dtypes, pairs
 
 from deltawire.dtypes import DTYPES
 from deltawire.kernels.cpu import bitstream
@@ -12,6 +11,7 @@ from deltawire.kernels.cpu.blocks import changed_positions, class_ranks, count_c
 from deltawire.kernels.cpu.decode import count_changes, decode_tile
 from deltawire.kernels.cpu.encode import encode_tile, first_exponent
 from deltawire.kernels.cpu.steps import steps_between
+from patterns import dtypes, pairs
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.exponent_mask]
 

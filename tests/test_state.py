@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patterns import dtypes, pairs
 
 import deltawire
 from deltawire import Box, Digest
@@ -13,6 +12,7 @@ from deltawire.errors import CorruptObject
 from deltawire.state import box_digest, change_digest, tensor_digest, tensor_key
 from deltawire.weights import Tensor
 from deltawire.workers import Workers
+from patterns import dtypes, pairs
 
 BF16 = DTYPES["BF16"]
 MASK = (1 << 64) - 1
@@ -57,9 +57,7 @@ def test_boxes_add_up(a, b, c, data):
     total = Digest()
     for corner in np.ndindex(2, 2, 2):
         offset = tuple(cut if side else 0 for side, cut in zip(corner, cuts, strict=True))
-        sizes = tuple(
-            size - cut if side else cut for side, cut, size in zip(corner, cuts, shape, strict=True)
-        )
+        sizes = tuple(size - cut if side else cut for side, cut, size in zip(corner, cuts, shape, strict=True))
         box = Box(shape, offset, sizes)
         total += box_digest(key, box, np.ascontiguousarray(bits[box.slices]).reshape(-1))
     assert total == box_digest(key, Box.whole(shape), bits.reshape(-1))

@@ -12,7 +12,7 @@ from deltawire.dtypes import DTYPES, Bits, dtype_named
 from deltawire.errors import Conflict, CorruptObject, ObjectMissing
 from deltawire.state import Digest, digest
 from deltawire.weights import DTypeChoice, Tensor, Weights, view
-from deltawire.wire import FORMAT_VERSION, PREFIX, read_tied
+from deltawire.wire import FORMAT_VERSION, PREFIX, read_number, read_tied
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -86,6 +86,12 @@ class Checkpoint(Mapping[str, Tensor]):
             return []
         weights = {*self.shards, *(index.name for index in self.path.glob("*.safetensors.index.json"))}
         return sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in weights)
+
+    @property
+    def version(self) -> int | None:
+        """The version that an anchor states."""
+        text = self.fact("version")
+        return None if text is None else read_number(text, "version")
 
     def fact(self, key: str) -> str | None:
         """What the metadata says under `deltawire.KEY`, if it does."""

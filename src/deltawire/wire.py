@@ -125,7 +125,7 @@ def read_part(container: Container) -> tuple[Facts, list[Entry], tuple[int, int]
         raise UnsupportedFormat(f"this is a deltawire {metadata.get(PREFIX + 'kind')}, not a delta")
     facts = _read_facts(metadata)
     part, _, num_parts = _fact(metadata, "part").partition("/")
-    position = _number(part, "part"), _number(num_parts, "part")
+    position = read_number(part, "part"), read_number(num_parts, "part")
     if not 1 <= position[0] <= position[1] <= MOST_PARTS:
         raise CorruptObject(f"part {part} of {num_parts} is impossible")
     entries = [_read_entry(name, text, container) for name, text in metadata.items() if not name.startswith(PREFIX)]
@@ -170,7 +170,7 @@ def read_tied(text: str | None) -> dict[str, str]:
 
 
 def _read_facts(metadata: Mapping[str, str]) -> Facts:
-    numbers = {key: _number(_fact(metadata, key), key) for key in ("version", "base_version", "changed", "total")}
+    numbers = {key: read_number(_fact(metadata, key), key) for key in ("version", "base_version", "changed", "total")}
     if numbers["changed"] > numbers["total"]:
         raise CorruptObject(f"{numbers['changed']} of {numbers['total']} elements cannot have changed")
     return Facts(
@@ -202,7 +202,7 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
         )
     except ValueError as error:
         raise CorruptObject(f"{name}: {error}", tensor=name) from None
-    num_changed = _number(fields[3], name)
+    num_changed = read_number(fields[3], name)
     if not 1 <= num_changed <= box.num_elements:
         raise CorruptObject(f"{name} cannot have {num_changed} changes in {box.num_elements} elements", tensor=name)
     names = {part: f"{name}.{part}" for part in encoding.parts(dtype, box.num_elements)}
@@ -227,7 +227,7 @@ def _fact(metadata: Mapping[str, str], key: str) -> str:
     return value
 
 
-def _number(text: str, what: str) -> int:
+def read_number(text: str, what: str) -> int:
     if not _NUMBER.fullmatch(text):
         raise CorruptObject(f"{what}: {text[:40]!r} is not a number")
     return int(text)
@@ -238,4 +238,4 @@ def _dims(dims: tuple[int, ...]) -> str:
 
 
 def _read_dims(text: str, name: str) -> tuple[int, ...]:
-    return () if text == "scalar" else tuple(_number(dim, name) for dim in text.split("x"))
+    return () if text == "scalar" else tuple(read_number(dim, name) for dim in text.split("x"))

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -21,13 +21,32 @@ class Workers:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self.threads = threads or _available_cores()
-        self._pool = ThreadPoolExecutor(self.threads, "deltawire") if self.threads > 1 else None
+        # The caller's thread works too.
+        self._pool = ThreadPoolExecutor(self.threads - 1, "deltawire") if self.threads > 1 else None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         items = list(items)
         if self._pool is None or len(items) < 2:
             return [function(item) for item in items]
-        return list(self._pool.map(function, items))
+        results: list[Any] = [None] * len(items)
+        # Each thread takes the next item when it is free; a step of this iterator cannot be cut in two.
+        todo = iter(range(len(items)))
+
+        def work() -> None:
+            for i in todo:
+                results[i] = function(items[i])
+
+        others = [self._pool.submit(work) for _ in range(min(self.threads, len(items)) - 1)]
+        try:
+            work()
+        finally:
+            # Leave nothing running, also when this thread's own item has failed.
+            for _ in todo:
+                pass
+            wait(others)
+        for other in others:
+            other.result()
+        return results
 
     def __enter__(self) -> "Workers":
         return self

@@ -1,5 +1,6 @@
 """Commands on files: diff, apply, verify, inspect."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +17,31 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PATH = click.Path(path_type=Path)
+
+
+class DigestType(click.ParamType[str]):
+    name = "hex"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch("[0-9a-f]{32}", value):
+            self.fail("a digest has 32 hexadecimal digits", param, ctx)
+        return str(value)
+
+
 ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
 
 
-def common_options(command: Command) -> Command:
-    for option in (
-        click.option(
-            "--format", "output_format", type=click.Choice(["text", "json"]), default="text", help="How to print."
-        ),
-        click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
-        click.option("--threads", type=click.IntRange(1), help="How many threads to use.  [default: all cores]"),
-    ):
-        command = option(command)
-    return command
+def output_options(command: Command) -> Command:
+    command = click.option("--quiet", "-q", is_flag=True, help="No progress bar.")(command)
+    kinds = click.Choice(["text", "json"])
+    return click.option(
+        "--format", "output_format", type=kinds, default="text", show_default=True, help="How to print."
+    )(command)
+
+
+threads_option = click.option(
+    "--threads", type=click.IntRange(1), help="How many threads to use.  [default: all cores]"
+)
 
 
 @click.command("diff")
@@ -47,7 +60,8 @@ def common_options(command: Command) -> Command:
 @click.option("--base-version", type=click.IntRange(0), help="The version of OLD.  [default: what OLD says, else 0]")
 @click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000, show_default=True,
               help="Write several files where the delta is larger.")  # fmt: skip
-@common_options
+@threads_option
+@output_options
 def diff_command(
     old: Path, new: Path, output: Path, encoding: str, run: str | None, version: int | None, base_version: int | None,
     max_file_bytes: int, output_format: str, quiet: bool, threads: int | None,
@@ -63,7 +77,7 @@ def diff_command(
     with speaking_errors():
         before, after = Checkpoint(old), Checkpoint(new)
         if base_version is None:
-            base_version = int(before.fact("version") or 0)
+            base_version = before.version or 0
         with progress_bar("diff", num_elements(before), quiet) as progress:
             delta = diff_checkpoints(
                 before, after, output, encoding=encoding, run=run or before.fact("run") or "",
@@ -79,7 +93,8 @@ def diff_command(
 @click.argument("delta", type=PATH)
 @click.option("--output", "-o", type=PATH, required=True,
               help="The checkpoint to write: a .safetensors file, or a folder that does not exist yet.")  # fmt: skip
-@common_options
+@threads_option
+@output_options
 def apply_command(base: Path, delta: Path, output: Path, output_format: str, quiet: bool, threads: int | None) -> None:
     """Write the checkpoint that DELTA makes of checkpoint BASE.
 
@@ -109,8 +124,11 @@ def apply_command(base: Path, delta: Path, output: Path, output_format: str, qui
 @click.option(
     "--base", type=PATH, help="The checkpoint that a delta applies to: decode it fully and check both digests."
 )
-@click.option("--digest", "expected", help="The digest that TARGET must have (for a delta: must lead to).")
-@common_options
+@click.option(
+    "--digest", "expected", type=DigestType(), help="The digest that TARGET must have (for a delta: must lead to)."
+)
+@threads_option
+@output_options
 def verify_command(
     target: Path, base: Path | None, expected: str | None, output_format: str, quiet: bool, threads: int | None
 ) -> None:
@@ -144,12 +162,16 @@ def verify_command(
 
 @click.command("inspect")
 @click.argument("delta", type=PATH)
-@click.option("--sort", type=click.Choice(["name", "bytes", "changed", "density"]), default="name", show_default=True)
+@click.option(
+    "--sort",
+    type=click.Choice(["name", "bytes", "changed", "density"]),
+    default="name",
+    show_default=True,
+    help="What to sort the tensors by.",
+)
 @click.option("--limit", type=click.IntRange(1), help="Show only so many tensors.")
-@common_options
-def inspect_command(
-    delta: Path, sort: str, limit: int | None, output_format: str, quiet: bool, threads: int | None
-) -> None:
+@output_options
+def inspect_command(delta: Path, sort: str, limit: int | None, output_format: str, quiet: bool) -> None:
     """Show what a delta holds: encoding, changes, bytes and step lengths of each tensor.
 
     Steps count units in the last place (for integers: units); coo and dense do not tell them.
@@ -233,10 +255,11 @@ def summary(delta: "Delta") -> dict[str, Any]:
 
 def summary_text(delta: "Delta") -> str:
     per_change = f", {delta.num_bytes / delta.num_changed:.3f} B per change" if delta.num_changed else ""
+    tensors = "tensor" if len(delta.entries) == 1 else "tensors"
     lines = [
         f"version  {delta.base_version} -> {delta.version}" + (f" of run {delta.run}" if delta.run else ""),
         f"changed  {delta.num_changed:,} of {delta.num_elements:,} weights "
-        f"({percent_text(delta.num_changed, delta.num_elements)}), in {len(delta.entries)} tensors",
+        f"({percent_text(delta.num_changed, delta.num_elements)}), in {len(delta.entries)} {tensors}",
         f"payload  {size_text(delta.num_bytes)}{per_change}",
         f"digest   {delta.base_digest} -> {delta.digest}",
     ]

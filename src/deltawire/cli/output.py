@@ -29,6 +29,8 @@ def speaking_errors() -> Iterator[None]:
     """Turn errors into a sentence, the next command and an exit code. DELTAWIRE_DEBUG=1 shows the traceback."""
     try:
         yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     except (errors.DeltawireError, OSError) as error:
         if os.environ.get("DELTAWIRE_DEBUG") == "1":
             raise

@@ -101,7 +101,8 @@ def decode_tile(
         parameter = position_streams[0, PARAMETER]
         most = ~ZERO >> parameter
         gaps = np.empty(CHUNK, np.uint64)
-        place = ready = ZERO
+        place: Any = ZERO
+        ready: Any = ZERO
         for chunk in range(ZERO, count, CHUNK):
             size = min(CHUNK, count - chunk)
             quotient_at, found = get_quotients(words, quotient_at, end, most, gaps, ZERO, size)

@@ -1,0 +1,59 @@
+"""Timing on noisy machines: every figure is a ratio to a baseline that was timed right before it, in the same run."""
+
+import csv
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def ratios(work: Callable[[], Any], baseline: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Medians over rounds: seconds of the work, and its ratio to the baseline timed just before it."""
+    work()
+    pairs = [(seconds(baseline), seconds(work)) for _ in range(rounds)]
+    return statistics.median(own for _, own in pairs), statistics.median(own / base for base, own in pairs)
+
+
+def machine() -> str:
+    name = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return f"{name}, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def write_csv(name: str, header: list[str], rows: Iterable[list[Any]]) -> Path:
+    """Keep results with the command, the machine and the commit that made them."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / name
+    with path.open("w", newline="") as file:
+        file.write(f"# command: python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".rstrip() + "\n")
+        file.write(f"# machine: {machine()}\n# commit: {commit()}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
+    return path
+
+
+def read_csv(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open() as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))

@@ -7,6 +7,7 @@ Sizes: bytes per changed weight over the recorded RL updates. Speeds: one thread
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -93,14 +94,12 @@ def measure_peers(old, new):
         encoded = peer.encode(old, new)
         if not np.array_equal(peer.decode(encoded, old), new):
             raise AssertionError(f"{peer.name} is not exact")
-        for part, work in (
-            ("encode", lambda p=peer: p.encode(old, new)),
-            ("decode", lambda p=peer: p.decode(encoded, old)),
-        ):
+        jobs = {"encode": partial(peer.encode, old, new), "decode": partial(peer.decode, encoded, old)}
+        for part, work in jobs.items():
             taken, ratio = ratios(work, baseline, 3)
             rate = old.nbytes / taken / 1e9
             rows.append([peer.used_by, f"{peer.name} {part}", round(taken, 5), round(ratio, 3), round(rate, 3), ""])
-            print(f"{peer.name + ' ' + part:40} {ratio:8.2f} x baseline   {rate:7.3f} GB/s of model", flush=True)
+            print(f"{peer.name + ' ' + part:40} {ratio:8.2f} x baseline   {rate:7.3f} GB/s of model")
     return rows
 
 

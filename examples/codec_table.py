@@ -1,0 +1,58 @@
+"""The codec on real RL updates: what each encoding takes, how it compares with all the weights, and how long it needs.
+
+    python examples/codec_table.py
+
+For each recorded learning rate, takes one optimizer step of six tensors of a Qwen3-0.6B-shaped model, makes a delta in
+every encoding, applies it to the old weights and checks that every bit is that of the new ones.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+import deltawire
+from deltawire.cli.output import size_text, table
+from recorded import RECORDINGS, recorded_steps
+
+ENCODINGS = ("dense", "coo", "gap", "context", "auto")
+
+
+def main() -> None:
+    print("compiling kernels (the first time only) ...", flush=True)
+    for recording in RECORDINGS:
+        steps = [step for step in recorded_steps(recording) if step.number == 0]
+        old = {step.tensor: step.old for step in steps}
+        new = {step.tensor: step.new for step in steps}
+        full_bytes = sum(array.nbytes for array in old.values())
+        rows = []
+        for encoding in ENCODINGS:
+            deltawire.diff(old, new, encoding=encoding, dtype="BF16")
+            started = time.perf_counter()
+            delta = deltawire.diff(old, new, encoding=encoding, dtype="BF16")
+            encoded = time.perf_counter()
+            weights = {name: array.copy() for name, array in old.items()}
+            copied = time.perf_counter()
+            deltawire.apply(delta, weights, dtype="BF16")
+            applied = time.perf_counter()
+            exact = all(weights[name].tobytes() == new[name].tobytes() for name in new)
+            rows.append(
+                [
+                    encoding,
+                    size_text(delta.num_bytes),
+                    f"{delta.num_bytes / delta.num_changed:.3f}",
+                    f"1/{full_bytes / delta.num_bytes:.0f}",
+                    f"{1000 * (encoded - started):.1f} ms",
+                    f"{1000 * (applied - copied):.1f} ms",
+                    "yes" if exact else "NO",
+                ]
+            )
+        print(f"\n{recording}: {delta.num_changed:,} of {delta.num_elements:,} bf16 weights changed "
+              f"({100 * delta.num_changed / delta.num_elements:.2f} %), {size_text(full_bytes)} in full")  # fmt: skip
+        print(table(["encoding", "payload", "B/change", "of full", "diff", "apply", "bit-exact"], rows))
+    print(f"\ndiff and apply include the digests of all weights; the last digest is {delta.digest}")
+
+
+if __name__ == "__main__":
+    main()

@@ -92,7 +92,7 @@ def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         check(dtype in DTYPES, f"{name}: unknown dtype {dtype}")
-        check(all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)), f"{name}: bad number")
+        check(all(type(number) is int and number >= 0 for number in (*shape, start, stop)), f"{name}: bad number")
         width = DTYPES[dtype][0] // 8
         check(start == end, f"{name}: a hole or an overlap")
         check(stop - start == math.prod(shape) * width, f"{name}: its size is not that of its shape")

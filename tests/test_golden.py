@@ -1,0 +1,74 @@
+"""Files that every release must read, and a reader that knows only docs/format.md."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deltawire
+import second_reader
+from deltawire import Checkpoint, Delta
+from patterns import dtypes, pairs
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("auto", "context", "gap", "coo", "dense", "shards")
+
+
+def as_second(checkpoint):
+    weights = {name: checkpoint[name].bits for name in checkpoint}
+    return weights, {name: checkpoint.form(name) for name in checkpoint}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_deltas_lead_to_the_golden_weights(name):
+    old, new = Checkpoint(GOLDEN / "old.safetensors"), Checkpoint(GOLDEN / "new.safetensors")
+    delta = Delta.load(GOLDEN / f"{name}.safetensors")
+    weights = dict(old)
+    rebuilt = {tensor: value.bits.copy().reshape(value.shape) for tensor, value in weights.items()}
+    forms = {tensor: value.dtype.name for tensor, value in weights.items()}
+    deltawire.apply(delta, rebuilt, dtype=forms)
+    assert all(rebuilt[tensor].tobytes() == new[tensor].bits.tobytes() for tensor in new)
+    assert (delta.run, delta.base_version, delta.version) == ("golden", 41, 42)
+    assert delta.tied == {"lm_head.weight": "recorded"}
+    assert str(delta.digest) == new.fact("digest") == "6d287dcd15793b65f07c8e0855cfd6d5"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_second_reader_agrees(name):
+    parts = sorted(GOLDEN.glob(f"{name}*.safetensors"))
+    delta = second_reader.read_delta([part.read_bytes() for part in parts])
+    weights, forms = as_second(Checkpoint(GOLDEN / "old.safetensors"))
+    expected, _ = as_second(Checkpoint(GOLDEN / "new.safetensors"))
+    rebuilt = second_reader.apply(delta, weights, forms)
+    assert sorted(rebuilt) == sorted(expected)
+    assert all(rebuilt[tensor].tobytes() == expected[tensor].tobytes() for tensor in expected)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), dtype=dtypes, encoding=st.sampled_from(["context", "gap", "coo", "dense", "auto"]))
+def test_the_second_reader_agrees_on_anything(data, dtype, encoding):
+    old, new = data.draw(pairs(dtype, 300))
+    written = deltawire.diff({"w": old}, {"w": new}, encoding=encoding, dtype=dtype.name).to_bytes()
+    forms = {"w": (dtype.name, old.shape)}
+    rebuilt = second_reader.apply(second_reader.read_delta([written]), {"w": old}, forms)
+    assert rebuilt["w"].tobytes() == new.tobytes()
+
+
+def test_the_encoder_still_writes_the_same_bytes(tmp_path):
+    """The stream is pinned; a deliberate change of the encoder's choices needs new files beside the old ones."""
+    subprocess.run([sys.executable, GOLDEN / "make.py", tmp_path], check=True)
+    for file in GOLDEN.glob("*.safetensors"):
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_golden_covers_every_encoding_and_several_tiles():
+    entries = Delta.load(GOLDEN / "context.safetensors").entries
+    tiles = next(entry for entry in entries if entry.name == "tiles")
+    assert np.prod(tiles.box.shape) > 2 * (1 << int(tiles.arrays["context"][0]))
+    used = {entry.encoding for name in NAMES for entry in Delta.load(GOLDEN / f"{name}.safetensors").entries}
+    assert used == {"context", "gap", "coo", "dense"}
+    assert any(not entry.box.is_whole for entry in Delta.load(GOLDEN / "shards.safetensors").entries)

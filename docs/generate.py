@@ -1,5 +1,6 @@
-"""Writes the parts of the documentation that come from the program itself: `make docs`."""
+"""Writes the parts of the documentation that come from the program and from the benchmarks: `make docs`."""
 
+import csv
 from pathlib import Path
 
 import click
@@ -7,6 +8,7 @@ import click
 from deltawire.cli import main
 
 DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 
 CLI_HEAD = """# Command line
 
@@ -17,18 +19,100 @@ A checkpoint is a safetensors file, or a folder of them with the usual index. A 
 was written in parts is named by the path it was saved to, or by any part.
 """
 
+PERFORMANCE = """# Performance
+
+Made by `make bench` and `make docs` from the CSVs in `benchmarks/results`. {conditions}
+
+## Size
+
+Bytes sent per changed weight, over six tensors and eight steps of two [recorded RL runs](../benchmarks/data/README.md);
+all tensor data counted, headers not (ours takes under 300 bytes per changed tensor; peers' are not counted either).
+
+{sizes}
+
+arc_v3 races several encodings against the clock, so its size differs from run to run; "all candidates" waits for each
+and takes the smallest.
+
+## Speed
+
+Time as a multiple of `np.flatnonzero(old != new)` on the same weights, timed right before each; median of several
+rounds. These machines are noisy: compare ratios, not seconds. Ours: 64 M bf16 weights with 1.15 % changed; peers: 16 M
+of them. One thread (arc_v2 and arc_v3 start threads of their own), and how much faster two threads are.
+
+{speeds}
+
+## Growth
+
+`context`, one thread, each size in a process of its own. Memory is the peak of an encode beyond its two inputs, as a
+multiple of one of them.
+
+{growth}
+
+## Where it does not help
+
+- **On a fast, shared network** (NVLink, 400 Gb/s InfiniBand) broadcasting all weights takes a second or two for models
+  of hundreds of gigabytes; a delta saves bytes that were not the bottleneck.
+- **At high learning rates** most weights change. Deltas fall back to `dense` tensor by tensor, and are then as large as
+  the weights. RL learning rates (1e-6 to 3e-6) change 1 to 3 % a step; pretraining and a run's first steps change more.
+- **fp32 weights** change nearly everywhere at every step. Publish bf16.
+- **Tiny tensors**: norms and biases cost 200 to 300 bytes of header each, more than their payload.
+"""
+
 
 def help_text(command: click.Command, name: str) -> str:
     context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
     return command.get_help(context)
 
 
-def pages() -> dict[Path, str]:
-    """The generated pages and what they must say."""
+def cli_page() -> str:
     text = CLI_HEAD + f"\n```\n{help_text(main, 'deltawire')}\n```\n"
     for name, command in main.commands.items():
         text += f"\n## deltawire {name}\n\n```\n{help_text(command, f'deltawire {name}')}\n```\n"
-    return {DOCS / "cli.md": text}
+    return text
+
+
+def read(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """A CSV's notes (command, machine, commit) and rows."""
+    lines = (RESULTS / name).read_text().splitlines()
+    notes = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+    return notes, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def performance_page() -> str:
+    notes, sizes = read("codec_size.csv")
+    by_encoding: dict[tuple[str, str], dict[str, str]] = {}
+    for row in sizes:
+        by_encoding.setdefault((row["encoding"], row["used_by"]), {})[row["recording"]] = row["bytes_per_change"]
+    ordered = sorted(by_encoding.items(), key=lambda item: float(item[1]["rl-lr1e-6"]))
+    size_rows = [
+        [encoding, used_by, *(f"{float(values[name]):.3f}" for name in ("rl-lr1e-6", "rl-lr3e-6"))]
+        for (encoding, used_by), values in ordered
+    ]
+    speeds = [
+        [row["operation"], row["used_by"], row["ratio_to_flatnonzero"], row["gigabytes_per_second"],
+         row["two_thread_speedup"] or "-"]
+        for row in read("codec_speed.csv")[1]
+    ]  # fmt: skip
+    growth = read("growth.csv")[1]
+    names = ["weights", "density", "encodings allowed", "taken", "encode, ns/weight", "decode, ns/weight",
+             "flatnonzero, ns/weight", "bytes per change", "memory"]  # fmt: skip
+    growth_rows = [[f"{int(row['weights']):,}", *list(row.values())[1:]] for row in growth]
+    return PERFORMANCE.format(
+        conditions=f"Machine: {notes['machine']}, 2 cores.",
+        sizes=markdown_table(["encoding", "used by", "lr 1e-6", "lr 3e-6"], size_rows),
+        speeds=markdown_table(["operation", "used by", "x flatnonzero", "GB/s of model", "two threads"], speeds),
+        growth=markdown_table(names, growth_rows),
+    )
+
+
+def pages() -> dict[Path, str]:
+    """The generated pages and what they must say."""
+    return {DOCS / "cli.md": cli_page(), DOCS / "performance.md": performance_page()}
 
 
 if __name__ == "__main__":

@@ -148,6 +148,7 @@ def read_delta(parts: list[bytes]) -> SecondDelta:
     for data in parts:
         metadata, tensors, forms = read_safetensors(data)
         own = {fact: metadata.pop(f"deltawire.{fact}") for fact in FACTS if f"deltawire.{fact}" in metadata}
+        metadata = {name: text for name, text in metadata.items() if not name.startswith("deltawire.")}
         check(set(FACTS) - set(own) <= {"tied"}, "facts are missing")
         check(own["format"] == "1" and own["kind"] == "delta", "not a delta of format 1")
         seen.append(own.pop("part"))

@@ -7,7 +7,9 @@ import pytest
 
 import deltawire
 from deltawire import Delta, errors
+from deltawire.codec import Encoded, decode
 from deltawire.container import Container
+from deltawire.dtypes import DTYPES
 from deltawire.errors import (
     BaseMismatch,
     CorruptObject,
@@ -18,6 +20,7 @@ from deltawire.errors import (
     UnknownParameter,
     UnsupportedFormat,
 )
+from deltawire.workers import SERIAL
 
 RNG = np.random.default_rng(0)
 OLD = {"w": RNG.integers(0, 1 << 16, (40, 50), np.uint16), "v": RNG.integers(0, 1 << 16, 700, np.uint16)}
@@ -209,6 +212,8 @@ def test_malformed_entries(text, match):
         ({"tied": "[1]"}, "tied names"),
         ({"tied": '{"a": 1}'}, "tied names"),
         ({"tied": "{"}, "tied names"),
+        ({"tied": '{"a": "w", "a": "v"}'}, "appears twice"),
+        ({"tied": '{"w": "v"}'}, "changed and tied"),
         ({"digest": "nope"}, "not a digest"),
         ({"total": "1"}, "cannot have changed"),
     ],
@@ -241,6 +246,11 @@ def test_missing_facts(key):
         (lambda header: header["w.context"].__setitem__("data_offsets", [0]), "malformed"),
         (lambda header: header["w.context"].__setitem__("shape", [1 << 50]), "bytes"),
         (lambda header: header["w.context"].__setitem__("data_offsets", [1, 2]), "bytes"),
+        (
+            lambda header: header["w.context"].__setitem__("shape", [1, *header["w.context"]["shape"]]),
+            "cannot have shape",
+        ),
+        (lambda header: b"\xef\xbb\xbf" + json.dumps(header).encode(), "not JSON"),
         (lambda header: header.__setitem__("other", {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}), "no patch"),
     ],
 )
@@ -282,6 +292,64 @@ def test_a_stream_with_bytes_left_over():
     delta.entries[0].arrays["gap"] = longer.astype(np.uint8)
     with pytest.raises(CorruptObject, match="left over"):
         list(delta.patches(OLD, dtype="BF16"))
+
+
+def tile_of_one_change(first=0, length_bits=2, length=3, count=1):
+    """The stream of a `context` tile whose element 0 (class 0, fp8) takes a step of `length`, written by hand."""
+    bits = format(first, "011b")[::-1]
+    group = "10000" + "0" + "000000"  # one member, plain, parameter 0
+    bits += (group + "000000") + "00000" * 15  # the step group and its lengths; none in the other classes
+    bits += (group if count else "00000") + "00000" * 15
+    bits += {0: "00000", 1: "10000", 2: "010000", 3: "010001"}[length_bits]
+    value = length - 2 + 1
+    low = format(value, "b")[1:][::-1]
+    bits += "0" * count + low + "1" + "0" * len(low) + "1" + "1" * count
+    data = np.packbits([int(bit) for bit in bits], bitorder="little")
+    head = np.array([16, 0, 0, 0, len(data), 0, 0, 0], np.uint8)
+    return np.concatenate([head, data])
+
+
+def decode_by_hand(**changes):
+    old = np.zeros(70, np.uint8)
+    encoded = Encoded("context", 1, {"context": tile_of_one_change(**changes)})
+    return decode(encoded, old, 70, DTYPES["F8_E4M3"], SERIAL)
+
+
+def test_a_stream_written_by_hand():
+    for length, length_bits in ((2, 0), (3, 1), (4, 1), (5, 2), (6, 2)):
+        positions, bits = decode_by_hand(length=length, length_bits=length_bits)
+        assert (positions.tolist(), bits.tolist()) == ([0], [length])
+
+
+def test_first_exponent_beyond_the_mask():
+    with pytest.raises(CorruptObject, match="out of range"):
+        decode_by_hand(first=16)
+
+
+def test_wrong_count_of_length_bits():
+    for wrong in (0, 2, 3):
+        with pytest.raises(CorruptObject):
+            decode_by_hand(length=3, length_bits=wrong)
+
+
+def test_a_step_longer_than_the_line():
+    """The stream of a 16-bit tensor, read as one of 8 bits: steps of 128 fit on that line, steps of 129 do not."""
+    old = np.zeros(9, np.uint16)
+    for length in (128, 129):
+        wide = deltawire.diff({"w": old}, {"w": old + np.uint16(length)}, encoding="gap")
+        encoded = Encoded("gap", 9, wide.entries[0].arrays)
+        if length == 128:
+            assert decode(encoded, old.astype(np.uint8), 9, DTYPES["U8"], SERIAL)[1].tolist() == [128] * 9
+        else:
+            with pytest.raises(CorruptObject, match="out of range"):
+                decode(encoded, old.astype(np.uint8), 9, DTYPES["U8"], SERIAL)
+
+
+def test_a_stream_without_changes():
+    old = np.zeros(70, np.uint8)
+    empty = np.array([16, 0, 0, 0, 2, 0, 0, 0, 0, 0], np.uint8)
+    with pytest.raises(CorruptObject, match="left over"):
+        decode(Encoded("gap", 1, {"gap": empty}), old, 70, DTYPES["U8"], SERIAL)
 
 
 def test_missing_file(tmp_path):

@@ -102,7 +102,7 @@ def read_header(file: Any, size: int, where: str) -> Header:
     if 8 + length > size:
         raise corrupt(f"its header of {length} bytes goes past its end")
     try:
-        entries = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
+        entries = json.loads(file.read(length).decode(), object_pairs_hook=no_duplicates)
     except CorruptObject as error:
         raise corrupt(error.message) from None
     except (ValueError, RecursionError):
@@ -123,7 +123,8 @@ def read_header(file: Any, size: int, where: str) -> Header:
     return Header(slots, metadata, 8 + length)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: an object in which no key appears twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         names = [name for name, _ in pairs]

@@ -13,7 +13,7 @@ from math import prod
 
 from deltawire.boxes import Box
 from deltawire.codec import DENSE, ENCODINGS, Arrays, Encoded
-from deltawire.container import Container, Slot, header_bytes, lay_out, raw
+from deltawire.container import Container, Slot, header_bytes, lay_out, no_duplicates, raw
 from deltawire.dtypes import DTYPES, Bits, DType, dtype_named
 from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.state import Digest
@@ -133,6 +133,9 @@ def read_part(container: Container) -> tuple[Facts, list[Entry], tuple[int, int]
     left = set(container.header.slots) - expected
     if left:
         raise CorruptObject(f"tensor {min(left)!r} belongs to no patch")
+    both = set(facts.tied) & {entry.name for entry in entries}
+    if both:
+        raise CorruptObject(f"{min(both)} is changed and tied to another tensor at once", tensor=min(both))
     if sum(entry.num_changed for entry in entries) > facts.num_changed:
         raise CorruptObject("the patches hold more changes than the delta states")
     return facts, entries, position
@@ -160,7 +163,7 @@ def read_tied(text: str | None) -> dict[str, str]:
     if text is None:
         return {}
     try:
-        tied = json.loads(text)
+        tied = json.loads(text, object_pairs_hook=no_duplicates)
         valid = all(isinstance(name, str) for name in [*tied, *tied.values()])
     except (ValueError, AttributeError, TypeError, RecursionError):
         valid = False
@@ -212,6 +215,8 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
         slot = container.header.slots.get(names[part])
         if slot is None or slot.dtype != kind:
             raise CorruptObject(f"{name} has no {kind} tensor {names[part]!r}", tensor=name)
+        if slot.shape != box.shape if part == DENSE.name else len(slot.shape) != 1:
+            raise CorruptObject(f"tensor {names[part]!r} cannot have shape {list(slot.shape)}", tensor=name)
         lengths[part] = prod(slot.shape)
         stored += slot.stop - slot.start
     # Every change takes at least a bit, so a count that goes past that would be memory taken for nothing.

@@ -54,6 +54,8 @@ def count_changes(words: Any, num_bits: Any, num_elements: Any, contextual: Any)
         count += streams[row, MEMBERS]
     if count > uint64(num_elements):
         return TOO_MANY, ZERO
+    if count == ZERO:
+        return LEFT_OVER, ZERO
     # A change takes a sign bit and a code at least a quotient bit.
     needed = at + count + length_bits + streams[-1, STOP]
     for row in range(streams.shape[0]):
@@ -75,6 +77,8 @@ def decode_tile(
     num_classes = NUM_CLASSES if contextual else 1
     streams = new_streams(num_classes)
     first, length_bits, sign_at, _ = get_header(words, end, streams)
+    if first > uint64(mask):
+        return OUT_OF_RANGE
     step_streams, position_streams = streams[: 2 * num_classes], streams[2 * num_classes :]
     count = uint64(bits.size)
     at = sign_at + count
@@ -86,12 +90,15 @@ def decode_tile(
 
     one_pass = not contextual and not position_streams[0, INVERTED]
     values = np.empty(num_step_codes if one_pass else streams[-1, STOP], np.uint64)
+    behind_steps = at + length_bits
+    for row in range(0, 2 * num_classes, 2):
+        behind_steps += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
     at, quotient_at, found = _read_streams(words, at, quotient_at, end, step_streams, True, values)
-    if not found:
+    if not found or at != behind_steps:
         return TRUNCATED
     longer = np.empty(num_step_codes, np.uint32)
     progress = np.zeros((3, num_classes), np.uint64)
-    if not _begin_steps(step_streams, values, count, longer, progress):
+    if not _begin_steps(step_streams, values, count, uint64(width), longer, progress):
         return OUT_OF_RANGE
     steps = (step_streams, values, longer, progress)
     layout = (uint64(width), uint64(shift), uint64(mask), first, signed)
@@ -163,10 +170,14 @@ def _read_streams(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any,
 
 
 @njit(nogil=True, cache=True)
-def _begin_steps(streams: Any, values: Any, count: Any, longer: Any, progress: Any) -> Any:
+def _begin_steps(streams: Any, values: Any, count: Any, width: Any, longer: Any, progress: Any) -> Any:
     """List the changes longer than one step: entry i of `longer` goes with length i of `values`."""
+    most = ONE << (width - ONE)
     for k in range(progress.shape[1]):
         start, stop = streams[2 * k + 1, START], streams[2 * k + 1, STOP]
+        for i in range(start, stop):
+            if values[i] > most - uint64(2):
+                return False
         if not gaps_to_members(values, streams[2 * k], count, longer[start:stop]):
             return False
         progress[CURSOR, k] = start

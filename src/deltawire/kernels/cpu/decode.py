@@ -32,12 +32,12 @@ from deltawire.kernels.cpu.groups import (
     is_lengths,
     new_streams,
 )
-from deltawire.kernels.cpu.simd import prefetch
+from deltawire.kernels.cpu.simd import prefetch, trailing_zeros
 from deltawire.kernels.cpu.steps import take_step
 
 OK, TRUNCATED, TOO_MANY, OUT_OF_RANGE, LEFT_OVER = range(5)
 SEEN, CURSOR, WANTED = range(3)
-CHUNK = np.uint64(32)
+AHEAD = np.uint64(48)
 
 
 @njit(nogil=True, cache=True)
@@ -104,28 +104,10 @@ def decode_tile(
     layout = (uint64(width), uint64(shift), uint64(mask), first, signed)
 
     if one_pass:
-        # The old values lie far apart in memory. Each chunk of positions is asked for while the one before is stepped.
-        parameter = position_streams[0, PARAMETER]
-        most = ~ZERO >> parameter
-        gaps = np.empty(CHUNK, np.uint64)
-        place: Any = ZERO
-        ready: Any = ZERO
-        for chunk in range(ZERO, count, CHUNK):
-            size = min(CHUNK, count - chunk)
-            quotient_at, found = get_quotients(words, quotient_at, end, most, gaps, ZERO, size)
-            if not found:
-                return TRUNCATED
-            at = add_rice_remainders(words, at, gaps, ZERO, size, parameter)
-            for i in range(ZERO, size):
-                if gaps[i] >= uint64(old.size) - place:
-                    return OUT_OF_RANGE
-                place += gaps[i]
-                positions[chunk + i] = place
-                prefetch(old, np.intp(place))
-                place += ONE
-            _take_steps(words, sign_at, old, positions, ready, chunk, steps, layout, bits)
-            ready = chunk
-        _take_steps(words, sign_at, old, positions, ready, count, steps, layout, bits)
+        k = position_streams[0, PARAMETER]
+        status, quotient_at = _one_pass(words, sign_at, at, quotient_at, end, k, old, positions, steps, layout, bits)
+        if status != OK:
+            return status
     else:
         at, quotient_at, found = _read_streams(words, at, quotient_at, end, position_streams, False, values)
         if not found:
@@ -142,12 +124,64 @@ def decode_tile(
             if uint64(members.size) != count:
                 return OUT_OF_RANGE
         positions[:] = members
-        _take_steps(words, sign_at, old, positions, ZERO, count, steps, layout, bits)
+        _take_steps(words, sign_at, old, positions, steps, layout, bits)
     if end - quotient_at >= uint64(8) or get(words, quotient_at, end - quotient_at):
         return LEFT_OVER
     if not _steps_complete(step_streams, progress):
         return OUT_OF_RANGE
     return OK
+
+
+@njit(nogil=True, cache=True)
+def _one_pass(
+    words: Any, sign_at: Any, at: Any, quotient_at: Any, end: Any, k: Any, old: Any, positions: Any, steps: Any,
+    layout: Any, bits: Any,
+) -> Any:  # fmt: skip
+    """Read the positions of a single plain group and take its steps; a status and the position behind the quotients.
+
+    The old values lie far apart in memory, so each is asked for AHEAD changes before it is needed.
+    """
+    _, values, longer, progress = steps
+    width, _, _, _, signed = layout
+    count = uint64(bits.size)
+    cursor, wanted = progress[CURSOR, 0], progress[WANTED, 0]
+    most = ~ZERO >> k
+    place = ZERO
+    index = quotient_at >> SIX
+    word = words[index] & (~ZERO << (quotient_at & LAST)) if quotient_at < end else ZERO
+    for i in range(ZERO, count + AHEAD):
+        if i < count:
+            while word == ZERO:
+                index += ONE
+                if index << SIX >= end:
+                    return TRUNCATED, quotient_at
+                word = words[index]
+            one = (index << SIX) + uint64(trailing_zeros(word))
+            word &= word - ONE
+            quotient = one - quotient_at
+            if one >= end or quotient > most:
+                return TRUNCATED, quotient_at
+            gap = (quotient << k) | get(words, at, k)
+            quotient_at = one + ONE
+            at += k
+            if gap >= uint64(old.size) - place:
+                return OUT_OF_RANGE, quotient_at
+            place += gap
+            positions[i] = place
+            prefetch(old, np.intp(place))
+            place += ONE
+        if i >= AHEAD:
+            j = i - AHEAD
+            extra = ZERO
+            if j == wanted:
+                extra = values[cursor] + ONE
+                cursor += ONE
+                wanted = uint64(longer[cursor]) if cursor < uint64(longer.size) else NEVER
+            sign = sign_at + j
+            down = (words[sign >> SIX] >> (sign & LAST)) & ONE
+            bits[j] = take_step(uint64(old[uint64(positions[j])]), down, extra, width, signed)
+    progress[CURSOR, 0], progress[SEEN, 0] = cursor, count
+    return OK, quotient_at
 
 
 @njit(nogil=True, cache=True)
@@ -185,15 +219,13 @@ def _begin_steps(streams: Any, values: Any, count: Any, width: Any, longer: Any,
     return True
 
 
-@njit(inline="always")
-def _take_steps(
-    words: Any, sign_at: Any, old: Any, positions: Any, start: Any, stop: Any, steps: Any, layout: Any, bits: Any
-) -> Any:
-    """Write the new bits of some changes, in order."""
+@njit(nogil=True, cache=True)
+def _take_steps(words: Any, sign_at: Any, old: Any, positions: Any, steps: Any, layout: Any, bits: Any) -> Any:
+    """Write the new bits of all changes, in order."""
     streams, values, longer, progress = steps
     width, shift, mask, first, signed = layout
     contextual = progress.shape[1] > 1
-    for i in range(start, stop):
+    for i in range(ZERO, uint64(bits.size)):
         value = uint64(old[uint64(positions[i])])
         k = element_class(value, shift, mask, first) if contextual else ZERO
         extra = ZERO

@@ -91,7 +91,7 @@ if __name__ == "__main__":
         sys.exit()
     sizes = [1 << log2 for log2 in range(20, 29, 2) if 1 << log2 <= arguments.most]
     cases = [(size, 0.0115, "context") for size in sizes]
-    cases += [(1 << 24, density, "auto") for density in (0.0115, 0.5, 1.0)]
+    cases += [(1 << 26, density, "auto") for density in (0.5, 1.0)] + [(1 << 26, 1.0, "context")]
     rows = []
     for case in cases:
         command = [sys.executable, __file__, "--one", *map(str, case)]

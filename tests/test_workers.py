@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from deltawire.workers import Workers
+from deltawire.workers import SMALL, Workers
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -28,3 +28,11 @@ def test_an_error_reaches_the_caller(failing):
 
     with Workers(3) as workers, pytest.raises(KeyError):
         workers.map(work, range(100))
+
+
+def test_spread_keeps_order_and_gives_large_items_all_workers():
+    sizes = [1, SMALL + 1, 2, 3, SMALL + 2, SMALL, 4]
+    with Workers(2) as workers:
+        results = list(workers.spread(sizes, lambda size: size, lambda size, own: (size, own.threads)))
+    assert [item for item, _ in results] == sizes
+    assert [threads for _, (_, threads) in results] == [1, 2, 1, 1, 2, 1, 1]

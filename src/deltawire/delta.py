@@ -21,9 +21,6 @@ from deltawire.workers import SERIAL, Workers
 # Called with the name of a tensor and its number of elements when it is done.
 Progress = Callable[[str, int], None]
 
-# Tensors up to this size are handled side by side, larger ones one after the other with their tiles side by side.
-_SMALL = 1 << 22
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:
@@ -110,12 +107,13 @@ class Delta:
 
         `gap` and `context` are made against the old weights, so they need those; `coo` and `dense` do not.
         """
+
+        def decode_one(entry: Entry, workers: Workers) -> Patch:
+            return decode_entry(entry, None if weights is None else matching(entry, weights, dtype), workers)
+
         with Workers(threads) as workers:
-            for entry in self.entries:
-                old = None
-                if weights is not None:
-                    old = matching(entry, weights, dtype)
-                yield decode_entry(entry, old, workers)
+            for _, patch in workers.spread(self.entries, lambda entry: entry.box.num_elements, decode_one):
+                yield patch
 
     def to_bytes(self) -> bytes:
         """The delta as one safetensors file."""
@@ -200,7 +198,7 @@ def diff_into(
     total = num_changed = 0
     changed_names = set()
     with Workers(threads) as workers:
-        for name, (entry, was, gain, size) in _each(names, new, compare, workers):
+        for name, (entry, was, gain, size) in workers.spread(names, lambda name: num_elements(new, name), compare):
             if entry is not None:
                 add(entry)
                 changed_names.add(name)
@@ -241,10 +239,18 @@ def apply(
     if base_digest is None:
         base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
     check_base(delta.facts, base_digest)
-    patches = list(delta.patches(weights, dtype=dtype, threads=threads))
+
+    def prepare(entry: Entry, workers: Workers) -> tuple[Patch, Digest]:
+        old = matching(entry, weights, dtype)
+        patch = decode_entry(entry, old, workers)
+        return patch, patch_digest(patch, old, workers)
+
+    patches = []
     reached = base_digest
-    for patch in patches:
-        reached += patch_digest(patch, view(patch.name, weights[patch.name], dtype))
+    with Workers(threads) as workers:
+        for _, (patch, gain) in workers.spread(delta.entries, lambda entry: entry.box.num_elements, prepare):
+            patches.append(patch)
+            reached += gain
     check_reached(delta.facts, reached)
     aliases = {to: [name for name, target in delta.tied.items() if target == to] for to in delta.tied.values()}
     for patch in patches:
@@ -356,27 +362,3 @@ def _check_names(old: list[str], new: list[str], tied: Mapping[str, str]) -> Non
     for name in old:
         if name.startswith(PREFIX):
             raise ValueError(f"{name}: names that start with {PREFIX} are taken")
-
-
-Compared = tuple[Entry | None, Digest, Digest, int]
-
-
-def _each(
-    names: list[str], weights: Weights, compare: Callable[[str, Workers], Compared], workers: Workers
-) -> Iterator[tuple[str, Compared]]:
-    """Results by name, in order: small tensors side by side, each large one with all workers."""
-    batch: list[str] = []
-
-    def flush() -> Iterator[tuple[str, Compared]]:
-        yield from zip(batch, workers.map(lambda name: compare(name, SERIAL), batch), strict=True)
-        batch.clear()
-
-    for name in names:
-        if num_elements(weights, name) <= _SMALL:
-            batch.append(name)
-            if len(batch) >= 4 * workers.threads:
-                yield from flush()
-        else:
-            yield from flush()
-            yield name, compare(name, workers)
-    yield from flush()

@@ -15,7 +15,7 @@ import numpy as np
 from deltawire.boxes import Box, Positions
 from deltawire.dtypes import Bits, DType
 from deltawire.errors import CorruptObject
-from deltawire.weights import DTypeChoice, Tensor, Weights, view
+from deltawire.weights import DTypeChoice, Tensor, Weights, num_elements, view
 from deltawire.workers import SERIAL, Workers
 
 _WORD = (1 << 64) - 1
@@ -100,5 +100,10 @@ def digest(
     `tied` maps names to the names they share their weights with; those are left out, as they are in a checkpoint.
     """
     names = [name for name in weights if name not in (tied or {})]
+
+    def one(name: str, workers: Workers) -> Digest:
+        return tensor_digest(name, view(name, weights[name], dtype), workers)
+
     with Workers(threads) as workers:
-        return sum((tensor_digest(name, view(name, weights[name], dtype), workers) for name in names), Digest())
+        parts = workers.spread(names, lambda name: num_elements(weights, name), one)
+        return sum((part for _, part in parts), Digest())

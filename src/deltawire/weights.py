@@ -49,7 +49,7 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
 def num_elements(weights: Weights, name: str) -> int:
     """A tensor's size, without reading it where the weights are a checkpoint on disk."""
     count = getattr(weights, "num_elements", None)
-    return count(name) if count is not None else prod(weights[name].shape)
+    return count(name) if count is not None else prod(getattr(weights[name], "shape", ()))
 
 
 def write(value: Any, positions: Positions | slice, bits: Bits) -> None:

@@ -1,9 +1,12 @@
 """Threads for one operation. The kernels release the GIL, so tiles and tensors run side by side."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
+
+# A tensor of more elements is shared out tile by tile.
+SMALL = 1 << 22
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -47,6 +50,29 @@ class Workers:
         for other in others:
             other.result()
         return results
+
+    def spread(
+        self,
+        items: Iterable[Item],
+        num_elements: Callable[[Item], int],
+        function: "Callable[[Item, Workers], Result]",
+    ) -> Iterator[tuple[Item, Result]]:
+        """Items with their results, in order: small ones side by side, each large one with all workers to itself."""
+        batch: list[Item] = []
+
+        def finish_batch() -> Iterator[tuple[Item, Result]]:
+            yield from zip(batch, self.map(lambda item: function(item, SERIAL), batch), strict=True)
+            batch.clear()
+
+        for item in items:
+            if num_elements(item) <= SMALL:
+                batch.append(item)
+                if len(batch) >= 4 * self.threads:
+                    yield from finish_batch()
+            else:
+                yield from finish_batch()
+                yield item, function(item, self)
+        yield from finish_batch()
 
     def __enter__(self) -> "Workers":
         return self

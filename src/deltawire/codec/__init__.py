@@ -48,27 +48,26 @@ def encode(
 ) -> Encoded | None:
     """The smallest allowed encoding of what changed, or None where nothing did. `watch` sees every change once."""
     sizes: dict[str, int] = {}
-    arrays: dict[str, Arrays] = {}
+    kept: dict[str, Arrays] = {}
     if CONTEXT.name in allowed or GAP.name in allowed:
         tiled = CONTEXT if CONTEXT.name in allowed else GAP
-        made = encode_payload(old, new, dtype, tiled.contextual, workers, watch)
-        num_changed = made.num_changed
-        arrays[tiled.name] = {tiled.name: made.payload}
-        sizes[tiled.name] = len(made.payload)
-        if GAP.name in allowed:
-            sizes[GAP.name] = made.gap_bytes
+        limit = DENSE.size_bytes(len(old), 0, dtype) if DENSE.name in allowed else None
+        payload, num_changed, gap_bytes = encode_payload(old, new, dtype, tiled.contextual, workers, watch, limit)
+        if payload is not None:
+            kept[tiled.name] = {tiled.name: payload}
+            sizes[tiled.name] = len(payload)
+            if GAP.name in allowed:
+                sizes[GAP.name] = gap_bytes
+        del payload
     else:
         num_changed = count_changes(old, new, workers, watch)
     if num_changed == 0:
         return None
-    sizes |= {
-        plain.name: plain.size_bytes(len(old), num_changed, dtype) for plain in (COO, DENSE) if plain.name in allowed
-    }
+    sizes |= {each.name: each.size_bytes(len(old), num_changed, dtype) for each in (COO, DENSE) if each.name in allowed}
     best = min(sizes, key=lambda name: sizes[name])
-    kept = arrays.get(best)
     # Whatever has lost goes before the winner is made: at high densities each is nearly as large as the tensor.
-    arrays.clear()
-    return Encoded(best, num_changed, kept or ENCODINGS[best].encode(old, new, dtype, workers))
+    kept = {name: arrays for name, arrays in kept.items() if name == best}
+    return Encoded(best, num_changed, kept.get(best) or ENCODINGS[best].encode(old, new, dtype, workers))
 
 
 def count_changes(old: Bits, new: Bits, workers: Workers, watch: Watch | None) -> int:

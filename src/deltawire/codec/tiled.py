@@ -14,6 +14,7 @@ The streams are specified in docs/format.md.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,8 @@ class Tiled:
         return {self.name: "U8"}
 
     def encode(self, old: Bits, new: Bits, dtype: DType, workers: Workers) -> Arrays:
-        return {self.name: encode_payload(old, new, dtype, self.contextual, workers).payload}
+        payload = encode_payload(old, new, dtype, self.contextual, workers).payload
+        return {} if payload is None else {self.name: payload}
 
     def decode(
         self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
@@ -67,9 +69,9 @@ class Tile:
         return words
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
-    payload: Bits
+class Payload(NamedTuple):
+    payload: Bits | None
+    """None where it would be larger than allowed, and as `gap` too."""
     num_changed: int
     gap_bytes: int
     """What the payload would take as `gap`."""
@@ -93,8 +95,15 @@ def choose_tile_log2(old: Bits, new: Bits) -> int:
 
 
 def encode_payload(
-    old: Bits, new: Bits, dtype: DType, contextual: bool, workers: Workers, watch: Watch | None = None
+    old: Bits,
+    new: Bits,
+    dtype: DType,
+    contextual: bool,
+    workers: Workers,
+    watch: Watch | None = None,
+    limit_bytes: int | None = None,
 ) -> Payload:
+    """Encode tile by tile. What is larger than the limit is given up on the way, so that it never fills the memory."""
     from deltawire.kernels.cpu.blocks import changed_positions
     from deltawire.kernels.cpu.encode import encode_tile
 
@@ -104,19 +113,36 @@ def encode_payload(
     def encode(start: int) -> tuple[int, Bits, int]:
         before, after = old[start : start + size], new[start : start + size]
         positions = changed_positions(before, after)
-        if len(positions) == 0:
-            return 0, np.empty(0, np.uint8), 0
-        if watch is not None:
+        if watch is not None and len(positions):
             watch(start, positions, before, after)
+        if len(positions) == 0 or over_limit:
+            return len(positions), np.empty(0, np.uint8), 0
         words, num_bits, gap_bits = encode_tile(before, after, positions, *layout, contextual)
         return len(positions), words.view(np.uint8)[: (int(num_bits) + 7) // 8], (int(gap_bits) + 7) // 8
 
-    tiles = workers.map(encode, range(0, len(old), size))
-    sizes = np.array([len(stream) for _, stream, _ in tiles], "<u4")
-    head = np.array([log2, 0, 0, 0], np.uint8)
-    payload = np.concatenate([head, sizes.view(np.uint8), *(stream for _, stream, _ in tiles)])
-    gap_bytes = HEAD_BYTES + sizes.nbytes + sum(gap for _, _, gap in tiles)
-    return Payload(payload, sum(count for count, _, _ in tiles), gap_bytes)
+    starts = range(0, len(old), size)
+    sizes = np.zeros(len(starts), "<u4")
+    end = gap_bytes = HEAD_BYTES + sizes.nbytes
+    # The payload may be nearly as large as the tensor, so streams go into it a batch at a time. Memory that is asked
+    # for here becomes real only as it is filled.
+    payload = np.empty(end + old.nbytes + old.nbytes // 4, np.uint8)
+    num_changed = 0
+    over_limit = False
+    batch = 8 * workers.threads if workers.threads > 1 else 1
+    for first in range(0, len(starts), batch):
+        for i, (count, stream, as_gap) in enumerate(workers.map(encode, starts[first : first + batch]), first):
+            num_changed += count
+            sizes[i] = len(stream)
+            gap_bytes += as_gap
+            if end + len(stream) > len(payload):
+                payload = np.concatenate([payload, np.empty(len(payload) // 4 + len(stream), np.uint8)])
+            payload[end : end + len(stream)] = stream
+            end += len(stream)
+        over_limit = limit_bytes is not None and min(end, gap_bytes) > limit_bytes
+    payload[:HEAD_BYTES] = [log2, 0, 0, 0]
+    payload[HEAD_BYTES : HEAD_BYTES + sizes.nbytes] = sizes.view(np.uint8)
+    payload = payload[:end].copy() if 16 * end < len(payload) else payload[:end]
+    return Payload(None if over_limit else payload, num_changed, gap_bytes)
 
 
 def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-import click
+from click.testing import CliRunner
 
 from deltawire.cli import main
 
@@ -59,15 +59,15 @@ multiple of one of them.
 """
 
 
-def help_text(command: click.Command, name: str) -> str:
-    context = click.Context(command, info_name=name, max_content_width=100, terminal_width=100)
-    return command.get_help(context)
+def help_text(*arguments: str) -> str:
+    """What the program itself prints."""
+    return CliRunner().invoke(main, [*arguments, "--help"], prog_name="deltawire", terminal_width=100).output
 
 
 def cli_page() -> str:
-    text = CLI_HEAD + f"\n```\n{help_text(main, 'deltawire')}\n```\n"
-    for name, command in main.commands.items():
-        text += f"\n## deltawire {name}\n\n```\n{help_text(command, f'deltawire {name}')}\n```\n"
+    text = CLI_HEAD + f"\n```\n{help_text()}```\n"
+    for name in main.commands:
+        text += f"\n## deltawire {name}\n\n```\n{help_text(name)}```\n"
     return text
 
 

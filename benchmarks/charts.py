@@ -43,7 +43,7 @@ def speeds(theme: str) -> Path:
     axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=4, color=ink)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlabel("time, as a multiple of np.flatnonzero(old != new), one thread; log scale", color=faint)
+    axes.set_xlabel("times np.flatnonzero(old != new), log scale", color=faint)
     return finish(figure, axes, f"speed-{theme}.svg", ink, faint)
 
 

@@ -20,8 +20,12 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def ratios(work: Callable[[], Any], baseline: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Medians over rounds: seconds of the work, and its ratio to the baseline timed just before it."""
+    """Medians over rounds: seconds of the work, and its ratio to the baseline timed just before it.
+
+    Short work gets more rounds.
+    """
     work()
+    rounds = max(rounds, min(40, int(1 / seconds(work))))
     pairs = [(seconds(baseline), seconds(work)) for _ in range(rounds)]
     return statistics.median(own for _, own in pairs), statistics.median(own / base for base, own in pairs)
 

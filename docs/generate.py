@@ -37,7 +37,8 @@ and takes the smallest.
 
 Time as a multiple of `np.flatnonzero(old != new)` on the same weights, timed right before each; median of several
 rounds. These machines are noisy: compare ratios, not seconds. Ours: 64 M bf16 weights with 1.15 % changed; peers: 16 M
-of them. One thread (arc_v2 and arc_v3 start threads of their own), and how much faster two threads are.
+of them. One thread (arc_v2 and arc_v3 start threads of their own), and how much faster two threads are. Decoding gives
+positions and new bits with ours, and the whole new tensor with the peers', so that a copy of the old one is in theirs.
 
 {speeds}
 

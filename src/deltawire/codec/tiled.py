@@ -13,7 +13,6 @@ Both cut the box in tiles, so that cores work side by side and a reader can take
 The streams are specified in docs/format.md.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -54,19 +53,12 @@ class Tiled:
         return decode_payload(arrays[self.name], old, dtype, num_changed, self.contextual, workers)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A tile's elements, and its stream in the payload."""
 
     start: int
     stop: int
     stream: Bits
-
-    def words(self) -> npt.NDArray[np.uint64]:
-        """The stream as 64-bit words and one spare, which is what the kernels read."""
-        words = np.zeros((len(self.stream) + 7) // 8 + 1, "<u8")
-        words.view(np.uint8)[: len(self.stream)] = self.stream
-        return words
 
 
 class Payload(NamedTuple):
@@ -168,16 +160,11 @@ def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
 def decode_payload(
     payload: Bits, old: Bits, dtype: DType, num_changed: int, contextual: bool, workers: Workers
 ) -> tuple[Positions, Bits]:
-    from deltawire.kernels.cpu.decode import count_changes, decode_tile
+    from deltawire.kernels.cpu.decode import decode_tile
 
     tiles = read_tiles(payload, len(old))
     layout = kernel_layout(dtype)
-    words = [tile.words() for tile in tiles]
-    counts = []
-    for tile, stream in zip(tiles, words, strict=True):
-        status, count = count_changes(stream, 8 * len(tile.stream), tile.stop - tile.start, contextual)
-        check_status(status)
-        counts.append(int(count))
+    counts = [count_tile(tile, contextual) for tile in tiles]
     if sum(counts) != num_changed:
         raise CorruptObject(f"the tiles hold {sum(counts)} changes, the header says {num_changed}")
     positions, bits = np.empty(num_changed, np.int64), np.empty(num_changed, old.dtype)
@@ -186,8 +173,7 @@ def decode_payload(
     def decode(i: int) -> int:
         tile, out = tiles[i], slice(ends[i] - counts[i], ends[i])
         before = old[tile.start : tile.stop]
-        num_bits = 8 * len(tile.stream)
-        status = decode_tile(words[i], num_bits, before, *layout, contextual, positions[out], bits[out])
+        status = decode_tile(tile.stream, before, *layout, contextual, positions[out], bits[out])
         positions[out] += tile.start
         return int(status)
 
@@ -196,15 +182,23 @@ def decode_payload(
     return positions, bits
 
 
+def count_tile(tile: Tile, contextual: bool) -> int:
+    """How many changes a tile's header speaks of, if it is sound."""
+    from deltawire.kernels.cpu.decode import count_changes
+
+    status, count = count_changes(tile.stream, tile.stop - tile.start, contextual)
+    check_status(status)
+    return int(count)
+
+
 def step_lengths(payload: Bits, num_elements: int, contextual: bool) -> npt.NDArray[np.uint64]:
     """The lengths of all changes longer than one step, which a payload tells without the old weights."""
-    from deltawire.kernels.cpu.decode import count_changes, longer_steps
+    from deltawire.kernels.cpu.decode import longer_steps
 
     lengths = [np.empty(0, np.uint64)]
     for tile in read_tiles(payload, num_elements):
-        words, num_bits = tile.words(), 8 * len(tile.stream)
-        check_status(count_changes(words, num_bits, tile.stop - tile.start, contextual)[0])
-        status, longer = longer_steps(words, num_bits, contextual)
+        count_tile(tile, contextual)
+        status, longer = longer_steps(tile.stream, contextual)
         check_status(status)
         lengths.append(longer)
     return np.concatenate(lengths)

@@ -7,7 +7,7 @@ keeps all remainders together and all quotients together, so that remainders can
 before, and quotients a word at a time.
 
 Positions and counts are unsigned: numba adds a sign test to every index that could be negative, and a mix of signed and
-unsigned turns into floating point. Words end in one spare, which lets a read cross into the next word without a branch.
+unsigned turns into floating point. Words end in two spare ones, which lets any read touch the next word without a branch.
 """
 
 from typing import Any

@@ -23,6 +23,7 @@ from deltawire.kernels.cpu.blocks import NEVER, NUM_CLASSES, element_class, rank
 from deltawire.kernels.cpu.groups import (
     INVERTED,
     MEMBERS,
+    MOST_HEADER_BITS,
     OTHERS,
     PARAMETER,
     START,
@@ -41,11 +42,20 @@ AHEAD = np.uint64(48)
 
 
 @njit(nogil=True, cache=True)
-def count_changes(words: Any, num_bits: Any, num_elements: Any, contextual: Any) -> Any:
-    """A status and how many changes a tile's header speaks of. `words` ends in one spare word."""
+def stream_words(stream: Any, num_bytes: Any) -> Any:
+    """The first bytes of a stream as 64-bit words and two spare ones, so that no read needs to look for the end."""
+    words = np.zeros((num_bytes + 7) // 8 + 2, np.uint64)
+    words.view(np.uint8)[:num_bytes] = stream[:num_bytes]
+    return words
+
+
+@njit(nogil=True, cache=True)
+def count_changes(stream: Any, num_elements: Any, contextual: Any) -> Any:
+    """A status and how many changes a tile's header speaks of."""
     num_classes = NUM_CLASSES if contextual else 1
     streams = new_streams(num_classes)
-    end = uint64(num_bits)
+    end = uint64(8 * stream.size)
+    words = stream_words(stream, min(stream.size, MOST_HEADER_BITS // 8 + 1))
     _, length_bits, at, found = get_header(words, end, streams)
     if not found:
         return TRUNCATED, ZERO
@@ -66,14 +76,15 @@ def count_changes(words: Any, num_bits: Any, num_elements: Any, contextual: Any)
 
 @njit(nogil=True, cache=True)
 def decode_tile(
-    words: Any, num_bits: Any, old: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any,
+    stream: Any, old: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any,
     positions: Any, bits: Any,
 ) -> Any:  # fmt: skip
     """Write the changed positions and the new bits there; a status.
 
     `count_changes` has found the header sound, and the outputs have the length that it gave.
     """
-    end = uint64(num_bits)
+    end = uint64(8 * stream.size)
+    words = stream_words(stream, stream.size)
     num_classes = NUM_CLASSES if contextual else 1
     streams = new_streams(num_classes)
     first, length_bits, sign_at, _ = get_header(words, end, streams)
@@ -254,12 +265,13 @@ def _steps_complete(streams: Any, progress: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def longer_steps(words: Any, num_bits: Any, contextual: Any) -> Any:
+def longer_steps(stream: Any, contextual: Any) -> Any:
     """A status and the lengths of all changes longer than one step, without the old weights.
 
     `count_changes` has found the header sound.
     """
-    end = uint64(num_bits)
+    end = uint64(8 * stream.size)
+    words = stream_words(stream, stream.size)
     num_classes = NUM_CLASSES if contextual else 1
     streams = new_streams(num_classes)
     _, length_bits, at, _ = get_header(words, end, streams)

@@ -28,8 +28,8 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-fuzz: setup           ## minutes of damaged bytes at every parser
-	$(BIN)/python benchmarks/fuzz.py --minutes 5
+fuzz: setup           ## minutes of damaged bytes at every parser, with every index of the kernels checked
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(VENV)/checked $(BIN)/python benchmarks/fuzz.py --minutes 5
 
 bench: setup          ## the figures in docs/performance.md, as CSV and charts in benchmarks/results
 	$(BIN)/python -m pip install --quiet -r benchmarks/requirements.txt

@@ -6,8 +6,9 @@ is the quotient and whose bits below the leading one are the remainder; they sui
 keeps all remainders together and all quotients together, so that remainders can be found without reading the ones
 before, and quotients a word at a time.
 
-Positions and counts are unsigned: numba adds a sign test to every index that could be negative, and a mix of signed and
-unsigned turns into floating point. Words end in two spare ones, which lets any read touch the next word without a branch.
+Positions and counts are unsigned: numba adds a sign test to every index that could be negative, and a mix of signed
+and unsigned turns into floating point. Words end in two spare ones, so that any read may touch the next word without a
+branch.
 """
 
 from typing import Any

@@ -132,6 +132,13 @@ def test_every_relative_link_leads_somewhere():
             assert (page.parent / target).exists(), f"{page.name} shows {target}"
 
 
+def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(compile(program, "README.md", "exec"), {})
+    assert (tmp_path / "step-1.safetensors").exists()
+
+
 def test_every_exception_is_in_the_tree():
     from deltawire import errors
 

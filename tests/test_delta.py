@@ -123,6 +123,25 @@ def test_numpy_torch_and_integer_bits_are_the_same_weights():
     assert len(forms) == 1
 
 
+def test_arrays_of_numpys_own_dtypes():
+    for kind in (np.bool_, np.int8, np.uint8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64):
+        old = {"w": np.arange(6).reshape(2, 3).astype(kind)}
+        new = {"w": old["w"].copy()}
+        new["w"][1, 1] = not new["w"][1, 1]
+        delta = Delta.from_bytes(deltawire.diff(old, new).to_bytes())
+        deltawire.apply(delta, old)
+        assert old["w"].dtype == kind
+        assert (old["w"] == new["w"]).all()
+
+
+def test_a_file_with_everything_changed_is_hardly_larger_than_the_weights():
+    rng = np.random.default_rng(9)
+    old = {f"w{i}": rng.integers(0, 1 << 16, 500_000, np.uint16) for i in range(3)}
+    new = {name: rng.integers(0, 1 << 16, array.shape, np.uint16) for name, array in old.items()}
+    size = len(deltawire.diff(old, new, dtype="BF16").to_bytes())
+    assert size <= 1.001 * sum(array.nbytes for array in new.values())
+
+
 def test_negative_zero_and_nan_payloads_are_changes():
     old = {"w": np.array([0.0, np.nan, 1.0, -0.0], np.float32)}
     new = {"w": np.array([-0.0, np.nan, 1.0, -0.0], np.float32)}

@@ -43,15 +43,17 @@ def test_ranks_lead_back_to_positions(data, dtype):
         assert rank == (expected[:position] == k).sum()
     order = np.argsort(classes, kind="stable")
     start = np.concatenate([[0], np.cumsum(np.bincount(classes, minlength=16))])
-    assert ranked_positions(old, ranks[order], start, *layout).tolist() == positions.tolist()
+    found, counted = ranked_positions(old, ranks[order], start, *layout)
+    assert found.tolist() == positions.tolist()
+    assert counted.tolist() == population.tolist()
 
 
 def test_ranks_that_do_not_exist_are_not_found():
     old = np.zeros(100, np.uint16)
     start = np.array([0, 1] + [1] * 15)
     layout = np.uint16(7), np.uint16(255), np.uint16(0)
-    assert ranked_positions(old, np.array([99], np.uint32), start, *layout).tolist() == [99]
-    assert ranked_positions(old, np.array([100], np.uint32), start, *layout).size == 0
+    assert ranked_positions(old, np.array([99], np.uint32), start, *layout)[0].tolist() == [99]
+    assert ranked_positions(old, np.array([100], np.uint32), start, *layout)[0].size == 0
 
 
 def place(bits, dtype):
@@ -124,3 +126,18 @@ def test_a_stream_cut_anywhere_is_an_error(contextual):
             positions, bits = np.empty(int(count), np.int64), np.empty(int(count), np.uint16)
             status = decode_tile(cut, old, 16, 7, 255, True, contextual, positions, bits)
         assert status != 0, kept
+
+
+@pytest.mark.parametrize("contextual", [False, True])
+def test_an_inverted_group_states_the_size_of_its_universe(contextual):
+    """Nearly all changed: the stream of a shorter tile does not pass for that of a longer one."""
+    old = np.full(1000, 0x3F80, np.uint16)
+    new = old + (np.arange(1000) % 10 != 0).astype(np.uint16)
+    words, num_bits, _ = encode_tile(old, new, changed_positions(old, new), 16, 7, 255, True, contextual)
+    stream = words.view(np.uint8)[: (int(num_bits) + 7) // 8]
+    for extra, expected in ((0, True), (1, False)):
+        longer = np.concatenate([old, old[:extra]])
+        status, count = count_changes(stream, len(longer), contextual)
+        assert (status, count) == (0, 900)
+        positions, bits = np.empty(900, np.int64), np.empty(900, np.uint16)
+        assert (decode_tile(stream, longer, 16, 7, 255, True, contextual, positions, bits) == 0) == expected

@@ -104,9 +104,9 @@ def class_ranks(old: Any, positions: Any, shift: Any, mask: Any, first: Any) -> 
 
 @njit(nogil=True, cache=True)
 def ranked_positions(old: Any, ranks: Any, start: Any, shift: Any, mask: Any, first: Any) -> Any:
-    """The positions, ascending, of the elements with given ranks in their class; fewer if a rank is not there.
+    """The positions, ascending, of the elements with given ranks in their class, and each class's population.
 
-    The ranks of class k, ascending, are ranks[start[k]:start[k + 1]].
+    The ranks of class k, ascending, are ranks[start[k]:start[k + 1]]. A rank that is not there is left out.
     """
     positions = np.empty(ranks.size, np.uint32)
     masks = np.empty(NUM_CLASSES, np.uint64)
@@ -135,4 +135,4 @@ def ranked_positions(old: Any, ranks: Any, start: Any, shift: Any, mask: Any, fi
             positions[found] = index + trailing_zeros(changed)
             found += 1
             changed &= changed - ONE
-    return positions[:found]
+    return positions[:found], seen

@@ -129,16 +129,17 @@ def decode_tile(
             start[c + 1] = start[c] + np.int64(position_streams[c, MEMBERS])
             if not gaps_to_members(values, position_streams[c], old.size, members[start[c] : start[c + 1]]):
                 return OUT_OF_RANGE
+        population = np.full(1, uint64(old.size))
         if contextual:
             dtype = old.dtype.type
-            members = ranked_positions(old, members, start, dtype(shift), dtype(mask), dtype(first))
-            if uint64(members.size) != count:
-                return OUT_OF_RANGE
+            members, population = ranked_positions(old, members, start, dtype(shift), dtype(mask), dtype(first))
+        if uint64(members.size) != count or not _universes_fit(position_streams, population):
+            return OUT_OF_RANGE
         positions[:] = members
         _take_steps(words, sign_at, old, positions, steps, layout, bits)
     if end - quotient_at >= uint64(8) or get(words, quotient_at, end - quotient_at):
         return LEFT_OVER
-    if not _steps_complete(step_streams, progress):
+    if not _lengths_used(step_streams, progress) or not _universes_fit(step_streams[::2], progress[SEEN]):
         return OUT_OF_RANGE
     return OK
 
@@ -253,13 +254,19 @@ def _take_steps(words: Any, sign_at: Any, old: Any, positions: Any, steps: Any, 
 
 
 @njit(nogil=True, cache=True)
-def _steps_complete(streams: Any, progress: Any) -> Any:
+def _lengths_used(streams: Any, progress: Any) -> Any:
     """Whether every class had as many changes as its step group spoke of."""
     for k in range(progress.shape[1]):
-        group = streams[2 * k]
         if progress[CURSOR, k] != streams[2 * k + 1, STOP]:
             return False
-        if group[INVERTED] and group[MEMBERS] + group[OTHERS] != progress[SEEN, k]:
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _universes_fit(groups: Any, sizes: Any) -> Any:
+    """Whether inverted groups spoke of universes of the right size."""
+    for k in range(sizes.size):
+        if groups[k, INVERTED] and groups[k, MEMBERS] + groups[k, OTHERS] != sizes[k]:
             return False
     return True
 

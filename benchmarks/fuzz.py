@@ -100,6 +100,8 @@ def run(seconds, seed, least=0, report=print):
     outcomes, slowest, num_tries = Counter(), 0.0, 0
     while time.monotonic() - started < seconds or num_tries < least:
         for dtype, old, new, data in sound_deltas(rng):
+            if attempt(data, dtype, old, new) != "right weights":
+                raise AssertionError("a sound delta was refused")
             for _ in range(20):
                 broken = damage(data, rng)
                 before = time.monotonic()

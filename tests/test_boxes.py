@@ -27,14 +27,29 @@ def test_positions_in_the_tensor(box):
 
 
 @given(boxes(), st.data())
-def test_overlap_is_sharing_an_element(box, data):
+def test_intersection_is_what_both_touch(box, data):
     offset = tuple(data.draw(st.integers(0, size)) for size in box.full)
     shape = tuple(data.draw(st.integers(0, size - start)) for size, start in zip(box.full, offset, strict=True))
     other = Box(box.full, offset, shape)
     touched = np.zeros(box.full, int)
     touched[box.slices] += 1
     touched[other.slices] += 1
-    assert box.overlaps(other) == bool((touched == 2).any())
+    shared = box.intersection(other)
+    assert (shared is not None) == bool((touched == 2).any())
+    if shared is not None:
+        assert (touched[shared.slices] == 2).all()
+        assert shared.num_elements == (touched == 2).sum()
+        numbers = np.arange(touched.size).reshape(box.full)
+        inside = numbers[box.slices][shared.slices_in(box)]
+        assert inside.tolist() == numbers[shared.slices].tolist()
+
+
+@given(boxes())
+def test_positions_in_the_box(box):
+    everywhere = np.arange(int(np.prod(box.full)), dtype=np.int64)
+    local, inside = box.from_tensor(everywhere)
+    assert local.tolist() == list(range(box.num_elements))
+    assert everywhere[inside].tolist() == box.to_tensor(local).tolist()
 
 
 def test_whole():

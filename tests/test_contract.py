@@ -27,7 +27,7 @@ LAYERS = [
     ["state"],
     ["container"],
     ["wire"],
-    ["parts", "checkpoint"],
+    ["parts", "checkpoint", "patches"],
     ["delta"],
     ["files", "inspection"],
     ["cli"],

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import deltawire
 from deltawire import Box, Delta, Digest
-from deltawire.delta import encode_box
 from deltawire.dtypes import DTYPES
-from deltawire.errors import BaseMismatch
+from deltawire.errors import BaseMismatch, ShapeMismatch
+from deltawire.patches import encode_box
 from deltawire.weights import view
 from deltawire.wire import Facts
 from patterns import dtypes, pairs
@@ -202,6 +202,39 @@ def test_shards_encoded_alone_make_one_delta():
         weights = {"w": old["w"].copy()}
         deltawire.apply(Delta(facts, entries), weights)
         assert same_bits(weights, new)
+
+
+@pytest.mark.parametrize("encoding", ["gap", "coo", "dense", "mirrorless"])
+def test_a_reader_of_a_shard_takes_only_its_part(encoding):
+    """Tensor-parallel readers: each has a slice of the old weights and no more."""
+    rng = np.random.default_rng(11)
+    full = (40, 60)
+    old = {"w": rng.standard_normal(full).astype(ml_dtypes.bfloat16), "v": np.arange(5)}
+    new = {"w": nudged(nudged(old["w"], rng, 0.2), rng, 0.1), "v": np.arange(5)}
+    delta = Delta.from_bytes(deltawire.diff(old, new, encoding=encoding).to_bytes())
+    for box in (Box(full, (0, 20), (40, 20)), Box(full, (10, 0), (30, 60)), Box(full, (3, 5), (1, 1)), Box.whole(full)):
+        shard = {"w": old["w"][box.slices].copy()}
+        patches = list(delta.patches(shard, boxes={"w": box}))
+        for patch in patches:
+            local, inside = box.from_tensor(patch.positions)
+            assert inside.all()
+            shard["w"].reshape(-1).view(np.uint16)[local] = patch.bits
+        assert shard["w"].tobytes() == np.ascontiguousarray(new["w"][box.slices]).tobytes()
+    nothing = {"w": np.empty((0, 60), ml_dtypes.bfloat16)}
+    assert list(delta.patches(nothing, boxes={"w": Box(full, (0, 0), (0, 60))})) == []
+
+
+def test_a_shard_cannot_read_context():
+    rng = np.random.default_rng(12)
+    old = {"w": rng.standard_normal((40, 60)).astype(np.float16)}
+    delta = deltawire.diff(old, {"w": nudged(old["w"], rng)}, encoding="context")
+    box = Box((40, 60), (0, 0), (20, 60))
+    with pytest.raises(ValueError, match="mirrorless"):
+        list(delta.patches({"w": old["w"][:20].copy()}, boxes={"w": box}))
+    with pytest.raises(ShapeMismatch, match=r"of shape \[60, 40\]"):
+        list(delta.patches(old, boxes={"w": Box.whole((60, 40))}))
+    with pytest.raises(ShapeMismatch, match=r"is F16 \[40, 60\], expected F16 \[20, 60\]"):
+        list(delta.patches(old, boxes={"w": box}))
 
 
 def test_diff_of_different_models_is_refused():

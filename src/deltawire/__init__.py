@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltawire.boxes import Box
     from deltawire.checkpoint import Checkpoint, save_anchor
-    from deltawire.delta import Delta, Patch, apply, diff
+    from deltawire.delta import Delta, apply, diff
     from deltawire.errors import DeltawireError
+    from deltawire.patches import Patch
     from deltawire.state import Digest, digest
 
 __version__ = "0.1.0"
@@ -24,7 +25,7 @@ _HOMES = {
     "Delta": "delta",
     "DeltawireError": "errors",
     "Digest": "state",
-    "Patch": "delta",
+    "Patch": "patches",
     "apply": "delta",
     "diff": "delta",
     "digest": "state",

@@ -72,12 +72,31 @@ class Box:
         absolute: Positions = starts[positions // length] + positions % length
         return absolute
 
-    def overlaps(self, other: "Box") -> bool:
-        return (
-            self.num_elements > 0
-            and other.num_elements > 0
-            and all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-            )
+    def from_tensor(self, positions: Positions) -> tuple[Positions, npt.NDArray[np.bool_]]:
+        """Positions in the box, from positions in the tensor: those that lie in it, and which ones that are."""
+        inside = np.ones(len(positions), bool)
+        local = np.zeros(len(positions), np.int64)
+        rest = positions
+        for axis in range(len(self.full)):
+            stride = prod(self.full[axis + 1 :])
+            index = rest // stride - self.offset[axis]
+            rest = rest % stride
+            inside &= (index >= 0) & (index < self.shape[axis])
+            local = local * self.shape[axis] + index
+        return local[inside], inside
+
+    def intersection(self, other: "Box") -> "Box | None":
+        """What two boxes of one tensor share, if anything."""
+        starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
+        stops = [
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ]
+        shape = tuple(max(stop - start, 0) for start, stop in zip(starts, stops, strict=True))
+        return Box(self.full, tuple(starts), shape) if prod(shape) else None
+
+    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
+        """Where this box lies in an array that holds `outer`."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, size, base in zip(self.offset, self.shape, outer.offset, strict=True)
         )

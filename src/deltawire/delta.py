@@ -1,50 +1,21 @@
 """The bottom layer, pure: two sets of weights to a delta, and a delta onto weights."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from deltawire import parts
-from deltawire.boxes import Box, Positions
-from deltawire.codec import Encoded, EncodingChoice, allowed_encodings, decode, encode
+from deltawire.boxes import Box
+from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.container import Container
-from deltawire.dtypes import Bits
-from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
-from deltawire.state import Digest, box_digest, change_digest, digest, tensor_digest, tensor_key
-from deltawire.weights import DTypeChoice, Tensor, Weights, check_writable, num_elements, view, write
+from deltawire.errors import BaseMismatch, DigestMismatch
+from deltawire.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
+from deltawire.state import Digest, digest, tensor_digest
+from deltawire.weights import DTypeChoice, Weights, check_writable, num_elements, view, write
 from deltawire.wire import PREFIX, Entry, Facts, part_bytes
-from deltawire.workers import SERIAL, Workers
+from deltawire.workers import Workers
 
 # Called with the name of a tensor and its number of elements when it is done.
 Progress = Callable[[str, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """One tensor's part of a delta: which elements, and their new bits. Writing it twice is harmless."""
-
-    name: str
-    dtype: str
-    box: Box
-    bits: Bits
-    _positions: Positions | None
-
-    @property
-    def positions(self) -> Positions:
-        """Flat positions in the whole tensor, in the order of the bits."""
-        if self._positions is not None:
-            return self._positions
-        return self.box.to_tensor(np.arange(self.box.num_elements, dtype=np.int64))
-
-    @property
-    def where(self) -> Positions | slice:
-        """`positions`, or a slice where that says the same."""
-        if self._positions is None and self.box.is_whole:
-            return slice(None)
-        return self.positions
 
 
 class Delta:
@@ -101,19 +72,30 @@ class Delta:
         return sum(entry.num_bytes for entry in self.entries)
 
     def patches(
-        self, weights: Weights | None = None, *, dtype: DTypeChoice = None, threads: int | None = None
+        self,
+        weights: Weights | None = None,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        dtype: DTypeChoice = None,
+        threads: int | None = None,
     ) -> Iterator[Patch]:
         """Absolute positions and new bits, tensor by tensor.
 
-        `gap` and `context` are made against the old weights, so they need those; `coo` and `dense` do not.
+        `gap` and `context` are made against the old weights, so they need those; `coo` and `dense` do not. A reader
+        that holds shards names them in `boxes`: weights[name] is then that box of its tensor, and the patch has only
+        what lies in it. `context` cannot be read so, as it needs the whole tensor.
         """
 
-        def decode_one(entry: Entry, workers: Workers) -> Patch:
+        def decode_one(entry: Entry, workers: Workers) -> Patch | None:
+            if boxes is not None and entry.name in boxes:
+                shard = None if weights is None else view(entry.name, weights[entry.name], dtype)
+                return decode_part(entry, boxes[entry.name], shard, workers)
             return decode_entry(entry, None if weights is None else matching(entry, weights, dtype), workers)
 
         with Workers(threads) as workers:
             for _, patch in workers.spread(self.entries, lambda entry: entry.box.num_elements, decode_one):
-                yield patch
+                if patch is not None:
+                    yield patch
 
     def to_bytes(self) -> bytes:
         """The delta as one safetensors file."""
@@ -186,9 +168,9 @@ def diff_into(
         before, after = view(name, old[name], dtype), view(name, new[name], dtype)
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             raise BaseMismatch(
-                f"{name} is {_describe(before)} in the old weights and {_describe(after)} in the new ones: "
+                f"{name} is {describe(before)} in the old weights and {describe(after)} in the new ones: "
                 "a delta keeps shapes and dtypes, publish an anchor instead",
-                tensor=name, expected=_describe(before), actual=_describe(after),
+                tensor=name, expected=describe(before), actual=describe(after),
             )  # fmt: skip
         was = tensor_digest(name, before, workers)
         entry, gain = encode_box(name, before, after.bits, Box.whole(before.shape), allowed, workers)
@@ -260,67 +242,6 @@ def apply(
     return reached
 
 
-def encode_box(
-    name: str, old: Tensor, new: Bits, box: Box, allowed: list[str], workers: Workers = SERIAL
-) -> tuple[Entry | None, Digest]:
-    """Encode what changed in a box of a tensor, and what that adds to the digest.
-
-    `old` and `new` hold the box alone: this is how a shard is encoded where it lies.
-    """
-    key = tensor_key(name, old.dtype, box.full)
-    gains: list[Digest] = []
-
-    def watch(start: int, positions: npt.NDArray[np.uint32], before: Bits, after: Bits) -> None:
-        at = box.to_tensor(positions + np.int64(start))
-        gains.append(change_digest(key, at, before[positions], after[positions]))
-
-    encoded = encode(old.bits, new, old.dtype, allowed, workers, watch)
-    entry = None if encoded is None else Entry.of(name, old.dtype, box, encoded)
-    return entry, sum(gains, Digest())
-
-
-def decode_entry(entry: Entry, old: Tensor | None, workers: Workers = SERIAL) -> Patch:
-    """An entry's patch; `old` is the whole tensor."""
-    bits = None if old is None else _cut(old, entry.box)
-    encoded = Encoded(entry.encoding, entry.num_changed, entry.arrays)
-    positions, new = decode(encoded, bits, entry.box.num_elements, entry.dtype, workers)
-    absolute = None if positions is None else entry.box.to_tensor(positions)
-    return Patch(entry.name, entry.dtype.name, entry.box, new, absolute)
-
-
-def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest:
-    """What the digest gains when a patch is written over the old tensor."""
-    key = tensor_key(patch.name, old.dtype, old.shape)
-    if patch._positions is None:
-        return box_digest(key, patch.box, patch.bits, workers) - box_digest(
-            key, patch.box, _cut(old, patch.box), workers
-        )
-    return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
-
-
-def matching(entry: Entry, weights: Weights, dtype: DTypeChoice = None) -> Tensor:
-    """The tensor that an entry changes, checked for shape and dtype."""
-    check_known(entry, weights)
-    tensor = view(entry.name, weights[entry.name], dtype)
-    check_form(entry, (tensor.dtype.name, tensor.shape))
-    return tensor
-
-
-def check_known(entry: Entry, weights: Weights) -> None:
-    if entry.name not in weights:
-        raise UnknownParameter(f"the delta changes {entry.name}, which the weights do not have", tensor=entry.name)
-
-
-def check_form(entry: Entry, form: tuple[str, tuple[int, ...]]) -> None:
-    """Check a target's dtype and shape against what an entry was made for."""
-    if form != (entry.dtype.name, entry.box.full):
-        expected, actual = f"{entry.dtype.name} {list(entry.box.full)}", f"{form[0]} {list(form[1])}"
-        raise ShapeMismatch(
-            f"{entry.name} is {actual}, the delta was made for {expected}",
-            tensor=entry.name, expected=expected, actual=actual,
-        )  # fmt: skip
-
-
 def check_base(facts: Facts, actual: Digest) -> None:
     if actual != facts.base_digest:
         raise BaseMismatch(
@@ -337,16 +258,6 @@ def check_reached(facts: Facts, actual: Digest) -> None:
             "it is damaged, get it again",
             version=facts.version, expected=str(facts.digest), actual=str(actual),
         )  # fmt: skip
-
-
-def _cut(tensor: Tensor, box: Box) -> Bits:
-    if box.is_whole:
-        return tensor.bits
-    return np.ascontiguousarray(tensor.bits.reshape(tensor.shape)[box.slices]).reshape(-1)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
 def _check_names(old: list[str], new: list[str], tied: Mapping[str, str]) -> None:

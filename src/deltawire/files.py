@@ -5,20 +5,11 @@ from pathlib import Path
 
 from deltawire.checkpoint import Checkpoint, anchor_facts, write_checkpoint
 from deltawire.codec import EncodingChoice
-from deltawire.delta import (
-    Delta,
-    Progress,
-    check_base,
-    check_form,
-    check_known,
-    check_reached,
-    decode_entry,
-    diff_into,
-    patch_digest,
-)
+from deltawire.delta import Delta, Progress, check_base, check_reached, diff_into
 from deltawire.dtypes import Bits
 from deltawire.errors import CorruptObject
 from deltawire.parts import MAX_FILE_BYTES, Spool, save
+from deltawire.patches import check_form, check_known, decode_entry, patch_digest
 from deltawire.state import Digest, tensor_digest
 from deltawire.weights import Tensor
 from deltawire.wire import Entry

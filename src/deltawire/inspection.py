@@ -6,7 +6,7 @@ import numpy as np
 
 from deltawire.codec import ENCODINGS
 from deltawire.codec.tiled import Tiled, step_lengths
-from deltawire.delta import decode_entry
+from deltawire.patches import decode_entry
 from deltawire.wire import Entry
 
 # Names of step lengths, and the largest length of each but the last.

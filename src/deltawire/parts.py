@@ -82,7 +82,7 @@ def merge(containers: list[Container]) -> tuple[Facts, list[Entry]]:
     for entry in entries:
         others = by_name.setdefault(entry.name, [])
         for other in others:
-            if (other.dtype, other.box.full) != (entry.dtype, entry.box.full) or other.box.overlaps(entry.box):
+            if (other.dtype, other.box.full) != (entry.dtype, entry.box.full) or other.box.intersection(entry.box):
                 raise CorruptObject(f"{entry.name} is in two parts that contradict each other", tensor=entry.name)
         others.append(entry)
     if sum(entry.num_changed for entry in entries) != facts.num_changed:

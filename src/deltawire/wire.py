@@ -58,6 +58,10 @@ class Entry:
         return cls(name, dtype, box, encoded.encoding, encoded.num_changed, encoded.arrays, lengths)
 
     @property
+    def encoded(self) -> Encoded:
+        return Encoded(self.encoding, self.num_changed, self.arrays)
+
+    @property
     def parts(self) -> Mapping[str, str]:
         return ENCODINGS[self.encoding].parts(self.dtype, self.box.num_elements)
 

@@ -12,9 +12,9 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import deltawire
 from deltawire import Box, Delta
-from deltawire.delta import encode_box
 from deltawire.dtypes import DTYPES
 from deltawire.parts import save
+from deltawire.patches import encode_box
 from deltawire.weights import Tensor
 from recorded import recorded_steps
 

@@ -27,6 +27,7 @@ from deltawire.workers import Workers
 HEAD_BYTES = 4
 LEAST_TILE_LOG2, MOST_TILE_LOG2 = 16, 24
 CHANGES_PER_TILE = 16384
+MOST_USUAL_BYTES = 1 << 17
 
 
 class Tiled:
@@ -69,7 +70,7 @@ class Payload(NamedTuple):
     """What the payload would take as `gap`."""
 
 
-def choose_tile_log2(old: Bits, new: Bits) -> int:
+def choose_tile_log2(old: Bits, new: Bits, workers: Workers) -> int:
     """Tiles that hold about 16,000 to 32,000 changes: enough that a tile's header hardly counts, few enough to share.
 
     The density is that of one stretch in 16, so that the box need not be read twice.
@@ -78,7 +79,8 @@ def choose_tile_log2(old: Bits, new: Bits) -> int:
 
     stretch = 1 << LEAST_TILE_LOG2
     starts = range(0, len(old), 16 * stretch)
-    num_changed = sum(int(count_changed(old[at : at + stretch], new[at : at + stretch])) for at in starts)
+    counts = workers.map(lambda at: int(count_changed(old[at : at + stretch], new[at : at + stretch])), starts)
+    num_changed = sum(counts)
     num_elements = sum(min(stretch, len(old) - at) for at in starts)
     log2 = LEAST_TILE_LOG2
     while log2 < MOST_TILE_LOG2 and num_changed << log2 < CHANGES_PER_TILE * num_elements:
@@ -99,7 +101,7 @@ def encode_payload(
     from deltawire.kernels.cpu.blocks import changed_positions
     from deltawire.kernels.cpu.encode import encode_tile
 
-    size = 1 << (log2 := choose_tile_log2(old, new))
+    size = 1 << (log2 := choose_tile_log2(old, new, workers))
     layout = kernel_layout(dtype)
 
     def encode(start: int) -> tuple[int, Bits, int]:
@@ -115,12 +117,12 @@ def encode_payload(
     starts = range(0, len(old), size)
     sizes = np.zeros(len(starts), "<u4")
     end = gap_bytes = HEAD_BYTES + sizes.nbytes
-    # The payload may be nearly as large as the tensor, so streams go into it a batch at a time. Memory that is asked
-    # for here becomes real only as it is filled.
+    # The payload may be nearly as large as the tensor, so streams go into it a batch at a time, about a sixteenth of
+    # the tensor. Memory that is asked for here becomes real only as it is filled.
     payload = np.empty(end + old.nbytes + old.nbytes // 4, np.uint8)
     num_changed = 0
     over_limit = False
-    batch = 8 * workers.threads if workers.threads > 1 else 1
+    batch = max(old.nbytes // 16 // MOST_USUAL_BYTES, 8 * workers.threads if workers.threads > 1 else 1)
     for first in range(0, len(starts), batch):
         for i, (count, stream, as_gap) in enumerate(workers.map(encode, starts[first : first + batch]), first):
             num_changed += count

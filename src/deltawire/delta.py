@@ -7,7 +7,7 @@ from deltawire import parts
 from deltawire.boxes import Box
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.container import Container
-from deltawire.errors import BaseMismatch, DigestMismatch
+from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
 from deltawire.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
 from deltawire.state import Digest, digest, tensor_digest
 from deltawire.weights import DTypeChoice, Weights, check_writable, num_elements, view, write
@@ -167,7 +167,7 @@ def diff_into(
     def compare(name: str, workers: Workers) -> tuple[Entry | None, Digest, Digest, int]:
         before, after = view(name, old[name], dtype), view(name, new[name], dtype)
         if (before.dtype, before.shape) != (after.dtype, after.shape):
-            raise BaseMismatch(
+            raise ShapeMismatch(
                 f"{name} is {describe(before)} in the old weights and {describe(after)} in the new ones: "
                 "a delta keeps shapes and dtypes, publish an anchor instead",
                 tensor=name, expected=describe(before), actual=describe(after),
@@ -263,7 +263,7 @@ def check_reached(facts: Facts, actual: Digest) -> None:
 def _check_names(old: list[str], new: list[str], tied: Mapping[str, str]) -> None:
     for missing, where in ((set(old) - set(new), "new"), (set(new) - set(old), "old")):
         if missing:
-            raise BaseMismatch(
+            raise UnknownParameter(
                 f"{min(missing)} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead",
                 tensor=min(missing),
             )

@@ -190,7 +190,19 @@ def inspect_command(delta: Path, sort: str, limit: int | None, output_format: st
     shown = rows[:limit]
 
     def text() -> str:
-        header = ["tensor", "encoding", "dtype", "shape", "changed", "density", "bytes", "B/change", *STEP_NAMES]
+        header = [
+            "tensor",
+            "encoding",
+            "dtype",
+            "shape",
+            "changed",
+            "density",
+            "bytes",
+            "B/change",
+            "1 step",
+            *STEP_NAMES[1:-1],
+            ">8 steps",
+        ]
         lines = [
             [
                 row["name"], row["encoding"], row["dtype"], "x".join(map(str, row["shape"])), f"{row['changed']:,}",

@@ -19,8 +19,6 @@ _HINTS: list[tuple[type[errors.DeltawireError], str]] = [
     (errors.DigestMismatch, "fetch or make the file again, then check it with: deltawire verify"),
     (errors.UnsupportedFormat, "see what the file says of itself with: deltawire inspect FILE"),
     (errors.CorruptObject, "fetch or make the file again"),
-    (errors.ShapeMismatch, "compare the two with: deltawire inspect DELTA"),
-    (errors.UnknownParameter, "compare the two with: deltawire inspect DELTA"),
 ]
 
 

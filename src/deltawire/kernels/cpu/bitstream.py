@@ -167,12 +167,12 @@ def add_rice_remainders(words: Any, at: Any, values: Any, start: Any, stop: Any,
 
 
 @njit(inline="always")
-def add_golomb_remainders(words: Any, at: Any, end: Any, values: Any, start: Any, stop: Any, k: Any) -> Any:
-    """Turn quotients into values; the position behind the remainders, which may lie past `end` if they do."""
+def add_golomb_remainders(words: Any, at: Any, limit: Any, values: Any, start: Any, stop: Any, k: Any) -> Any:
+    """Turn quotients into values; the position behind the remainders, and whether they end at `limit` or before."""
     for i in range(start, stop):
         num_bits = values[i] + k
-        if at + num_bits > end:
-            return at + num_bits
+        if at + num_bits > limit:
+            return at, False
         values[i] = ((ONE << num_bits) | get(words, at, num_bits)) - (ONE << k)
         at += num_bits
-    return at
+    return at, True

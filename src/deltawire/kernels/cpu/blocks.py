@@ -15,6 +15,7 @@ from deltawire.kernels.cpu.simd import (
 )
 
 NUM_CLASSES = 16
+STRETCH = 64 * BLOCK
 ONE = np.uint64(1)
 NEVER = ~np.uint64(0)
 
@@ -68,19 +69,34 @@ def count_changed(old: Any, new: Any) -> Any:
 @njit(nogil=True, cache=True)
 def changed_positions(old: Any, new: Any) -> Any:
     """The positions that differ, ascending. One pass: the array grows as it fills."""
-    positions = np.empty(BLOCK + old.size // 32, np.uint32)
+    positions = np.empty(STRETCH + old.size // 32, np.uint32)
     found = 0
-    for index in range(0, old.size, BLOCK):
-        word = block_changed(old, new, index)
-        if found + BLOCK > positions.size:
+    for start in range(0, old.size, STRETCH):
+        if found + STRETCH > positions.size:
             larger = np.empty(2 * positions.size, np.uint32)
             larger[:found] = positions[:found]
             positions = larger
-        while word:
-            positions[found] = index + trailing_zeros(word)
-            found += 1
-            word &= word - ONE
+        found += _changed_in_stretch(old, new, start, positions[found:])
     return positions[:found]
+
+
+@njit(nogil=True, cache=True)
+def _changed_in_stretch(old: Any, new: Any, start: Any, positions: Any) -> Any:
+    """Write the positions that differ in one stretch; how many.
+
+    Two are written for every block, whether it has as many or not, and overwritten by the next one: how many changes a
+    block has cannot be guessed, and a wrong guess costs more.
+    """
+    found = uint64(0)
+    for index in range(start, min(start + STRETCH, old.size), BLOCK):
+        word = block_changed(old, new, index)
+        count = uint64(popcount(word))
+        base = np.uint32(index)
+        for i in range(uint64(0), max(count, uint64(2))):
+            positions[found + i] = base + np.uint32(trailing_zeros(word))
+            word &= word - ONE
+        found += count
+    return found
 
 
 @njit(nogil=True, cache=True)

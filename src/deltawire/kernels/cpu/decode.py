@@ -101,11 +101,8 @@ def decode_tile(
 
     one_pass = not contextual and not position_streams[0, INVERTED]
     values = np.empty(num_step_codes if one_pass else streams[-1, STOP], np.uint64)
-    behind_steps = at + length_bits
-    for row in range(0, 2 * num_classes, 2):
-        behind_steps += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
-    at, quotient_at, found = _read_streams(words, at, quotient_at, end, step_streams, True, values)
-    if not found or at != behind_steps:
+    at, quotient_at, found = _read_steps(words, at, quotient_at, end, step_streams, length_bits, values)
+    if not found:
         return TRUNCATED
     longer = np.empty(num_step_codes, np.uint32)
     progress = np.zeros((3, num_classes), np.uint64)
@@ -120,7 +117,7 @@ def decode_tile(
         if status != OK:
             return status
     else:
-        at, quotient_at, found = _read_streams(words, at, quotient_at, end, position_streams, False, values)
+        quotient_at, found = _read_positions(words, at, quotient_at, end, position_streams, values)
         if not found:
             return TRUNCATED
         members = np.empty(count, np.uint32)
@@ -197,22 +194,40 @@ def _one_pass(
 
 
 @njit(nogil=True, cache=True)
-def _read_streams(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any, have_lengths: Any, values: Any) -> Any:
-    """Read the codes of some streams; in every second one they are lengths, where `have_lengths` says so."""
+def _read_steps(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any, length_bits: Any, values: Any) -> Any:
+    """Read the codes of step groups and lengths; the positions behind them, and whether all were there.
+
+    The remainders of the lengths must take just the bits that the header states, so that those of the gaps lie where it
+    says and inside the stream.
+    """
     for row in range(streams.shape[0]):
         start, stop, k = streams[row, START], streams[row, STOP], streams[row, PARAMETER]
-        lengths = have_lengths and row % 2 == 1
+        lengths = row % 2 == 1
         most = LAST - k if lengths else ~ZERO >> k
         quotient_at, found = get_quotients(words, quotient_at, end, most, values, start, stop)
         if not found:
             return at, quotient_at, False
         if lengths:
-            at = add_golomb_remainders(words, at, end, values, start, stop, k)
-            if at > end:
+            behind, found = add_golomb_remainders(words, at, at + length_bits, values, start, stop, k)
+            if not found:
                 return at, quotient_at, False
+            length_bits -= behind - at
+            at = behind
         else:
             at = add_rice_remainders(words, at, values, start, stop, k)
-    return at, quotient_at, True
+    return at, quotient_at, length_bits == ZERO
+
+
+@njit(nogil=True, cache=True)
+def _read_positions(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any, values: Any) -> Any:
+    """Read the codes of position groups; the position behind their quotients, and whether all were there."""
+    for row in range(streams.shape[0]):
+        start, stop, k = streams[row, START], streams[row, STOP], streams[row, PARAMETER]
+        quotient_at, found = get_quotients(words, quotient_at, end, ~ZERO >> k, values, start, stop)
+        if not found:
+            return quotient_at, False
+        at = add_rice_remainders(words, at, values, start, stop, k)
+    return quotient_at, True
 
 
 @njit(nogil=True, cache=True)
@@ -290,7 +305,7 @@ def longer_steps(stream: Any, contextual: Any) -> Any:
         if not is_lengths(streams, row):
             quotient_at += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
     values = np.empty(streams[2 * num_classes, START], np.uint64)
-    _, _, found = _read_streams(words, at, quotient_at, end, streams[: 2 * num_classes], True, values)
+    _, _, found = _read_steps(words, at, quotient_at, end, streams[: 2 * num_classes], length_bits, values)
     lengths = np.empty(values.size, np.uint64)
     num_lengths = 0
     for row in range(1, 2 * num_classes, 2):

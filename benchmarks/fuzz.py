@@ -94,7 +94,7 @@ def attempt(data, dtype, old, new):
     return "right weights"
 
 
-def run(seconds, seed, least=0, report=print):
+def run(seconds, seed, least):
     rng = np.random.default_rng(seed)
     started = time.monotonic()
     outcomes, slowest, num_tries = Counter(), 0.0, 0
@@ -111,17 +111,17 @@ def run(seconds, seed, least=0, report=print):
             if time.monotonic() - started > seconds and num_tries >= least:
                 break
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    report(f"{num_tries:,} damaged files in {time.monotonic() - started:.0f} s, seed {seed}")
-    report(f"slowest {slowest:.2f} s, peak memory of the process {peak / 1e6:.0f} MB")
+    print(f"{num_tries:,} damaged files in {time.monotonic() - started:.0f} s, seed {seed}")
+    print(f"slowest {slowest:.2f} s, peak memory of the process {peak / 1e6:.0f} MB")
     for outcome, count in outcomes.most_common():
-        report(f"{count:10,}  {outcome}")
+        print(f"{count:10,}  {outcome}")
     assert peak < MOST_MEMORY, "memory beyond what the sizes allow"
-    return outcomes
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--least", type=int, default=0, help="try at least so many files")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
-    run(60 * arguments.minutes, arguments.seed)
+    run(60 * arguments.minutes, arguments.seed, arguments.least)

@@ -16,44 +16,37 @@ THEMES = {"light": ("#1f2328", "#57606a", "#0969da", "#afb8c1"), "dark": ("#e6ed
 
 def sizes(theme: str) -> Path:
     """Bytes per changed weight on the recorded updates."""
-    ink, faint, ours, others = THEMES[theme]
     rows = [row for row in read_csv("codec_size.csv") if row["recording"] == "rl-lr1e-6" and row["encoding"] != "coo"]
-    rows.sort(key=lambda row: float(row["bytes_per_change"]))
-    names = [f"{row['encoding']}  ({row['used_by']})" for row in rows]
-    values = [float(row["bytes_per_change"]) for row in rows]
-    colors = [ours if row["used_by"] == "deltawire" else others for row in rows]
-    figure, axes = plt.subplots(figsize=(8.6, 0.36 * len(rows) + 0.8))
-    bars = axes.barh(names, values, color=colors)
-    axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=4, color=ink)
-    axes.invert_yaxis()
-    axes.set_xlabel("bytes sent per changed weight", color=faint)
-    return finish(figure, axes, f"size-{theme}.svg", ink, faint)
+    return bars(rows, "encoding", "bytes_per_change", "bytes sent per changed weight", "size", theme)
 
 
 def speeds(theme: str) -> Path:
     """Encode and decode against finding the changes with numpy."""
-    ink, faint, ours, others = THEMES[theme]
     rows = [row for row in read_csv("codec_speed.csv") if row["operation"].endswith(("encode", "decode"))]
-    rows.sort(key=lambda row: float(row["ratio_to_flatnonzero"]))
-    names = [f"{row['operation']}  ({row['used_by']})" for row in rows]
-    values = [float(row["ratio_to_flatnonzero"]) for row in rows]
+    return bars(
+        rows, "operation", "ratio_to_flatnonzero", "times np.flatnonzero(old != new), log scale", "speed", theme
+    )
+
+
+def bars(rows: list[dict[str, str]], name: str, value: str, label: str, file: str, theme: str) -> Path:
+    """Horizontal bars, the smallest on top, ours in another colour."""
+    ink, faint, ours, others = THEMES[theme]
+    rows.sort(key=lambda row: float(row[value]))
+    values = [float(row[value]) for row in rows]
     colors = [ours if row["used_by"] == "deltawire" else others for row in rows]
-    figure, axes = plt.subplots(figsize=(8.6, 0.32 * len(rows) + 0.8))
-    bars = axes.barh(names, values, color=colors)
-    axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=4, color=ink)
+    figure, axes = plt.subplots(figsize=(8.6, 0.34 * len(rows) + 0.8))
+    drawn = axes.barh([f"{row[name]}  ({row['used_by']})" for row in rows], values, color=colors)
+    axes.bar_label(drawn, [f"{number:.2f}" for number in values], padding=4, color=ink)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("times np.flatnonzero(old != new), log scale", color=faint)
-    return finish(figure, axes, f"speed-{theme}.svg", ink, faint)
-
-
-def finish(figure: plt.Figure, axes: plt.Axes, name: str, ink: str, faint: str) -> Path:
+    if "log" in label:
+        axes.set_xscale("log")
+    axes.set_xlabel(label, color=faint)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(faint)
     axes.tick_params(colors=ink)
     axes.margins(x=0.12)
     figure.tight_layout()
-    path = RESULTS / name
+    path = RESULTS / f"{file}-{theme}.svg"
     figure.savefig(path, transparent=True, metadata={"Date": None})
     plt.close(figure)
     return path

@@ -11,7 +11,8 @@ import click
 
 from deltawire import errors
 
-OK, FAILURE, USAGE, MISMATCH = 0, 1, 2, 3
+# Click itself exits with 2 where the usage is wrong.
+FAILURE, MISMATCH = 1, 3
 
 # What to do next, by kind of error; the first that fits is shown.
 _HINTS: list[tuple[type[errors.DeltawireError], str]] = [

@@ -14,7 +14,7 @@ _PIECE = 1 << 24
 
 class Coo:
     name = "coo"
-    needs_old = needs_mirror = False
+    needs_mirror = False
 
     def parts(self, dtype: DType, num_elements: int) -> dict[str, str]:
         return {"indices": "I32" if num_elements <= 1 << 31 else "I64", "values": dtype.name}

@@ -7,7 +7,7 @@ from deltawire.workers import Workers
 
 class Dense:
     name = "dense"
-    needs_old = needs_mirror = False
+    needs_mirror = False
 
     def parts(self, dtype: DType, num_elements: int) -> dict[str, str]:
         return {"dense": dtype.name}

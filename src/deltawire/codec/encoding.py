@@ -22,8 +22,6 @@ class Encoding(Protocol):
     """Old and new are the flat bits of one box of a tensor; positions count within the box."""
 
     name: str
-    needs_old: bool
-    """Decoding needs the old bits, at least at the changed positions."""
     needs_mirror: bool
     """Decoding needs the old bits of the whole box."""
 

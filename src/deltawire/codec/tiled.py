@@ -33,8 +33,6 @@ MOST_USUAL_BYTES = 1 << 17
 class Tiled:
     """Both encodings; `contextual` tells them apart."""
 
-    needs_old = True
-
     def __init__(self, name: str, contextual: bool) -> None:
         self.name = name
         self.contextual = self.needs_mirror = contextual

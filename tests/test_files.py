@@ -185,6 +185,9 @@ def test_outputs_keep_the_umask(tmp_path):
     deltawire.diff(model(0), model(1)).save(tmp_path / "d.safetensors")
     (tmp_path / "plain").write_text("")
     assert (tmp_path / "d.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    save_anchor(model(0), tmp_path / "anchor")
+    (tmp_path / "folder").mkdir()
+    assert (tmp_path / "anchor").stat().st_mode == (tmp_path / "folder").stat().st_mode
 
 
 def test_what_is_no_checkpoint(tmp_path):

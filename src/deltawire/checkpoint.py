@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from deltawire.container import Container, header_bytes, lay_out, raw, replacing
+from deltawire.container import Container, beside, header_bytes, lay_out, raw, replacing
 from deltawire.dtypes import DTYPES, Bits, dtype_named
 from deltawire.errors import Conflict, CorruptObject, ObjectMissing
 from deltawire.state import Digest, digest
@@ -191,7 +190,8 @@ def write_checkpoint(
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    temporary = beside(path)
+    temporary.mkdir()
     try:
         for name, forms in shards.items():
             with replacing(temporary / name) as file:
@@ -203,7 +203,6 @@ def write_checkpoint(
         for extra in extra_files or []:
             shutil.copy2(extra, temporary / extra.name)
         check()
-        temporary.chmod(0o755)
         temporary.replace(path)
     except BaseException:
         shutil.rmtree(temporary)

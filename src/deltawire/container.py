@@ -6,12 +6,12 @@ package. Here tensors are read and written one at a time, as bit patterns, and e
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -184,20 +184,19 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that appears at `path`, whole and on disk, when the block ends well; otherwise nothing is left behind."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = beside(path)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        # Opened like any new file, so that its permissions follow the umask.
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def beside(path: Path) -> Path:
+    """A name in the same folder that nobody uses, for what will take the place of `path`."""
+    return path.with_name(f".{path.name}.{token_hex(8)}.tmp")

@@ -35,6 +35,7 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python -m pip install --quiet -r benchmarks/requirements.txt
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/density.py
 	$(BIN)/python benchmarks/charts.py
 
 docs: setup           ## generated parts of the documentation

@@ -32,11 +32,13 @@ def recorded_steps(recording: str, data: Path = DATA) -> Iterator[Step]:
                 old = new
 
 
-def recorded_like(num_weights: int, *, density: float = 0.0115, seed: int = 0) -> tuple[Bits, Bits]:
+def recorded_like(
+    num_weights: int, *, density: float | None = 0.0115, step: float = 1e-6, seed: int = 0
+) -> tuple[Bits, Bits]:
     """Weights and an update with the density and the step lengths of an RL step, in any size.
 
-    Weights are normal, the update is what Adam makes of noisy gradients: normal, a millionth in size, cast to bf16. A
-    random gate holds it back until the asked density is met.
+    Weights are normal, the update is what Adam makes of noisy gradients: normal, of size `step`, cast to bf16. A random
+    gate holds it back until the asked density is met; None lets all of it through.
     """
     rng = np.random.default_rng(seed)
     old, new = np.empty(num_weights, np.uint16), np.empty(num_weights, np.uint16)
@@ -45,12 +47,12 @@ def recorded_like(num_weights: int, *, density: float = 0.0115, seed: int = 0) -
     for start in range(0, num_weights, chunk):
         size = min(chunk, num_weights - start)
         master = rng.standard_normal(size, dtype=np.float32) * np.float32(0.02)
-        step = rng.standard_normal(size, dtype=np.float32) * np.float32(1e-6)
-        before, after = to_bf16(master), to_bf16(master + step)
-        if start == 0:
+        change = rng.standard_normal(size, dtype=np.float32) * np.float32(step)
+        before, after = to_bf16(master), to_bf16(master + change)
+        if start == 0 and density is not None:
             gate = density / np.mean(before != after)
-        step[rng.random(size, dtype=np.float32) >= gate] = 0
-        old[start : start + size], new[start : start + size] = before, to_bf16(master + step)
+        change[rng.random(size, dtype=np.float32) >= gate] = 0
+        old[start : start + size], new[start : start + size] = before, to_bf16(master + change)
     return old, new
 
 

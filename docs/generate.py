@@ -63,8 +63,8 @@ smaller than their values.
 - **On a fast, shared network** (NVLink, 400 Gb/s InfiniBand) broadcasting all weights takes a second or two for models
   of hundreds of gigabytes; a delta saves bytes that were not the bottleneck.
 - **At high learning rates** most weights change. A delta is then 2 to 10 times smaller than the weights rather than
-  100, and coding it takes several times longer. RL learning rates (1e-6 to 3e-6) change 1 to 3 % a step, the first steps
-  of a run 4 to 13 %.
+  100, and coding it takes several times longer. RL learning rates (1e-6 to 3e-6) change 1 to 3 % a step, the first
+  steps of a run 4 to 13 %.
 - **fp32 weights** change nearly everywhere at every step. Publish bf16.
 - **Tiny tensors**: norms and biases cost 200 to 300 bytes of header each, more than their payload.
 """

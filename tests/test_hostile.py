@@ -8,7 +8,7 @@ import pytest
 import deltawire
 from deltawire import Delta, errors
 from deltawire.codec import Encoded, decode
-from deltawire.container import Container
+from deltawire.container import Container, Slot, header_bytes
 from deltawire.dtypes import DTYPES
 from deltawire.errors import (
     BaseMismatch,
@@ -20,6 +20,7 @@ from deltawire.errors import (
     UnknownParameter,
     UnsupportedFormat,
 )
+from deltawire.inspection import check_structure
 from deltawire.workers import SERIAL
 
 RNG = np.random.default_rng(0)
@@ -132,6 +133,44 @@ def test_count_mismatch(encoding):
     refuses(CorruptObject, fewer, "changes, the header says|expected")
     refuses(CorruptObject, with_metadata(data, changed=str(delta.num_changed + 1)), "do not hold")
     refuses(CorruptObject, with_metadata(data, changed="1"), "more changes than the delta states")
+
+
+@pytest.mark.parametrize("encoding", ["context", "gap"])
+def test_count_mismatch_is_found_without_the_weights(encoding):
+    data = delta_bytes(encoding)
+    entry = next(entry for entry in Delta.from_bytes(data).entries if entry.name == "w")
+    fewer = with_entry(data, "w", f"{encoding} BF16 40x50 {entry.num_changed - 1}")
+    delta = Delta.from_bytes(with_metadata(fewer, changed=str(Delta.from_bytes(data).num_changed - 1)))
+    with pytest.raises(CorruptObject, match="the header says"):
+        check_structure(next(entry for entry in delta.entries if entry.name == "w"))
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        ("dense BF16 4x4 8 1x0 2x4", "contradict"),
+        ("dense BF16 5x4 8 2x0 2x4", "contradict"),
+        ("dense F16 4x4 8 2x0 2x4", "contradict"),
+        ("dense BF16 4x4 8 2x0 2x4", None),
+    ],
+)
+def test_boxes_that_overlap_or_disagree(tmp_path, second, match):
+    """Two parts with a box each of one tensor: the halves of it, or something impossible."""
+    forms = (("dense BF16 4x4 8 0x0 2x4", 1), (second, 2))
+    for text, part in forms:
+        metadata = {
+            "format": "1", "kind": "delta", "run": "", "version": "1", "base_version": "0", "base_digest": "0" * 32,
+            "digest": "0" * 32, "changed": "16", "total": "16", "part": f"{part}/2",
+        }  # fmt: skip
+        metadata = {"deltawire." + key: value for key, value in metadata.items()} | {"w": text}
+        slots = {"w.dense": Slot(text.split()[1], (2, 4), 0, 16)}
+        path = tmp_path / f"d-{part:05}-of-00002.safetensors"
+        path.write_bytes(header_bytes(slots, metadata) + bytes(16))
+    if match is None:
+        assert len(Delta.load(tmp_path / "d.safetensors").entries) == 2
+    else:
+        with pytest.raises(CorruptObject, match=match):
+            Delta.load(tmp_path / "d.safetensors")
 
 
 def test_counts_beyond_the_bytes():

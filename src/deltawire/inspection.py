@@ -44,7 +44,8 @@ def _step_histogram(entry: Entry) -> dict[str, int] | None:
     encoding = ENCODINGS[entry.encoding]
     if not isinstance(encoding, Tiled):
         return None
-    lengths = step_lengths(entry.arrays[encoding.name], entry.box.num_elements, encoding.contextual)
+    payload = entry.arrays[encoding.name]
+    lengths = step_lengths(payload, entry.box.num_elements, entry.num_changed, encoding.contextual)
     counts = np.bincount(np.searchsorted(_STEP_ENDS, lengths), minlength=len(STEP_NAMES))
     counts[0] = entry.num_changed - len(lengths)
     return dict(zip(STEP_NAMES, map(int, counts), strict=True))

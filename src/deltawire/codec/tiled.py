@@ -162,11 +162,8 @@ def decode_payload(
 ) -> tuple[Positions, Bits]:
     from deltawire.kernels.cpu.decode import decode_tile
 
-    tiles = read_tiles(payload, len(old))
+    tiles, counts = sound_tiles(payload, len(old), num_changed, contextual)
     layout = kernel_layout(dtype)
-    counts = [count_tile(tile, contextual) for tile in tiles]
-    if sum(counts) != num_changed:
-        raise CorruptObject(f"the tiles hold {sum(counts)} changes, the header says {num_changed}")
     positions, bits = np.empty(num_changed, np.int64), np.empty(num_changed, old.dtype)
     ends = np.cumsum(counts, dtype=np.int64)
 
@@ -182,22 +179,27 @@ def decode_payload(
     return positions, bits
 
 
-def count_tile(tile: Tile, contextual: bool) -> int:
-    """How many changes a tile's header speaks of, if it is sound."""
+def sound_tiles(payload: Bits, num_elements: int, num_changed: int, contextual: bool) -> tuple[list[Tile], list[int]]:
+    """The tiles that hold changes and how many each, if their headers are sound and add up."""
     from deltawire.kernels.cpu.decode import count_changes
 
-    status, count = count_changes(tile.stream, tile.stop - tile.start, contextual)
-    check_status(status)
-    return int(count)
+    tiles = read_tiles(payload, num_elements)
+    counts = []
+    for tile in tiles:
+        status, count = count_changes(tile.stream, tile.stop - tile.start, contextual)
+        check_status(status)
+        counts.append(int(count))
+    if sum(counts) != num_changed:
+        raise CorruptObject(f"the tiles hold {sum(counts)} changes, the header says {num_changed}")
+    return tiles, counts
 
 
-def step_lengths(payload: Bits, num_elements: int, contextual: bool) -> npt.NDArray[np.uint64]:
+def step_lengths(payload: Bits, num_elements: int, num_changed: int, contextual: bool) -> npt.NDArray[np.uint64]:
     """The lengths of all changes longer than one step, which a payload tells without the old weights."""
     from deltawire.kernels.cpu.decode import longer_steps
 
     lengths = [np.empty(0, np.uint64)]
-    for tile in read_tiles(payload, num_elements):
-        count_tile(tile, contextual)
+    for tile in sound_tiles(payload, num_elements, num_changed, contextual)[0]:
         status, longer = longer_steps(tile.stream, contextual)
         check_status(status)
         lengths.append(longer)

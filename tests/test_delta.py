@@ -196,7 +196,9 @@ def test_any_box_of_any_tensor(data, dtype, encoding):
     inside = new[box.slices]
     inside[rng.random(shape) < 0.3] += 1
     shard = Tensor(dtype, shape, old[box.slices].copy().reshape(-1))
-    entry, gain = encode_box("w", shard, new[box.slices].copy().reshape(-1), box, allowed_encodings(encoding))
+    entry, gain = encode_box(
+        "w", shard.dtype, shard.bits, new[box.slices].copy().reshape(-1), box, allowed_encodings(encoding)
+    )
     before, after = (deltawire.digest({"w": side}, dtype=dtype.name) for side in (old, new))
     assert before + gain == after
     if entry is None:
@@ -221,7 +223,7 @@ def test_shards_encoded_alone_make_one_delta():
         for box in cuts:
             shard, after = (view("w", np.ascontiguousarray(side["w"][box.slices])) for side in (old, new))
             for encoding in ("context", "gap", "coo", "dense"):
-                entry, one_gain = encode_box("w", shard, after.bits, box, [encoding])
+                entry, one_gain = encode_box("w", shard.dtype, shard.bits, after.bits, box, [encoding])
             entries.append(entry)
             gain += one_gain
         assert whole.base_digest + gain == whole.digest

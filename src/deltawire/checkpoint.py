@@ -10,15 +10,14 @@ from deltawire.container import Container, beside, header_bytes, lay_out, raw, r
 from deltawire.dtypes import DTYPES, Bits, dtype_named
 from deltawire.errors import Conflict, CorruptObject, ObjectMissing
 from deltawire.state import Digest, digest
-from deltawire.weights import DTypeChoice, Tensor, Weights, view
+from deltawire.weights import DTypeChoice, Form, Tensor, Weights, view
 from deltawire.wire import FORMAT_VERSION, PREFIX, read_number, read_tied
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# Beside the weights of a mirror: what they are now, since their own headers stay as they were.
+STATE_NAME = "deltawire.json"
 MAX_SHARD_BYTES = 5_000_000_000
-
-# A tensor's dtype and shape.
-Form = tuple[str, tuple[int, ...]]
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -35,7 +34,9 @@ class Checkpoint(Mapping[str, Tensor]):
                 if name in self._shard_of:
                     raise CorruptObject(f"tensor {name!r} is in two files of {path}, one is {file}", tensor=name)
                 self._shard_of[name] = shard
-        self.metadata = next(iter(self.shards.values())).header.metadata
+        self.metadata = dict(next(iter(self.shards.values())).header.metadata)
+        if self.path.is_dir() and (self.path / STATE_NAME).is_file():
+            self.metadata |= _read_state(self.path / STATE_NAME)
 
     def _open_folder(self) -> dict[str, Container]:
         indexes = sorted(self.path.glob("*.safetensors.index.json"))
@@ -83,7 +84,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """What lies beside the weights in a folder: configuration, tokenizer and so on."""
         if not self.path.is_dir():
             return []
-        weights = {*self.shards, *(index.name for index in self.path.glob("*.safetensors.index.json"))}
+        weights = {STATE_NAME, *self.shards, *(index.name for index in self.path.glob("*.safetensors.index.json"))}
         return sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in weights)
 
     @property
@@ -95,6 +96,14 @@ class Checkpoint(Mapping[str, Tensor]):
     def fact(self, key: str) -> str | None:
         """What the metadata says under `deltawire.KEY`, if it does."""
         return self.metadata.get(PREFIX + key)
+
+
+def _read_state(path: Path) -> dict[str, str]:
+    try:
+        told = json.loads(path.read_text())
+        return {PREFIX + key: str(told[key]) for key in ("run", "version", "digest")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CorruptObject(f"{path} does not say run, version and digest", path=str(path)) from None
 
 
 def _index_files(index: Path) -> list[str]:
@@ -199,7 +208,7 @@ def write_checkpoint(
                     file.write(piece)
         if len(shards) > 1:
             with replacing(temporary / INDEX_NAME) as file:
-                file.write(_index_bytes(shards))
+                file.write(index_bytes(shards))
         for extra in extra_files or []:
             shutil.copy2(extra, temporary / extra.name)
         check()
@@ -218,7 +227,7 @@ def _shard_bytes(
         yield raw(bits_of(name))
 
 
-def _index_bytes(shards: Mapping[str, Mapping[str, Form]]) -> bytes:
+def index_bytes(shards: Mapping[str, Mapping[str, Form]]) -> bytes:
     size = sum(prod(shape) * DTYPES[dtype].itemsize for forms in shards.values() for dtype, shape in forms.values())
     weight_map = {name: file for file, forms in shards.items() for name in forms}
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

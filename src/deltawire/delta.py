@@ -173,7 +173,7 @@ def diff_into(
                 tensor=name, expected=describe(before), actual=describe(after),
             )  # fmt: skip
         was = tensor_digest(name, before, workers)
-        entry, gain = encode_box(name, before, after.bits, Box.whole(before.shape), allowed, workers)
+        entry, gain = encode_box(name, before.dtype, before.bits, after.bits, Box.whole(before.shape), allowed, workers)
         return entry, was, gain, len(before.bits)
 
     base_digest = new_digest = Digest()

@@ -1,6 +1,7 @@
 """The dtypes that weights come in. All of them pass through as bit patterns; only `context` looks inside."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +9,17 @@ import numpy.typing as npt
 from deltawire.errors import UnsupportedFormat
 
 Bits = npt.NDArray[np.unsignedinteger]
+
+
+class Elements(Protocol):
+    """Flat bits that can be had a stretch at a time: an array, or something that makes each stretch when asked."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, stretch: slice, /) -> Bits: ...
 
 
 @dataclass(frozen=True, slots=True)

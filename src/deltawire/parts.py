@@ -19,8 +19,8 @@ MAX_FILE_BYTES = 5_000_000_000
 _PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
 
-def save(facts: Facts, entries: list[Entry], path: Path, max_file_bytes: int) -> list[Path]:
-    """Write a delta's files, each whole or not at all; their paths."""
+def split(entries: list[Entry], max_file_bytes: int) -> list[list[Entry]]:
+    """Which entries go into which file."""
     groups: list[list[Entry]] = [[]]
     room = max_file_bytes
     for entry in entries:
@@ -29,10 +29,22 @@ def save(facts: Facts, entries: list[Entry], path: Path, max_file_bytes: int) ->
             room = max_file_bytes
         groups[-1].append(entry)
         room -= entry.num_bytes
+    return groups
+
+
+def part_names(stem: str, num_parts: int) -> list[str]:
+    if num_parts == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i:05}-of-{num_parts:05}.safetensors" for i in range(1, num_parts + 1)]
+
+
+def save(facts: Facts, entries: list[Entry], path: Path, max_file_bytes: int) -> list[Path]:
+    """Write a delta's files, each whole or not at all; their paths."""
+    groups = split(entries, max_file_bytes)
     paths = [path]
     if len(groups) > 1:
         stem = path.name.removesuffix(".safetensors")
-        paths = [path.with_name(f"{stem}-{i:05}-of-{len(groups):05}.safetensors") for i in range(1, len(groups) + 1)]
+        paths = [path.with_name(name) for name in part_names(stem, len(groups))]
     for number, (group, target) in enumerate(zip(groups, paths, strict=True), 1):
         with replacing(target) as file:
             for piece in part_bytes(facts, group, number, len(groups)):

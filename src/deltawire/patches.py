@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from deltawire.boxes import Box, Positions
 from deltawire.codec import ENCODINGS, decode, encode
-from deltawire.dtypes import Bits
+from deltawire.dtypes import Bits, DType, Elements
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.state import Digest, box_digest, change_digest, tensor_key
 from deltawire.weights import DTypeChoice, Tensor, Weights, view
@@ -41,21 +41,21 @@ class Patch:
 
 
 def encode_box(
-    name: str, old: Tensor, new: Bits, box: Box, allowed: list[str], workers: Workers = SERIAL
+    name: str, dtype: DType, old: Elements, new: Elements, box: Box, allowed: list[str], workers: Workers = SERIAL
 ) -> tuple[Entry | None, Digest]:
     """Encode what changed in a box of a tensor, and what that adds to the digest.
 
     `old` and `new` hold the box alone: this is how a shard is encoded where it lies.
     """
-    key = tensor_key(name, old.dtype, box.full)
+    key = tensor_key(name, dtype, box.full)
     gains: list[Digest] = []
 
     def watch(start: int, positions: npt.NDArray[np.uint32], before: Bits, after: Bits) -> None:
         at = box.to_tensor(positions + np.int64(start))
         gains.append(change_digest(key, at, before[positions], after[positions]))
 
-    encoded = encode(old.bits, new, old.dtype, allowed, workers, watch)
-    entry = None if encoded is None else Entry.of(name, old.dtype, box, encoded)
+    encoded = encode(old, new, dtype, allowed, workers, watch)
+    entry = None if encoded is None else Entry.of(name, dtype, box, encoded)
     return entry, sum(gains, Digest())
 
 

@@ -13,7 +13,7 @@ from hashlib import sha256
 import numpy as np
 
 from deltawire.boxes import Box, Positions
-from deltawire.dtypes import Bits, DType
+from deltawire.dtypes import Bits, DType, Elements
 from deltawire.errors import CorruptObject
 from deltawire.weights import DTypeChoice, Tensor, Weights, num_elements, view
 from deltawire.workers import SERIAL, Workers
@@ -59,19 +59,25 @@ def tensor_key(name: str, dtype: DType, shape: tuple[int, ...]) -> TensorKey:
     return TensorKey(words[0], Digest(int(words[1]), int(words[2])))
 
 
-def box_digest(key: TensorKey, box: Box, bits: Bits, workers: Workers = SERIAL) -> Digest:
+def box_digest(key: TensorKey, box: Box, bits: Elements, workers: Workers = SERIAL) -> Digest:
     """The part of a tensor's digest that a box of it contributes, without the tensor's constant."""
     from deltawire.kernels.cpu.digest import sum_runs
 
     starts, length = box.runs()
+
+    def one_run(at: int) -> tuple[int, int]:
+        stretch = bits[at : at + _CHUNK]
+        return sum_runs(stretch, starts + at, len(stretch), key.seed)  # type: ignore[no-any-return]
+
+    def some_runs(at: int) -> tuple[int, int]:
+        stretch = bits[at * length : (at + step) * length]
+        return sum_runs(stretch, starts[at : at + step], length, key.seed)  # type: ignore[no-any-return]
+
     if len(starts) == 1:
-        jobs = [(starts + at, bits[at : at + _CHUNK]) for at in range(0, length, _CHUNK)]
+        sums = workers.map(one_run, range(0, length, _CHUNK))
     else:
         step = max(_CHUNK // max(length, 1), 1)
-        jobs = [
-            (starts[at : at + step], bits[at * length : (at + step) * length]) for at in range(0, len(starts), step)
-        ]
-    sums = workers.map(lambda job: sum_runs(job[1], job[0], len(job[1]) // len(job[0]), key.seed), jobs)
+        sums = workers.map(some_runs, range(0, len(starts), step))
     return sum((Digest(int(low), int(high)) for low, high in sums), Digest())
 
 

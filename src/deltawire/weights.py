@@ -1,6 +1,6 @@
 """Weights as callers have them (numpy, ml_dtypes, torch) seen as flat arrays of unsigned integers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,6 +12,9 @@ from deltawire.dtypes import Bits, DType, dtype_named
 
 Weights = Mapping[str, Any]
 DTypeChoice = str | Mapping[str, str] | None
+
+# A tensor's dtype, as safetensors calls it, and shape.
+Form = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,73 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
 
 
+class Viewed(Mapping[str, Tensor]):
+    """Weights as bits, each tensor seen when it is asked for; tied names are left out."""
+
+    def __init__(self, weights: Weights, dtype: DTypeChoice = None, tied: Mapping[str, str] | None = None) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._names = [name for name in weights if name not in (tied or {})]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return view(name, self._weights[name], self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def form(self, name: str) -> Form:
+        return (
+            form(self._weights, name) if hasattr(self._weights, "form") else (self[name].dtype.name, self[name].shape)
+        )
+
+    def num_elements(self, name: str) -> int:
+        return num_elements(self._weights, name)
+
+
+def tied_names(weights: Weights) -> dict[str, str]:
+    """Names that share all their memory with a name before them, as tied embeddings do."""
+    stated = getattr(weights, "tied", None)
+    if stated is not None:
+        return dict(stated)
+    first: dict[tuple[Any, ...], str] = {}
+    tied = {}
+    for name in weights:
+        value = weights[name]
+        address = (
+            value.data_ptr() if _is_torch(value) else getattr(value, "__array_interface__", {"data": None})["data"]
+        )
+        shape = tuple(getattr(value, "shape", ()))
+        if address is None or not prod(shape):
+            continue
+        to = first.setdefault((address, shape, str(getattr(value, "dtype", ""))), name)
+        if to != name:
+            tied[name] = to
+    return tied
+
+
 def num_elements(weights: Weights, name: str) -> int:
     """A tensor's size, without reading it where the weights are a checkpoint on disk."""
     count = getattr(weights, "num_elements", None)
     return count(name) if count is not None else prod(getattr(weights[name], "shape", ()))
 
 
+def form(weights: Weights, name: str) -> Form:
+    """A tensor's dtype and shape, without reading it where the weights are a checkpoint on disk."""
+    known = getattr(weights, "form", None)
+    if known is not None:
+        stated: Form = known(name)
+        return stated
+    tensor = view(name, weights[name])
+    return tensor.dtype.name, tensor.shape
+
+
 def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     """Set elements of an array or tensor, by flat position."""
+    if isinstance(value, Tensor):
+        value.bits[positions] = bits
+        return
     if _is_torch(value) and value.device.type != "cpu":
         import torch
 
@@ -68,6 +130,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
 
 def check_writable(name: str, value: Any) -> None:
     """Refuse what `write` could not change in place."""
+    value = value.bits if isinstance(value, Tensor) else value
     contiguous = value.is_contiguous() if _is_torch(value) else value.flags.c_contiguous
     if not contiguous:
         raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")

@@ -15,7 +15,6 @@ from deltawire import Box, Delta
 from deltawire.dtypes import DTYPES
 from deltawire.parts import save
 from deltawire.patches import encode_box
-from deltawire.weights import Tensor
 from recorded import recorded_steps
 
 ENCODINGS = ("auto", "context", "gap", "coo", "dense")
@@ -60,7 +59,7 @@ def sharded(whole, old, new):
     for rank, (start, stop) in enumerate(((0, 100), (100, 300))):
         box = Box((100, 300), (0, start), (100, stop - start))
         before, after = (np.ascontiguousarray(side["recorded"][box.slices]).reshape(-1) for side in (old, new))
-        entry, _ = encode_box("recorded", Tensor(DTYPES["BF16"], box.shape, before), after, box, ["context", "gap"])
+        entry, _ = encode_box("recorded", DTYPES["BF16"], before, after, box, ["context", "gap"])
         entries[rank].append(entry)
     entries[1] += [entry for entry in whole.entries if entry.name != "recorded"]
     return [*entries[0], *entries[1]], entries[0][0].num_bytes

@@ -8,7 +8,7 @@ from deltawire.codec.coo import Coo
 from deltawire.codec.dense import Dense
 from deltawire.codec.encoding import Arrays, Encoding, Watch
 from deltawire.codec.tiled import Tiled, encode_payload
-from deltawire.dtypes import Bits, DType
+from deltawire.dtypes import Bits, DType, Elements
 from deltawire.errors import UnsupportedFormat
 from deltawire.workers import Workers
 
@@ -18,7 +18,18 @@ ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in (COO, 
 AUTO, MIRRORLESS = "auto", "mirrorless"
 EncodingChoice = str | Iterable[str]
 
-__all__ = ["AUTO", "ENCODINGS", "MIRRORLESS", "Arrays", "Encoded", "allowed_encodings", "decode", "encode"]
+__all__ = [
+    "AUTO",
+    "COO",
+    "DENSE",
+    "ENCODINGS",
+    "MIRRORLESS",
+    "Arrays",
+    "Encoded",
+    "allowed_encodings",
+    "decode",
+    "encode",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ def allowed_encodings(choice: EncodingChoice) -> list[str]:
 
 
 def encode(
-    old: Bits, new: Bits, dtype: DType, allowed: list[str], workers: Workers, watch: Watch | None = None
+    old: Elements, new: Elements, dtype: DType, allowed: list[str], workers: Workers, watch: Watch | None = None
 ) -> Encoded | None:
     """The smallest allowed encoding of what changed, or None where nothing did. `watch` sees every change once."""
     sizes: dict[str, int] = {}
@@ -67,10 +78,10 @@ def encode(
     best = min(sizes, key=lambda name: sizes[name])
     # Whatever has lost goes before the winner is made: at high densities each is nearly as large as the tensor.
     kept = {name: arrays for name, arrays in kept.items() if name == best}
-    return Encoded(best, num_changed, kept.get(best) or ENCODINGS[best].encode(old, new, dtype, workers))
+    return Encoded(best, num_changed, kept.get(best) or ENCODINGS[best].encode(old[:], new[:], dtype, workers))
 
 
-def count_changes(old: Bits, new: Bits, workers: Workers, watch: Watch | None) -> int:
+def count_changes(old: Elements, new: Elements, workers: Workers, watch: Watch | None) -> int:
     from deltawire.kernels.cpu.blocks import changed_positions
 
     size = 1 << 20

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from deltawire.boxes import Positions
 from deltawire.codec.encoding import Arrays, Watch
-from deltawire.dtypes import Bits, DType
+from deltawire.dtypes import Bits, DType, Elements
 from deltawire.errors import CorruptObject
 from deltawire.workers import Workers
 
@@ -68,7 +68,7 @@ class Payload(NamedTuple):
     """What the payload would take as `gap`."""
 
 
-def choose_tile_log2(old: Bits, new: Bits, workers: Workers) -> int:
+def choose_tile_log2(old: Elements, new: Elements, workers: Workers) -> int:
     """Tiles that hold about 16,000 to 32,000 changes: enough that a tile's header hardly counts, few enough to share.
 
     The density is that of one stretch in 16, so that the box need not be read twice.
@@ -87,8 +87,8 @@ def choose_tile_log2(old: Bits, new: Bits, workers: Workers) -> int:
 
 
 def encode_payload(
-    old: Bits,
-    new: Bits,
+    old: Elements,
+    new: Elements,
     dtype: DType,
     contextual: bool,
     workers: Workers,

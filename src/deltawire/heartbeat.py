@@ -1,0 +1,57 @@
+"""What replicas tell of themselves in `replicas/`, so that people and `gc` know who needs what."""
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from secrets import token_hex
+from typing import Any
+
+from deltawire.errors import ObjectMissing, StoreError
+from deltawire.manifest import REPLICAS
+from deltawire.runs import Run
+
+# A replica that was silent for longer is taken for dead.
+LIVE_SECONDS = 600.0
+
+
+class Heartbeat:
+    """Writes one small object under the replica's name. A store that refuses it stops nothing."""
+
+    def __init__(self, run: Run, name: str | None, every_seconds: float | None) -> None:
+        host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())
+        self.name = name or f"{host}-{os.getpid()}-{token_hex(2)}"
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", self.name):
+            raise ValueError(f"a replica's name has letters, digits, '_', '.' and '-' only, not {self.name!r}")
+        self._run, self._every = run, every_seconds
+        self._last = 0.0
+        self._written = False
+
+    def beat(self, status: Mapping[str, Any], *, due: bool = True) -> None:
+        """Tell the status: now, or only if the last time is long enough ago."""
+        now = time.time()
+        if self._every is None or (not due and now - self._last < self._every):
+            return
+        told = {"name": self.name, "run": self._run.id, "time": now, "host": socket.gethostname(), "pid": os.getpid()}
+        self._last = now
+        with suppress(StoreError):
+            self._run.store.put(f"{REPLICAS}{self.name}.json", json.dumps({**told, **status}).encode())
+            self._written = True
+
+    def remove(self) -> None:
+        if self._written:
+            with suppress(StoreError):
+                self._run.store.delete([f"{REPLICAS}{self.name}.json"])
+
+
+def read_heartbeats(run: Run) -> list[dict[str, Any]]:
+    """What all replicas last told; `age_seconds` by the store's clock against ours, malformed ones left out."""
+    found = []
+    for stat in run.store.list(REPLICAS):
+        with suppress(ObjectMissing, ValueError, TypeError):
+            told = json.loads(run.store.get(stat.key))
+            found.append({**told, "age_seconds": max(time.time() - stat.modified, 0.0)})
+    return found

@@ -1,0 +1,290 @@
+"""The weights as they were last published, and the way back to the versions before.
+
+A snapshot moves forward as versions are staged; for each version the bits that it replaced are kept, so that any recent
+version can be read while the snapshot is already ahead: to encode it, to write it as an anchor, to make a delta over
+many versions, or to roll back what could not be committed. Bits are kept in chunks: as arrays while a version is being
+published, then as short reverse streams in an unnamed file.
+
+Readers take no lock: a chunk's old bits are recorded before the snapshot changes, and a reader looks for them before
+and after it copies the chunk. Whatever of a staged version it has caught, putting all its old bits back makes it whole.
+"""
+
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire.codec.tiled import check_status, kernel_layout
+from deltawire.container import raw
+from deltawire.dtypes import Bits, DType
+from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.weights import Tensor, form
+from deltawire.workers import Workers
+
+CHUNK = 1 << 20
+
+# A tensor's name and a chunk's number in it.
+ChunkKey = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a version changed in one chunk; no positions where that is nearly everything."""
+
+    positions: npt.NDArray[np.uint32] | slice
+    old: Bits
+    num_changed: int
+
+
+class Record(Protocol):
+    """How to get from a version back to the one before it."""
+
+    names: set[str]
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        """Turn a chunk's bits into those before the version."""
+
+
+class Staged:
+    """The changes of a version that is being published, in memory."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.changes: dict[ChunkKey, Change] = {}
+
+    @property
+    def num_changed(self) -> int:
+        return sum(change.num_changed for change in self.changes.values())
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        change = self.changes.get(key)
+        if change is not None:
+            bits[change.positions] = change.old
+
+
+class _Stream(NamedTuple):
+    start: int
+    num_bytes: int
+    num_changed: int
+
+
+class Settled:
+    """The changes of a version that was committed: reverse `gap` streams in a file, or the old bits where shorter."""
+
+    def __init__(self, names: set[str], folder: Path | None) -> None:
+        self.names = names
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed when it is forgotten
+        self._streams: dict[ChunkKey, _Stream] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: ChunkKey, stream: Bits, num_changed: int) -> None:
+        with self._lock:
+            start = self._file.seek(0, 2)
+            self._file.write(raw(stream))
+        self._streams[key] = _Stream(start, stream.nbytes, num_changed)
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        from deltawire.kernels.cpu.decode import decode_tile
+
+        place = self._streams.get(key)
+        if place is None:
+            return
+        with self._lock:
+            self._file.seek(place.start)
+            stream = np.frombuffer(self._file.read(place.num_bytes), np.uint8)
+        if place.num_bytes == bits.nbytes:
+            bits[:] = stream.view(bits.dtype)
+            return
+        positions, old = np.empty(place.num_changed, np.int64), np.empty(place.num_changed, bits.dtype)
+        check_status(int(decode_tile(stream, bits, *kernel_layout(dtype), False, positions, old)))
+        bits[positions] = old
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class History:
+    """A snapshot of some weights, at `version`, and records of how to go back from there."""
+
+    def __init__(self, weights: Mapping[str, Tensor], version: int, *, scratch: Path | None = None) -> None:
+        self.forms = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+        self._snapshot = {name: tensor.bits.copy() for name, tensor in weights.items()}
+        self._records: dict[int, Record] = {}
+        self._scratch = scratch
+        self.oldest = self.version = version
+
+    @property
+    def num_elements(self) -> int:
+        return sum(map(len, self._snapshot.values()))
+
+    def num_elements_of(self, name: str) -> int:
+        return len(self._snapshot[name])
+
+    def stage(self, version: int, weights: Mapping[str, Tensor], workers: Workers) -> Staged:
+        """Move the snapshot to new weights, as the next version. What changed is recorded."""
+        from deltawire.kernels.cpu.blocks import changed_positions
+
+        self._check(weights)
+        record = Staged()
+
+        def stage_tensor(name: str, workers: Workers) -> None:
+            bits, fresh = self._snapshot[name], weights[name].bits
+
+            def stage_chunk(index: int) -> None:
+                part = slice(index * CHUNK, (index + 1) * CHUNK)
+                old, new = bits[part], fresh[part]
+                positions = changed_positions(old, new)
+                if len(positions) == 0:
+                    return
+                few = 2 * len(positions) < len(old)
+                where = positions.copy() if few else slice(None)
+                record.changes[name, index] = Change(where, old[positions] if few else old.copy(), len(positions))
+                record.names.add(name)
+                old[where] = new[where]
+
+            workers.map(stage_chunk, range(-(-len(bits) // CHUNK)))
+
+        self._records[version] = record
+        try:
+            for _ in workers.spread(self._snapshot, lambda name: len(self._snapshot[name]), stage_tensor):
+                pass
+        except BaseException:
+            self._undo(version)
+            raise
+        self.version = version
+        return record
+
+    def roll_back(self, version: int) -> None:
+        """Undo everything that was staged from a version on."""
+        for last in sorted((each for each in list(self._records) if each >= version), reverse=True):
+            self._undo(last)
+        self.version = version - 1
+
+    def _undo(self, version: int) -> None:
+        record = self._records[version]
+        for name, index in self._chunks(record.names):
+            bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK]
+            record.revert((name, index), bits, self.forms[name][0])
+        del self._records[version]
+
+    def settle(self, version: int, workers: Workers) -> None:
+        """Keep a committed version's old bits in little space."""
+        from deltawire.kernels.cpu.encode import encode_tile
+
+        staged = self._records[version]
+        if not isinstance(staged, Staged):
+            return
+        settled = Settled(staged.names, self._scratch)
+
+        def settle_chunk(key: ChunkKey) -> None:
+            name, index = key
+            change, dtype = staged.changes[key], self.forms[name][0]
+            new = self._chunk(name, index, version)
+            old = new.copy()
+            old[change.positions] = change.old
+            if isinstance(change.positions, slice):
+                settled.add(key, old, change.num_changed)
+                return
+            words, num_bits, _ = encode_tile(new, old, change.positions, *kernel_layout(dtype), False)
+            stream = words.view(np.uint8)[: (int(num_bits) + 7) // 8]
+            settled.add(key, stream if stream.nbytes < old.nbytes else old, change.num_changed)
+
+        workers.map(settle_chunk, list(staged.changes))
+        self._records[version] = settled
+
+    def forget(self, version: int) -> None:
+        """Keep no way back to before a version."""
+        for each in [each for each in list(self._records) if each <= version]:
+            record = self._records.pop(each)
+            if isinstance(record, Settled):
+                record.close()
+        self.oldest = max(self.oldest, version)
+
+    def changed_since(self, base: int, version: int) -> set[str]:
+        """The tensors in which any version after a base, up to another, has changed something."""
+        records = [self._records[each] for each in range(base + 1, version + 1)]
+        return set().union(*(record.names for record in records))
+
+    def at(self, name: str, version: int) -> "Past":
+        """A tensor as it was at a version."""
+        if version < self.oldest:
+            raise ValueError(f"version {version} is forgotten; the oldest that is known is {self.oldest}")
+        bits = self._snapshot[name]
+        return Past(lambda index: self._chunk(name, index, version), len(bits), bits.dtype)
+
+    def _chunk(self, name: str, index: int, version: int) -> Bits:
+        before = dict(self._records)
+        bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK].copy()
+        after = dict(self._records)
+        for each in sorted((each for each in before.keys() | after.keys() if each > version), reverse=True):
+            known = [records[each] for records in (before, after) if each in records]
+            # A version may have been rolled back and staged anew, or settled, in between. Staged bits are absolute, so
+            # all of them may be put back; a settled stream is read against the version itself, so only alone.
+            for record in [record for record in known if isinstance(record, Staged)] or known[:1]:
+                record.revert((name, index), bits, self.forms[name][0])
+        return bits
+
+    def _chunks(self, names: Iterable[str]) -> list[ChunkKey]:
+        return [(name, i) for name in list(names) for i in range(-(-len(self._snapshot[name]) // CHUNK))]
+
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
+        for missing, where in ((self.forms.keys() - weights.keys(), "no longer"), (weights.keys() - self.forms, "not")):
+            if missing:
+                raise UnknownParameter(
+                    f"{min(missing)} is {where} among the published weights: call publish(anchor=True) to start anew",
+                    tensor=min(missing),
+                )
+        for name in weights:
+            (dtype, shape), now = self.forms[name], form(weights, name)
+            if now != (dtype.name, shape):
+                expected, actual = f"{dtype.name} {list(shape)}", f"{now[0]} {list(now[1])}"
+                raise ShapeMismatch(
+                    f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start anew",
+                    tensor=name, expected=expected, actual=actual,
+                )  # fmt: skip
+
+
+class Past:
+    """One tensor's bits at some version, made a chunk at a time; the last few chunks are kept."""
+
+    MOST_KEPT = 8
+
+    def __init__(self, make: Callable[[int], Bits], length: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self._make, self._length, self._dtype = make, length, dtype
+        self._kept: OrderedDict[int, Bits] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self._length * self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, stretch: slice, /) -> Bits:
+        start, stop, _ = stretch.indices(self._length)
+        first, last = start // CHUNK, max(stop - 1, start) // CHUNK
+        if start >= stop:
+            return np.empty(0, self._dtype)
+        if first == last:
+            return self._chunk(first)[start - first * CHUNK : stop - first * CHUNK]
+        whole = np.empty(stop - start, self._dtype)
+        for index in range(first, last + 1):
+            at, end = max(index * CHUNK, start), min((index + 1) * CHUNK, stop)
+            whole[at - start : end - start] = self._chunk(index)[at - index * CHUNK : end - index * CHUNK]
+        return whole
+
+    def _chunk(self, index: int) -> Bits:
+        with self._lock:
+            bits = self._kept.get(index)
+            if bits is None:
+                bits = self._kept[index] = self._make(index)
+                if len(self._kept) > self.MOST_KEPT:
+                    self._kept.popitem(last=False)
+            return bits

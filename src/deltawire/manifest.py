@@ -1,0 +1,266 @@
+"""The JSON documents of a run: what makes a version exist, and the other ways that lead to it.
+
+    run.json                                    the run's id
+    manifests/00000042.json                     version 42: it exists when this does
+    manifests/00000042.from-00000038.json       another way to it: a delta over several versions
+    manifests/00000042.anchor.json              another way to it: all weights
+
+Each is written once and never changed. A signature, where there is one, is the first member of the object and covers
+all other bytes of the document, so that it can be checked without agreeing on a canonical form. See docs/format.md.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltawire.chain import Link
+from deltawire.container import no_duplicates
+from deltawire.errors import CorruptObject, LimitExceeded, SignatureMismatch, UnsupportedFormat
+from deltawire.state import Digest
+
+DOCUMENT_VERSION = 1
+MOST_BYTES = 16_000_000
+MOST_VERSION = 99_999_999
+
+RUN_KEY = "run.json"
+MANIFESTS, DELTAS, ANCHORS, REPLICAS = "manifests/", "deltas/", "anchors/", "replicas/"
+
+_SIGNATURE = re.compile(rb'\{"signature":"([0-9a-f]{128})",')
+_KEY = re.compile(r"(anchors|deltas)(/[A-Za-z0-9_.+-]*[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)+")
+_FILE = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+ -]{0,254}")
+_DOCUMENT = re.compile(r"manifests/(\d{8})(\.anchor|\.from-(\d{8}))?\.json")
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[bytes, bytes], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object that a way needs: where it is, and what it must be."""
+
+    key: str
+    num_bytes: int
+    sha256: str
+    file: str
+    """The name of the file in a checkpoint folder, or of the part of a delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to get to a version: from a base by a delta, or from nothing by an anchor."""
+
+    version: int
+    base: int | None
+    digest: Digest
+    base_digest: Digest | None
+    objects: tuple[StoredObject, ...]
+    num_changed: int
+    encodings: Mapping[str, int] = field(hash=False)
+    """How many patches have which encoding."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.objects)
+
+    @property
+    def link(self) -> Link:
+        return Link(self.version, self.base, self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A version: its digest, the way to it from the version before, and the best way to that from nothing."""
+
+    run: str
+    version: int
+    way: Way
+    path: tuple[Way, ...]
+    """The cheapest ways from an anchor to the base of `way` that were known when this was written."""
+    num_elements: int
+    tied: Mapping[str, str]
+    """Names that share the weights of others, and so are not published themselves."""
+    step: int | None
+    metadata: Mapping[str, Any]
+    writer: str
+    created: float
+
+    @property
+    def digest(self) -> Digest:
+        return self.way.digest
+
+
+def manifest_key(version: int) -> str:
+    return f"{MANIFESTS}{version:08}.json"
+
+
+def way_key(link: Link) -> str:
+    """Where a further way to a version is described."""
+    return f"{MANIFESTS}{link.version:08}.{'anchor' if link.base is None else f'from-{link.base:08}'}.json"
+
+
+def read_document_key(key: str) -> tuple[int, int | None, bool] | None:
+    """What a key under manifests/ is about: version, base, and whether it is the version's own manifest."""
+    named = _DOCUMENT.fullmatch(key)
+    if not named:
+        return None
+    return int(named[1]), None if named[3] is None else int(named[3]), named[2] is None
+
+
+def manifest_bytes(manifest: Manifest, sign: Sign | None = None) -> bytes:
+    return _document(
+        "version",
+        {
+            "run": manifest.run,
+            "version": manifest.version,
+            "step": manifest.step,
+            "digest": str(manifest.digest),
+            "total": manifest.num_elements,
+            "tied": dict(manifest.tied),
+            "writer": manifest.writer,
+            "created": manifest.created,
+            "metadata": dict(manifest.metadata),
+            "way": _way_fields(manifest.way),
+            "path": [_way_fields(way) for way in manifest.path],
+        },
+        sign,
+    )
+
+
+def way_bytes(run: str, way: Way, writer: str, created: float, sign: Sign | None = None) -> bytes:
+    return _document("way", {"run": run, "writer": writer, "created": created, "way": _way_fields(way)}, sign)
+
+
+def run_bytes(run: str, writer: str, created: float, sign: Sign | None = None) -> bytes:
+    return _document("run", {"run": run, "writer": writer, "created": created}, sign)
+
+
+def read_manifest(data: bytes, verify: Verify | None = None) -> Manifest:
+    fields = _read(data, "version", verify)
+    with _Reading("a manifest"):
+        way = _read_way(fields["way"])
+        manifest = Manifest(
+            run=_typed(fields["run"], str),
+            version=_count(fields["version"]),
+            way=way,
+            path=tuple(_read_way(each) for each in fields["path"]),
+            num_elements=_count(fields["total"]),
+            tied={_typed(name, str): _typed(to, str) for name, to in fields["tied"].items()},
+            step=None if fields["step"] is None else _typed(fields["step"], int),
+            metadata=_typed(fields["metadata"], dict),
+            writer=_typed(fields["writer"], str),
+            created=float(fields["created"]),
+        )
+        if manifest.version != way.version or str(way.digest) != fields["digest"]:
+            raise CorruptObject("a manifest's way does not lead to its version", version=manifest.version)
+    return manifest
+
+
+def read_way(data: bytes, verify: Verify | None = None) -> tuple[str, Way]:
+    """The run and the way that a document is about."""
+    fields = _read(data, "way", verify)
+    with _Reading("a way"):
+        return _typed(fields["run"], str), _read_way(fields["way"])
+
+
+def read_run(data: bytes, verify: Verify | None = None) -> str:
+    """The run's id."""
+    fields = _read(data, "run", verify)
+    with _Reading("run.json"):
+        return str(_typed(fields["run"], str))
+
+
+def _document(kind: str, fields: Mapping[str, Any], sign: Sign | None) -> bytes:
+    body = json.dumps({"format": DOCUMENT_VERSION, "kind": kind, **fields}, separators=(",", ":")).encode()
+    if sign is None:
+        return body
+    return b'{"signature":"' + sign(body).hex().encode() + b'",' + body[1:]
+
+
+def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
+    if len(data) > MOST_BYTES:
+        raise LimitExceeded(f"a document of {len(data)} bytes is larger than {MOST_BYTES}")
+    signature = _SIGNATURE.match(data)
+    if verify is not None:
+        if signature is None:
+            raise SignatureMismatch("this is not signed, and a public key was given: nothing unsigned is taken")
+        if not verify(bytes.fromhex(signature[1].decode()), b"{" + data[signature.end() :]):
+            raise SignatureMismatch("this is not signed by the key that was given")
+    with _Reading("a document"):
+        fields: dict[str, Any] = _typed(json.loads(data, object_pairs_hook=no_duplicates), dict)
+        if fields["format"] != DOCUMENT_VERSION:
+            raise UnsupportedFormat(
+                f"this document has format {fields['format']!r}, this release reads {DOCUMENT_VERSION}: "
+                "upgrade deltawire",
+                actual=fields["format"],
+            )
+        if fields["kind"] != kind:
+            raise CorruptObject(f"this document is about a {fields['kind']}, not a {kind}")
+    return fields
+
+
+class _Reading:
+    """Whatever a malformed document makes Python say, it becomes CorruptObject."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)):
+            raise CorruptObject(f"{self.what} is malformed: {type(error).__name__} {error}") from None
+
+
+def _way_fields(way: Way) -> dict[str, Any]:
+    return {
+        "version": way.version,
+        "base": way.base,
+        "digest": str(way.digest),
+        "base_digest": None if way.base_digest is None else str(way.base_digest),
+        "changed": way.num_changed,
+        "encodings": dict(way.encodings),
+        "objects": [
+            {"key": each.key, "bytes": each.num_bytes, "sha256": each.sha256, "file": each.file} for each in way.objects
+        ],
+    }
+
+
+def _read_way(fields: Mapping[str, Any]) -> Way:
+    base = None if fields["base"] is None else _count(fields["base"])
+    version = _count(fields["version"])
+    if version > MOST_VERSION or (base is not None and base >= version):
+        raise CorruptObject(f"no way leads from version {base} to version {version}")
+    way = Way(
+        version=version,
+        base=base,
+        digest=Digest.parse(_typed(fields["digest"], str)),
+        base_digest=None if base is None else Digest.parse(_typed(fields["base_digest"], str)),
+        objects=tuple(map(_read_object, fields["objects"])),
+        num_changed=_count(fields["changed"]),
+        encodings={_typed(name, str): _count(count) for name, count in fields["encodings"].items()},
+    )
+    if not way.objects or len({each.file for each in way.objects}) != len(way.objects):
+        raise CorruptObject(f"the way to version {version} has no objects, or two of one name")
+    return way
+
+
+def _read_object(fields: Mapping[str, Any]) -> StoredObject:
+    key, file, sha256 = (_typed(fields[name], str) for name in ("key", "file", "sha256"))
+    # These become paths, in the store and on a disk.
+    if not _KEY.fullmatch(key) or not _FILE.fullmatch(file) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise CorruptObject(f"an object has an impossible key, file name or hash: {key[:80]!r}, {file[:80]!r}")
+    return StoredObject(key, _count(fields["bytes"]), sha256, file)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is not a count")
+    return value

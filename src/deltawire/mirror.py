@@ -1,0 +1,230 @@
+"""A replica's checkpoint folder on disk, changed in place: always a checkpoint that transformers loads.
+
+    model*.safetensors, config.json, ...   the checkpoint
+    deltawire.json                         run, version and digest of what it holds
+    .deltawire/journal.safetensors         patches that are being written; while it exists, the weights are in between
+    .deltawire/incoming/                   a whole checkpoint that is being moved into place; the same
+    .deltawire/cache/                      downloads
+    .deltawire/lock                        held by the process that keeps the folder current
+
+Patches are journalled, then written into the mapped files, then the version is told, then the journal goes. Whoever
+opens a folder with a journal (or an incoming checkpoint) writes it again: its patches are absolute.
+"""
+
+import fcntl
+import json
+import mmap
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltawire.boxes import Box
+from deltawire.checkpoint import STATE_NAME, Checkpoint, write_checkpoint
+from deltawire.codec import COO, Encoded
+from deltawire.container import replacing
+from deltawire.delta import Delta
+from deltawire.dtypes import DTYPES, dtype_named
+from deltawire.errors import Conflict, FormatError, ObjectMissing
+from deltawire.files import shards_of
+from deltawire.parts import save
+from deltawire.patches import Patch
+from deltawire.replay import Replay
+from deltawire.state import Digest, digest
+from deltawire.target import State
+from deltawire.weights import Tensor
+from deltawire.wire import PREFIX, Entry, Facts
+
+
+class Mirror:
+    """A checkpoint folder as a replica's target. One process at a time."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._own = self.folder / ".deltawire"
+        self._journal = self._own / "journal.safetensors"
+        self._incoming = self._own / "incoming"
+        self.scratch: Path | None = self._own / "cache"
+        if self.folder.exists() and not self.folder.is_dir():
+            raise Conflict(f"{self.folder} is a file; a mirror is a folder", path=str(self.folder))
+        if self.folder.is_dir() and any(self.folder.iterdir()) and not self._own.is_dir():
+            raise Conflict(
+                f"{self.folder} holds files that are not a mirror's: choose an empty or new folder",
+                path=str(self.folder),
+            )
+        self._own.mkdir(parents=True, exist_ok=True)
+        self._lock = (self._own / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise Conflict(
+                f"another process keeps {self.folder} current: stop it, or use another folder", path=str(self.folder)
+            ) from None
+        self._maps: list[mmap.mmap] = []
+        self._weights: dict[str, Tensor] = {}
+        self._state: State | None = None
+        self._repair()
+
+    def state(self) -> State | None:
+        return self._state
+
+    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+        return digest(self._weights, tied=tied) if self._weights else None
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._weights
+
+    def apply(self, patches: Sequence[Patch], base: State, state: State, tied: Mapping[str, str]) -> None:
+        facts = Facts(
+            run=state.run,
+            version=state.version,
+            base_version=base.version,
+            base_digest=base.digest,
+            digest=state.digest,
+            num_changed=sum(len(patch.bits) for patch in patches),
+            num_elements=sum(len(tensor.bits) for tensor in self._weights.values()),
+            tied={},
+        )
+        save(facts, [_entry(patch) for patch in patches], self._journal, max_file_bytes=1 << 62)
+        self._state = None
+        self._finish_apply(patches, state)
+
+    def _finish_apply(self, patches: Sequence[Patch], state: State) -> None:
+        for patch in patches:
+            self._weights[patch.name].bits[patch.where] = patch.bits
+        for each in self._maps:
+            each.flush()
+        self._tell(self.folder, state)
+        self._journal.unlink()
+        self._state = state
+
+    def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+        checkpoint = anchor.base
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError("a mirror is loaded from a checkpoint")
+        metadata = {"format": "pt"}
+        if tied:
+            metadata[PREFIX + "tied"] = json.dumps(dict(tied), separators=(",", ":"))
+        made = self._own / "made"
+        shutil.rmtree(made, ignore_errors=True)
+        write_checkpoint(
+            made, shards_of(checkpoint, made), metadata, anchor.bits_of,
+            extra_files=list(files), check=lambda: anchor.check(state.digest),
+        )  # fmt: skip
+        self._tell(made, state)
+        self._state = None
+        made.replace(self._incoming)
+        self._finish_load()
+
+    def _finish_load(self) -> None:
+        self._unmap()
+        fresh = {file.name for file in self._incoming.iterdir()} | {STATE_NAME, self._own.name}
+        for file in self._incoming.iterdir():
+            if file.name != STATE_NAME:
+                file.replace(self.folder / file.name)
+        told = self._incoming / STATE_NAME
+        if told.exists():
+            # Shards of the layout before, of which a reader must not take one for the other.
+            kept = fresh | set(json.loads(told.read_text())["files"])
+            for stale in self.folder.glob("*.safetensors*"):
+                if stale.name not in kept:
+                    stale.unlink()
+            told.replace(self.folder / STATE_NAME)
+        self._incoming.rmdir()
+        self._open()
+
+    def _repair(self) -> None:
+        """Finish what a process before this one had begun, and find out what the folder holds."""
+        for left in self._own.glob(".*.tmp"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if self._incoming.exists():
+            self._finish_load()
+            return
+        if (self.folder / STATE_NAME).exists():
+            self._open()
+        if self._journal.exists():
+            self._finish_journal()
+
+    def _finish_journal(self) -> None:
+        try:
+            delta = Delta.load(self._journal)
+            patches = list(delta.patches())
+            self._finish_apply(patches, State(delta.run, delta.version, delta.digest))
+        except (FormatError, KeyError):
+            # A journal that a disk has damaged: nobody knows what the weights are, so they will be fetched anew.
+            self._state = None
+            self._journal.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        """Map the files. The version is what they say only if nobody has touched them since, or the digest is right."""
+        told = _read_state(self.folder / STATE_NAME)
+        if told is None:
+            return
+        state, times = told
+        try:
+            self._map(Checkpoint(self.folder))
+        except (FormatError, ObjectMissing):
+            self._unmap()
+            return
+        untouched = times == _times(self.folder, times)
+        if untouched or self._journal.exists() or digest(self._weights) == state.digest:
+            self._state = state
+
+    def _map(self, checkpoint: Checkpoint) -> None:
+        for file, shard in checkpoint.shards.items():
+            with (self.folder / file).open("r+b") as opened:
+                mapped = mmap.mmap(opened.fileno(), 0)
+            self._maps.append(mapped)
+            for name, slot in shard.header.slots.items():
+                start = shard.header.data_start + slot.start
+                bits = np.frombuffer(mapped, np.uint8, slot.stop - slot.start, start)
+                dtype = dtype_named(slot.dtype)
+                self._weights[name] = Tensor(dtype, slot.shape, bits.view(dtype.unsigned))
+
+    def _unmap(self) -> None:
+        # Python closes a map when the last array that looks into it is gone.
+        self._weights.clear()
+        self._state = None
+        self._maps = []
+
+    def _tell(self, folder: Path, state: State) -> None:
+        shards = [file.name for file in folder.glob("*.safetensors")]
+        told = {
+            "run": state.run,
+            "version": state.version,
+            "digest": str(state.digest),
+            "files": _times(folder, shards),
+        }
+        with replacing(folder / STATE_NAME) as file:
+            file.write((json.dumps(told, indent=2) + "\n").encode())
+
+    def close(self) -> None:
+        self._unmap()
+        self._lock.close()
+
+
+def _times(folder: Path, files: Any) -> dict[str, list[int]]:
+    """Size and time of change of some files."""
+    stats = {file: (folder / file).stat() for file in files if (folder / file).exists()}
+    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+
+
+def _read_state(path: Path) -> tuple[State, dict[str, Any]] | None:
+    try:
+        told = json.loads(path.read_text())
+        return State(str(told["run"]), int(told["version"]), Digest.parse(told["digest"])), dict(told["files"])
+    except (ValueError, KeyError, TypeError, FormatError):
+        return None
+
+
+def _entry(patch: Patch) -> Entry:
+    """A patch as it is: positions and bits, or the whole tensor."""
+    dtype, box = DTYPES[patch.dtype], Box.whole(patch.box.full)
+    if isinstance(patch.where, slice):
+        return Entry.of(patch.name, dtype, box, Encoded("dense", len(patch.bits), {"dense": patch.bits}))
+    index = DTYPES[COO.parts(dtype, box.num_elements)["indices"]].unsigned
+    arrays = {"indices": patch.positions.astype(index), "values": patch.bits}
+    return Entry.of(patch.name, dtype, box, Encoded(COO.name, len(patch.bits), arrays))

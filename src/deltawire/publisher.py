@@ -1,0 +1,411 @@
+"""The trainer's side: finds what changed, and makes it a version, or leaves everything as it was."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deltawire.chain import SKIPS
+from deltawire.checkpoint import Checkpoint
+from deltawire.codec import EncodingChoice, allowed_encodings
+from deltawire.errors import DeltawireError, Fenced, StoreUnavailable
+from deltawire.history import History
+from deltawire.lease import Lease
+from deltawire.manifest import Manifest, Way
+from deltawire.parts import MAX_FILE_BYTES
+from deltawire.runs import Run
+from deltawire.signing import public_key_of
+from deltawire.state import Digest, digest
+from deltawire.store import Store
+from deltawire.upkeep import Making, Upkeep
+from deltawire.upload import encode_delta, history_digest, is_worth_sending, put_anchor, put_delta, put_files
+from deltawire.weights import DTypeChoice, Viewed, Weights, tied_names
+from deltawire.workers import Workers
+
+Source = Weights | Callable[[], Weights]
+
+
+class Publication:
+    """A version on its way into the store."""
+
+    def __init__(self, version: int, step: int | None) -> None:
+        self.version = version
+        self.step = step
+        self.stats: dict[str, Any] = {}
+        """Sizes, counts and seconds; complete when it is done."""
+        self.error: BaseException | None = None
+        self._done = threading.Event()
+
+    def done(self) -> bool:
+        """Whether it was committed, or has failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> "Publication":
+        """Wait for the commit and return, or raise why there is none."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"version {self.version} was not committed within {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._done.set()
+
+    def __repr__(self) -> str:
+        state = "on its way" if not self.done() else "committed" if self.error is None else f"failed: {self.error}"
+        return f"Publication(version={self.version}, step={self.step}, {state})"
+
+
+@dataclass(slots=True)
+class Job:
+    """A version that is staged: what stands between the snapshot and the store."""
+
+    version: int
+    step: int | None
+    metadata: Mapping[str, Any]
+    publications: list[Publication]
+    is_anchor: bool
+    history: History
+    before: History | None
+    """The history that an anchor replaces."""
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Publisher:
+    """Publishes the weights of a training run, version by version.
+
+    `publish` finds what changed and returns; encoding, upload and commit go on in a thread. Versions are committed in
+    order. When one fails, it and those after it are undone, so that the next one holds everything since the last that
+    was committed.
+
+    >>> with Publisher("s3://bucket/run", model) as publisher:  # doctest: +SKIP
+    ...     publisher.publish(step=1)
+    """
+
+    def __init__(
+        self,
+        store: str | Path | Store,
+        weights: Any,
+        *,
+        run: str | None = None,
+        base: Weights | None = None,
+        files: Sequence[str | Path] = (),
+        dtype: DTypeChoice = None,
+        tied: Mapping[str, str] | None = None,
+        encoding: EncodingChoice = "auto",
+        queue_size: int = 1,
+        when_full: str = "wait",
+        anchors: int | str | None = "auto",
+        skips: Sequence[int] = SKIPS,
+        sign_with: str | Path | None = None,
+        scratch: Path | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        threads: int | None = None,
+    ) -> None:
+        if when_full not in ("wait", "coalesce"):
+            raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
+        if not (anchors in ("auto", None) or (isinstance(anchors, int) and anchors > 0)) or queue_size < 0:
+            raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")
+        self._read: Callable[[], Weights] = _source(weights)
+        now = self._read()
+        self._dtype, self._tied = dtype, dict(tied_names(now) if tied is None else tied)
+        self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
+        self._scratch, self._threads = scratch, threads
+        self._files = [Path(file) for file in files] or _files_of(now)
+        key = None if sign_with is None else public_key_of(sign_with)
+        self.run = Run(store, sign_with=sign_with, public_key=key)
+        self.run.start(run)
+        self._lease = Lease(self.run)
+        self._lease.take()
+        self._making = Making(self.run, self._tied, allowed_encodings(encoding), max_file_bytes, threads)
+        self._upkeep = Upkeep(self._making, skips, anchors, ())
+        self._keeps_history = bool(skips) or anchors is not None
+        self.version: int | None = None
+        """The last version that was committed."""
+        self.last: Publication | None = None
+        self.num_published = self.num_failed = 0
+        self._digest = Digest()
+        self._history: History | None = None
+        self._next = 0
+        self._resume(now if base is None else base)
+        self._pending: deque[Job] = deque()
+        self._unsettled: tuple[Job, Manifest, bytes] | None = None
+        self._fenced: Fenced | None = None
+        self._closing = False
+        # Staging and undoing exclude each other; the queue has a lock of its own.
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="deltawire-publish", daemon=True)
+        self._thread.start()
+
+    def _resume(self, weights: Weights) -> None:
+        """Take up the run where it is: go on from weights that are its last version, or else start with an anchor."""
+        latest = self.run.latest()
+        if latest is None:
+            return
+        manifest = self.run.manifest(latest)
+        self.version, self._next, self._digest = latest, latest + 1, manifest.digest
+        self._upkeep.note(*manifest.path, manifest.way)
+        first = self._upkeep.path(latest)[:1]
+        if first:
+            # What lies beside the weights of the last anchor lies there already.
+            own = first[0].objects[0].key.rpartition("/")[0]
+            self._upkeep.beside = tuple(each for each in first[0].objects if not each.key.startswith(own))
+        if digest(weights, dtype=self._dtype, tied=self._tied, threads=self._threads) == manifest.digest:
+            self._history = self._snapshot(weights, latest)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the next version will be a delta: the weights are those of the last version."""
+        return self._history is not None
+
+    def publish(
+        self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
+    ) -> Publication:
+        """Make the weights as they are now the next version. They may change again as soon as this returns.
+
+        `anchor=True` sends all weights, as for the first version: needed when names, shapes or dtypes have changed.
+        """
+        self._wait_for_room()
+        with self._turn:
+            self._check_open()
+            waiting = self._take_waiting(anchor)
+            started = time.perf_counter()
+            try:
+                job = self._stage(step, dict(metadata or {}), anchor)
+            except BaseException as error:
+                for publication in waiting:
+                    publication._finish(error)
+                raise
+            job.stats["diff_seconds"] = time.perf_counter() - started
+            job.stats["coalesced"] = len(waiting)
+            job.publications[:0] = waiting
+            with self._changed:
+                self._pending.append(job)
+                self._changed.notify_all()
+        return job.publications[-1]
+
+    def _wait_for_room(self) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    len(self._pending) <= self._queue_size or (self._coalesces and self._queue_size) or self._closing
+                )
+            )
+
+    def _check_open(self) -> None:
+        if self._fenced is not None:
+            raise Fenced(self._fenced.message, **self._fenced.fields)
+        if self._closing:
+            raise ValueError("this publisher is closed")
+
+    def _take_waiting(self, anchor: bool) -> list[Publication]:
+        """Undo the last version that waits, if the queue is full: the new one will hold both."""
+        with self._changed:
+            full = len(self._pending) > self._queue_size and len(self._pending) > 1
+            if not (self._coalesces and full) or anchor or self._pending[-1].is_anchor:
+                return []
+            job = self._pending.pop()
+        job.history.roll_back(job.version)
+        self._next = job.version
+        return job.publications
+
+    def _stage(self, step: int | None, metadata: Mapping[str, Any], anchor: bool) -> Job:
+        weights, version, before = self._read(), self._next, self._history
+        publication = Publication(version, step)
+        if anchor or before is None:
+            self._history = self._snapshot(weights, version)
+            job = Job(version, step, metadata, [publication], True, self._history, before)
+        else:
+            with Workers(self._threads) as workers:
+                before.stage(version, Viewed(weights, self._dtype, self._tied), workers)
+            job = Job(version, step, metadata, [publication], False, before, None)
+        self._next = version + 1
+        return job
+
+    def _snapshot(self, weights: Weights, version: int) -> History:
+        return History(Viewed(weights, self._dtype, self._tied), version, scratch=self._scratch)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+                job = self._pending[0]
+            try:
+                self._process(job)
+            except BaseException as error:
+                self._fail(job, error)
+
+    def _process(self, job: Job) -> None:
+        self._settle()
+        started = time.perf_counter()
+        way = self._upload_anchor(job, started) if job.is_anchor else self._upload_delta(job, started)
+        manifest = Manifest(
+            run=self.run.id,
+            version=job.version,
+            way=way,
+            path=() if job.is_anchor else self._upkeep.path(job.version - 1),
+            num_elements=job.history.num_elements,
+            tied=self._tied,
+            step=job.step,
+            metadata=job.metadata,
+            writer=self.run.writer,
+            created=time.time(),
+        )
+        committing = time.perf_counter()
+        self._commit(job, manifest, self.run.sign(manifest))
+        job.stats["commit_seconds"] = time.perf_counter() - committing
+        self._finish(job, manifest)
+
+    def _upload_delta(self, job: Job, started: float) -> Way:
+        base = job.version - 1, self._digest
+        with Workers(self._threads) as workers:
+            facts, entries = encode_delta(
+                job.history, self.run.id, base, job.version, self._tied, self._making.allowed, workers
+            )
+        encoded = time.perf_counter()
+        way = put_delta(self.run.store, facts, entries, self._making.max_file_bytes)
+        job.stats |= {"encode_seconds": encoded - started, "upload_seconds": time.perf_counter() - encoded}
+        return way
+
+    def _upload_anchor(self, job: Job, started: float) -> Way:
+        with Workers(self._threads) as workers:
+            state = history_digest(job.history, job.version, workers)
+        encoded = time.perf_counter()
+        store = self.run.store
+        if self._files:
+            self._upkeep.beside = put_files(store, job.version, self._files)
+        way = put_anchor(
+            store, self.run.id, job.history, job.version, state, self._tied, self._upkeep.beside,
+            self._making.max_file_bytes,
+        )  # fmt: skip
+        job.stats |= {"encode_seconds": encoded - started, "upload_seconds": time.perf_counter() - encoded}
+        return way
+
+    def _commit(self, job: Job, manifest: Manifest, data: bytes) -> None:
+        self._lease.check()
+        try:
+            self.run.commit(data, manifest)
+        except StoreUnavailable as error:
+            if error.fields.get("uncertain"):
+                self._unsettled = job, manifest, data
+            raise
+
+    def _settle(self) -> None:
+        """Find out whether a commit whose answer was lost has happened, by sending the same bytes again."""
+        if self._unsettled is None:
+            return
+        job, manifest, data = self._unsettled
+        self._lease.check()
+        self.run.commit(data, manifest)
+        self._unsettled = None
+        self._note(job, manifest)
+
+    def _note(self, job: Job, manifest: Manifest) -> None:
+        """What a commit changes on this side."""
+        self.version, self._digest = manifest.version, manifest.digest
+        self.num_published += 1
+        if self._keeps_history and not job.is_anchor:
+            with Workers(self._threads) as workers:
+                job.history.settle(job.version, workers)
+        self._upkeep.committed(manifest.way, job.history)
+
+    def _finish(self, job: Job, manifest: Manifest) -> None:
+        full = sum(dtype.itemsize * job.history.num_elements_of(name) for name, (dtype, _) in job.history.forms.items())
+        job.stats |= {
+            "version": job.version,
+            "num_changed": manifest.way.num_changed,
+            "num_elements": manifest.num_elements,
+            "density": manifest.way.num_changed / max(manifest.num_elements, 1),
+            "num_bytes": manifest.way.num_bytes,
+            "full_bytes": full,
+        }
+        self._note(job, manifest)
+        with self._changed:
+            self._pending.popleft()
+            self._changed.notify_all()
+        for publication in job.publications:
+            publication.version, publication.stats = job.version, dict(job.stats)
+            self.last = publication
+            publication._finish()
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """Undo a version that was not committed and those staged after it; an unsettled one stays."""
+        with self._turn, self._changed:
+            if isinstance(error, Fenced):
+                self._fenced = error
+            settled = self._unsettled is None or self._unsettled[0] is not job
+            dropped = list(self._pending) if settled else [job]
+            if settled:
+                for each in reversed(dropped):
+                    self._undo(each)
+                self._next = job.version
+            for each in dropped:
+                self._pending.remove(each)
+            self.num_failed += len(dropped)
+            self._changed.notify_all()
+        for each in dropped:
+            for publication in each.publications:
+                publication._finish(error)
+
+    def _undo(self, job: Job) -> None:
+        if job.is_anchor:
+            self._history = job.before
+        else:
+            job.history.roll_back(job.version)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all that was published is committed or has failed, and further ways are made."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            idle = self._changed.wait_for(lambda: not self._pending, timeout)
+        left = None if deadline is None else max(deadline - time.monotonic(), 0)
+        if not idle or not self._upkeep.drain(left):
+            raise TimeoutError(f"there is still something to publish after {timeout} s")
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a run tracker, flat."""
+        values = {"published": self.num_published, "failed": self.num_failed, "waiting": len(self._pending)}
+        last = {} if self.last is None else self.last.stats
+        return {f"deltawire/publish/{name}": value for name, value in {**values, **last}.items() if value is not None}
+
+    def close(self) -> None:
+        """Commit what is staged, finish what makes the chain short, and stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._unsettled is not None and self._fenced is None:
+            # Where it stays unknown, whoever resumes the run will see.
+            with suppress(DeltawireError):
+                self._settle()
+        self._upkeep.close()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _source(weights: Any) -> Callable[[], Weights]:
+    """What to call for the weights as they are."""
+    if hasattr(weights, "state_dict"):
+        return weights.state_dict  # type: ignore[no-any-return]
+    if isinstance(weights, Mapping):
+        return lambda: weights
+    if callable(weights):
+        return weights  # type: ignore[no-any-return]
+    raise TypeError(f"expected a mapping, a torch module or a function, got {type(weights).__name__}")
+
+
+def _files_of(weights: Weights) -> list[Path]:
+    """What lies beside a checkpoint that is published."""
+    return [file for file in weights.other_files() if is_worth_sending(file)] if isinstance(weights, Checkpoint) else []

@@ -1,0 +1,373 @@
+"""The inference side: finds what is new, fetches it, checks it, and only then touches the weights."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deltawire.chain import Link, Plan, plan
+from deltawire.delta import Delta
+from deltawire.errors import (
+    BaseMismatch,
+    ChainError,
+    CorruptObject,
+    DeltawireError,
+    DigestMismatch,
+    FormatError,
+    ObjectMissing,
+)
+from deltawire.fetch import Fetched, Fetcher, Progress
+from deltawire.heartbeat import Heartbeat
+from deltawire.manifest import Manifest, Way
+from deltawire.patches import Patch
+from deltawire.replay import Replay
+from deltawire.runs import Run
+from deltawire.store import Store
+from deltawire.target import State, Target, target_of
+from deltawire.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What one pull did."""
+
+    version: int
+    base: int | None
+    num_bytes: int
+    num_objects: int
+    num_changed: int
+    anchor: bool
+    fetch_seconds: float
+    decode_seconds: float
+    apply_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.fetch_seconds + self.decode_seconds + self.apply_seconds
+
+
+class Replica:
+    """Keeps a target at some version of a run.
+
+    After any failure the target is at the version it was at, or at the new one, and `version` says which. A fault is
+    met by trying again, then by another way to the same version, then by an error.
+
+    >>> Replica("s3://bucket/run", model).pull()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        store: str | Path | Store,
+        target: Any,
+        *,
+        name: str | None = None,
+        public_key: str | None = None,
+        heartbeat_seconds: float | None = 15.0,
+        threads: int | None = None,
+    ) -> None:
+        self.run = Run(store, public_key=public_key)
+        self.target: Target = target_of(target)
+        self.error: DeltawireError | None = None
+        """Why the last attempt of `watch` failed; None when it went well."""
+        self.last_pull: Pull | None = None
+        self.latest: int | None = None
+        """The newest version that was seen in the store."""
+        self.num_pulls = self.num_faults = 0
+        self._threads = threads
+        self._fetcher = Fetcher(self.run.store, self.target.scratch)
+        self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
+        self._unfinished: tuple[list[Patch], State, State, Mapping[str, str]] | None = None
+        self._pulling = threading.Lock()
+        self._changed = threading.Condition()
+        self._wake, self._stopped = threading.Event(), threading.Event()
+        self._watched = False
+
+    @property
+    def name(self) -> str:
+        return self._heartbeat.name
+
+    @property
+    def version(self) -> int | None:
+        """The version that the weights are."""
+        state = self.target.state()
+        return None if state is None else state.version
+
+    @property
+    def lag(self) -> int | None:
+        """How many versions behind, as far as the store was seen."""
+        if self.latest is None or self.version is None:
+            return None
+        return max(self.latest - self.version, 0)
+
+    def pull(self, version: int | None = None, *, progress: Progress | None = None) -> Pull:
+        """Bring the weights to a version (default: the newest)."""
+        with self._pulling:
+            self._refresh()
+            want = self.latest if version is None else version
+            if want is None:
+                raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
+            manifest = self.run.manifest(want)
+            done = self._reach(manifest, self._have(manifest), progress)
+            self.last_pull, self.error = done, None
+            self.num_pulls += 1
+        with self._changed:
+            self._changed.notify_all()
+        self._heartbeat.beat(self.status())
+        return done
+
+    def plan(self, version: int | None = None) -> Plan:
+        """What a pull would fetch."""
+        self._refresh()
+        want = self.latest if version is None else version
+        if want is None:
+            raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
+        manifest = self.run.manifest(want)
+        have = self._have(manifest)
+        return self._route(manifest, None if have is None else have.version, set(), thorough=False)[0]
+
+    def _refresh(self) -> None:
+        found = self.run.latest(after=-1 if self.latest is None else self.latest)
+        self.latest = self.latest if found is None else found
+
+    def _have(self, manifest: Manifest) -> State | None:
+        """What the target is; weights of unknown version are recognised by their digest."""
+        if self._unfinished is not None and self.target.state() is None:
+            self.target.apply(*self._unfinished)
+        self._unfinished = None
+        state = self.target.state()
+        if state is not None:
+            return state if state.run == self.run.id else None
+        found = self.target.digest(manifest.tied)
+        for way in (*manifest.path, manifest.way):
+            if found is not None and found == way.digest:
+                return State(self.run.id, way.version, found)
+            if found is not None and way.base is not None and found == way.base_digest:
+                return State(self.run.id, way.base, found)
+        return None
+
+    def _reach(self, manifest: Manifest, have: State | None, progress: Progress | None) -> Pull:
+        """Try one path after the other, leaving out what turned out to be bad."""
+        bad: set[tuple[int, int | None]] = set()
+        first: DeltawireError | None = None
+        while True:
+            try:
+                route, ways = self._route(
+                    manifest, None if have is None else have.version, bad, thorough=first is not None
+                )
+            except (ChainError, ObjectMissing) as error:
+                raise first or error from None
+            try:
+                return self._follow(manifest, have, route, ways, progress)
+            except (FormatError, ObjectMissing, DigestMismatch, BaseMismatch) as error:
+                first = first or error
+                self.num_faults += 1
+                way = getattr(error, "way", None)
+                if way is not None:
+                    bad.add((way.version, way.base))
+                elif have is not None and self.target.digest(manifest.tied) != have.digest:
+                    # Someone else has changed the weights: nothing can be built on them.
+                    have = None
+                else:
+                    bad.add((route.links[-1].version, route.links[-1].base))
+
+    def _route(
+        self, manifest: Manifest, have: int | None, bad: set[tuple[int, int | None]], thorough: bool
+    ) -> tuple[Plan, list[Way]]:
+        """The cheapest path, and its ways. The manifest alone tells it to most; otherwise the store is listed."""
+        known = {(way.version, way.base): way for way in (*manifest.path, manifest.way)}
+        links = {key: way.link for key, way in known.items()}
+        if thorough or not (have is None or any(have in key for key in known)):
+            after = -1 if thorough or have is None else have
+            links |= {
+                (link.version, link.base): link for link in self.run.links(after) if link.version <= manifest.version
+            }
+            links |= {key: way.link for key, way in known.items()}
+        while True:
+            usable = [link for key, link in links.items() if key not in bad]
+            try:
+                route = plan(have, manifest.version, usable)
+            except ChainError:
+                if not thorough:
+                    return self._route(manifest, have, bad, thorough=True)
+                raise
+            missing = self._learn(route.links, known)
+            if missing is None:
+                ways = [known[link.version, link.base] for link in route.links]
+                return Plan(have, manifest.version, tuple(way.link for way in ways)), ways
+            del links[missing.version, missing.base]
+
+    def _learn(self, links: tuple[Link, ...], known: dict[tuple[int, int | None], Way]) -> Link | None:
+        """Read the documents of links that are not known yet; the first one that has none."""
+        for link in links:
+            if (link.version, link.base) not in known:
+                try:
+                    known[link.version, link.base] = self.run.way(link)
+                except (ChainError, ObjectMissing, FormatError):
+                    return link
+        return None
+
+    def _follow(
+        self, manifest: Manifest, have: State | None, route: Plan, ways: list[Way], progress: Progress | None
+    ) -> Pull:
+        started = time.perf_counter()
+        self._heartbeat.beat(self.status() | {"using": [str(link) for link in route.links]}, due=bool(route.links))
+        with self._fetcher.fetch(ways, progress) as fetched, Workers(self._threads) as workers:
+            fetch_seconds = time.perf_counter() - started
+            deltas = [self._delta(each) for each in fetched if each.way.base is not None]
+            state = State(self.run.id, manifest.version, manifest.digest)
+            decoded = time.perf_counter()
+            if not route.links:
+                applied = decoded
+            elif route.starts_anew:
+                anchor = Replay(fetched[0].checkpoint(), deltas, workers)
+                applied = time.perf_counter()
+                self.target.load(anchor, state, fetched[0].other_files(), manifest.tied)
+            elif have is not None:
+                patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
+                applied = time.perf_counter()
+                self._apply(patches, have, state, manifest.tied)
+        return Pull(
+            version=manifest.version,
+            base=None if route.starts_anew or have is None else have.version,
+            num_bytes=route.num_bytes,
+            num_objects=sum(len(way.objects) for way in ways),
+            num_changed=sum(delta.num_changed for delta in deltas),
+            anchor=route.starts_anew,
+            fetch_seconds=fetch_seconds,
+            decode_seconds=applied - started - fetch_seconds,
+            apply_seconds=time.perf_counter() - applied,
+        )
+
+    def _apply(self, patches: list[Patch], have: State, state: State, tied: Mapping[str, str]) -> None:
+        self._unfinished = patches, have, state, tied
+        self.target.apply(patches, have, state, tied)
+        self._unfinished = None
+
+    def _delta(self, fetched: Fetched) -> Delta:
+        delta, way = fetched.delta(), fetched.way
+        stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
+        if stated != (self.run.id, way.version, way.base, way.digest, way.base_digest):
+            raise CorruptObject(f"the delta to version {way.version} is not the one its manifest is about", way=way)
+        return delta
+
+    def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
+        """Stay current until `stop` is called. Faults are kept in `error` and met with longer pauses."""
+        failures = 0
+        self._watched = True
+        try:
+            while not self._stopped.is_set():
+                try:
+                    if self._is_behind():
+                        done = self.pull()
+                        if on_pull is not None:
+                            on_pull(done)
+                    failures, self.error = 0, None
+                except DeltawireError as error:
+                    failures, self.error = failures + 1, error
+                    self.num_faults += 1
+                self._heartbeat.beat(self.status(), due=False)
+                # Jitter, so that a thousand replicas do not ask at the same moment.
+                pause = poll_seconds * random.uniform(0.75, 1.25) * min(2**failures, 32)  # noqa: S311
+                self._wake.wait(pause)
+                self._wake.clear()
+        finally:
+            self._watched = False
+
+    def _is_behind(self) -> bool:
+        self._refresh()
+        return self.latest is not None and (self.version is None or self.version < self.latest)
+
+    @contextmanager
+    def watching(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> Iterator[None]:
+        """`watch` in a thread of its own while a block runs."""
+        thread = threading.Thread(
+            target=self.watch,
+            args=(on_pull,),
+            kwargs={"poll_seconds": poll_seconds},
+            name="deltawire-watch",
+            daemon=True,
+        )
+        self._stopped.clear()
+        self._watched = True
+        thread.start()
+        try:
+            yield
+        finally:
+            self.stop()
+            thread.join()
+
+    def nudge(self) -> None:
+        """Look now: someone knows that there is something new."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End `watch` after what it is doing."""
+        self._stopped.set()
+        self._wake.set()
+
+    def wait(self, version: int, timeout: float | None = None) -> int:
+        """Wait until the weights are at a version or later; the version. TimeoutError where that takes too long."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.version is None or self.version < version:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(
+                    f"version {version} did not come within {timeout} s; the weights are at {self.version}"
+                    + (f" and the last fault was: {self.error}" if self.error else "")
+                )
+            if self._watched:
+                with self._changed:
+                    self._changed.wait(0.5 if left is None else min(left, 0.5))
+            elif self._is_behind():
+                self.pull()
+            else:
+                self._wake.wait(0.2 if left is None else min(left, 0.2))
+        return self.version
+
+    def status(self) -> dict[str, Any]:
+        """What this replica would say of itself: version, digest, lag, timings, the last fault."""
+        state = self.target.state()
+        return {
+            "version": None if state is None else state.version,
+            "digest": None if state is None else str(state.digest),
+            "latest": self.latest,
+            "lag": self.lag,
+            "last_pull": None if self.last_pull is None else asdict(self.last_pull),
+            "error": None if self.error is None else str(self.error),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a run tracker, flat."""
+        pulled = self.last_pull
+        values: dict[str, float | None] = {
+            "version": self.version,
+            "lag": self.lag,
+            "pulls": self.num_pulls,
+            "faults": self.num_faults,
+        }
+        if pulled is not None:
+            values |= {
+                "bytes": pulled.num_bytes,
+                "changed": pulled.num_changed,
+                "fetch_seconds": pulled.fetch_seconds,
+                "decode_seconds": pulled.decode_seconds,
+                "apply_seconds": pulled.apply_seconds,
+            }
+        return {f"deltawire/replica/{name}": value for name, value in values.items() if value is not None}
+
+    def close(self) -> None:
+        """Stop, take the heartbeat back, and let go of the target."""
+        self.stop()
+        self._heartbeat.remove()
+        self._fetcher.close()
+        self.target.close()
+
+    def __enter__(self) -> "Replica":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

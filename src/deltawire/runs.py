@@ -1,0 +1,178 @@
+"""A run in a store: its documents read and written, and what can be known of its chain by listing."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from secrets import token_hex
+
+from deltawire.chain import Link
+from deltawire.errors import BrokenChain, ChainError, Conflict, CorruptObject, Fenced, ObjectMissing
+from deltawire.manifest import (
+    ANCHORS,
+    DELTAS,
+    MANIFESTS,
+    RUN_KEY,
+    Manifest,
+    Way,
+    manifest_bytes,
+    manifest_key,
+    read_document_key,
+    read_manifest,
+    read_run,
+    read_way,
+    run_bytes,
+    way_bytes,
+    way_key,
+)
+from deltawire.signing import signer, verifier
+from deltawire.store import Store, open_store
+
+_DELTA_KEY = re.compile(r"deltas/(\d{8})-from-(\d{8})-([0-9a-f]+)(?:-\d{5}-of-\d{5})?\.safetensors")
+_ANCHOR_KEY = re.compile(r"anchors/(\d{8})-[0-9a-f]+/[^/]+")
+
+
+class Run:
+    """Access to one run. Every document that is read is checked for its form, its run, and its signature."""
+
+    def __init__(
+        self,
+        store: str | Path | Store,
+        *,
+        public_key: str | None = None,
+        sign_with: str | Path | None = None,
+    ) -> None:
+        self.store = open_store(store)
+        self._verify = None if public_key is None else verifier(public_key)
+        self._sign = None if sign_with is None else signer(sign_with)
+        self._id: str | None = None
+        self._manifests: dict[int, Manifest] = {}
+        self.writer = token_hex(8)
+        """Tells this process's documents from any other's."""
+
+    @property
+    def id(self) -> str:
+        """The run's id, from `run.json`."""
+        if self._id is None:
+            try:
+                self._id = read_run(self.store.get(RUN_KEY), self._verify)
+            except ObjectMissing:
+                raise ObjectMissing(
+                    f"there is no run at {self.store.url}: publish to it first, or check the URL", url=self.store.url
+                ) from None
+        return self._id
+
+    def exists(self) -> bool:
+        try:
+            return bool(self.id)
+        except ObjectMissing:
+            return False
+
+    def start(self, name: str | None) -> None:
+        """Write `run.json`, or take up the run that is there."""
+        data = run_bytes(name or f"run-{token_hex(4)}", self.writer, time.time(), self._sign)
+        try:
+            self.store.create(RUN_KEY, data)
+        except Conflict:
+            if name is not None and self.id != name:
+                raise Conflict(
+                    f"{self.store.url} holds run {self.id}, not {name}", expected=name, actual=self.id
+                ) from None
+
+    def versions(self, after: int = -1) -> list[int]:
+        """All versions later than one, in order."""
+        documents = (read_document_key(key) for key in self._document_keys(after))
+        return [document[0] for document in documents if document is not None and document[2]]
+
+    def latest(self, after: int = -1) -> int | None:
+        """The newest version, if any is later than `after`."""
+        versions = self.versions(after)
+        return versions[-1] if versions else None
+
+    def manifest(self, version: int) -> Manifest:
+        known = self._manifests.get(version)
+        if known is not None:
+            return known
+        try:
+            manifest = read_manifest(self.store.get(manifest_key(version)), self._verify)
+        except ObjectMissing:
+            raise ObjectMissing(
+                f"version {version} does not exist in {self.store.url}, or was removed", version=version
+            ) from None
+        if (manifest.run, manifest.version) != (self.id, version):
+            raise CorruptObject(
+                f"the manifest of version {version} is about version {manifest.version} of run {manifest.run}",
+                version=version,
+            )
+        self._remember(manifest)
+        return manifest
+
+    def _remember(self, manifest: Manifest) -> None:
+        if len(self._manifests) > 256:
+            self._manifests.pop(min(self._manifests))
+        self._manifests[manifest.version] = manifest
+
+    def way(self, link: Link) -> Way:
+        """The way that a link stands for; BrokenChain where the documents do not confirm it."""
+        try:
+            run, way = read_way(self.store.get(way_key(link)), self._verify)
+        except ObjectMissing:
+            run, way = self.id, self.manifest(link.version).way
+        if (run, way.version, way.base) != (self.id, link.version, link.base):
+            raise BrokenChain(f"{link} is not part of the chain", version=link.version)
+        return way
+
+    def links(self, after: int = -1) -> list[Link]:
+        """Every way to a version later than one, as listing tells it: nothing is read, sizes are those of the objects.
+
+        An upload that was never committed may stand beside a committed one; then the larger size is told, and `way`
+        tells the truth.
+        """
+        documents = {document for key in self._document_keys(after) if (document := read_document_key(key))}
+        own = {version for version, _, is_manifest in documents if is_manifest}
+        further = {(version, base) for version, base, is_manifest in documents if not is_manifest}
+        sizes: dict[tuple[int, int | None], dict[str, int]] = {}
+        for version, base, upload, num_bytes in self._uploads(after):
+            if version in own or (version, base) in further:
+                uploads = sizes.setdefault((version, base), {})
+                uploads[upload] = uploads.get(upload, 0) + num_bytes
+        return sorted(
+            (Link(version, base, max(uploads.values())) for (version, base), uploads in sizes.items()),
+            key=lambda link: (link.version, -1 if link.base is None else link.base),
+        )
+
+    def _uploads(self, after: int) -> Iterator[tuple[int, int | None, str, int]]:
+        for stat in self.store.list(DELTAS, after=f"{DELTAS}{after + 1:08}"):
+            if named := _DELTA_KEY.fullmatch(stat.key):
+                yield int(named[1]), int(named[2]), named[3], stat.num_bytes
+        for stat in self.store.list(ANCHORS, after=f"{ANCHORS}{after + 1:08}"):
+            if named := _ANCHOR_KEY.fullmatch(stat.key):
+                yield int(named[1]), None, stat.key.split("/")[1], stat.num_bytes
+
+    def _document_keys(self, after: int) -> Iterator[str]:
+        for stat in self.store.list(MANIFESTS, after=manifest_key(after) if after >= 0 else ""):
+            yield stat.key
+
+    def commit(self, data: bytes, manifest: Manifest) -> None:
+        """Make a version exist, or raise Fenced where another writer has made it first."""
+        try:
+            self.store.create(manifest_key(manifest.version), data)
+        except Conflict:
+            raise Fenced(
+                f"another writer has published version {manifest.version} of run {self.id}: this one must stop. "
+                "Close this publisher; to go on from what is there, make a new one",
+                version=manifest.version,
+            ) from None
+        self._remember(manifest)
+
+    def sign(self, manifest: Manifest) -> bytes:
+        return manifest_bytes(manifest, self._sign)
+
+    def commit_way(self, way: Way) -> None:
+        """Make a further way known. Where someone else has, theirs stands."""
+        data = way_bytes(self.id, way, self.writer, time.time(), self._sign)
+        try:
+            self.store.create(way_key(way.link), data)
+        except Conflict:
+            if self.way(way.link).digest != way.digest:
+                raise ChainError(f"two ways to version {way.version} lead to different weights") from None

@@ -1,0 +1,80 @@
+"""Ed25519 signatures of manifests, for runs whose readers must not trust the store."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deltawire.errors import MissingDependency, ObjectMissing
+from deltawire.manifest import Sign, Verify
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+
+def generate_key(path: Path) -> str:
+    """Write a new private key (PEM) that only the owner can read; the public key, in hexadecimal digits."""
+    serialization, ed25519 = _cryptography()
+    key = ed25519.Ed25519PrivateKey.generate()
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_bytes(pem)
+    return _public_hex(key)
+
+
+def signer(path: str | Path) -> Sign:
+    """Sign with the private key in a PEM file."""
+    return _private_key(Path(path)).sign
+
+
+def public_key_of(path: str | Path) -> str:
+    """The public key that belongs to a private key file."""
+    return _public_hex(_private_key(Path(path)))
+
+
+def verifier(public_key: str) -> Verify:
+    """Check signatures with a public key: 64 hexadecimal digits, or the path of a file with them."""
+    _, ed25519 = _cryptography()
+    from cryptography.exceptions import InvalidSignature
+
+    if len(public_key) != 64 and Path(public_key).is_file():
+        public_key = Path(public_key).read_text().strip()
+    try:
+        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+    except ValueError:
+        raise ValueError(f"{public_key[:80]!r} is not a public key: expected 64 hexadecimal digits") from None
+
+    def verify(signature: bytes, message: bytes) -> bool:
+        try:
+            key.verify(signature, message)
+        except InvalidSignature:
+            return False
+        return True
+
+    return verify
+
+
+def _private_key(path: Path) -> "Ed25519PrivateKey":
+    key: Any
+    serialization, ed25519 = _cryptography()
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except FileNotFoundError:
+        raise ObjectMissing(f"there is no key at {path}: make one with deltawire keygen", path=str(path)) from None
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise ValueError(f"{path} is not an ed25519 private key in PEM form: make one with deltawire keygen")
+    found: Ed25519PrivateKey = key
+    return found
+
+
+def _public_hex(key: "Ed25519PrivateKey") -> str:
+    return key.public_key().public_bytes_raw().hex()
+
+
+def _cryptography() -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise MissingDependency("signing needs a package: pip install 'deltawire[signing]'") from None
+    return serialization, ed25519

@@ -1,0 +1,88 @@
+"""Places for objects: a folder, memory, S3, Google, Azure and Hugging Face buckets, all behind one protocol."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from deltawire.errors import MissingDependency
+from deltawire.store.base import Buffer, Pieces, Stat, Store
+
+__all__ = ["Buffer", "Pieces", "Stat", "Store", "open_store"]
+
+FORMS = (
+    "a folder, file:///folder, memory:NAME, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix "
+    "or hf://buckets/owner/name/prefix"
+)
+CLOUD_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}
+
+
+def open_store(
+    url: str | Path | Store,
+    *,
+    timeout_seconds: float = 20.0,
+    retries: int = 5,
+    config: Mapping[str, str] | None = None,
+) -> Store:
+    """The store that a URL or a folder names; a store is returned as it is.
+
+    Credentials and endpoints come from the environment that each cloud's own tools use. `timeout_seconds` is how long
+    a store may say nothing, `retries` how often a request is repeated, `config` goes to the client of the cloud and
+    wins over the environment. Nothing is read or written yet, so a bucket that does not exist is found out later.
+    """
+    if not isinstance(url, str | Path):
+        return url
+    scheme = _scheme(url)
+    if scheme in ("", "file"):
+        return _open_folder(url)
+    if scheme == "memory":
+        return _open_memory(str(url))
+    if scheme == "hf":
+        return _open_hub(str(url), config or {})
+    if scheme in CLOUD_SCHEMES:
+        from deltawire.store.clouds import open_cloud
+
+        return open_cloud(str(url), config or {}, timeout_seconds=timeout_seconds, retries=retries)
+    raise ValueError(f"{str(url)!r} is no store: use {FORMS}")
+
+
+def _scheme(url: str | Path) -> str:
+    if isinstance(url, Path):
+        return ""
+    if not url:
+        raise ValueError(f"an empty URL is no store: use {FORMS}")
+    # One letter before the colon would be a Windows drive.
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", url)
+    return found[1].lower() if found else ""
+
+
+def _open_folder(url: str | Path) -> Store:
+    from deltawire.store.object import open_folder
+
+    if isinstance(url, Path) or not url.lower().startswith("file:"):
+        return open_folder(Path(url))
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ValueError(f"{url!r} is no folder: write file:///folder with three slashes")
+    return open_folder(Path(unquote(parts.path)))
+
+
+def _open_memory(url: str) -> Store:
+    from deltawire.store.object import open_memory
+
+    name, _, prefix = url.partition(":")[2].lstrip("/").partition("/")
+    return open_memory(name, prefix)
+
+
+def _open_hub(url: str, config: Mapping[str, str]) -> Store:
+    match = re.fullmatch(r"hf://buckets/([^/]+/[^/]+)/?(.*)", url)
+    if match is None:
+        raise ValueError(f"{url!r} is no bucket: write hf://buckets/owner/name/prefix")
+    try:
+        from deltawire.store.hub import HubStore
+
+        return HubStore(match[1], match[2].strip("/"), token=config.get("token"), endpoint=config.get("endpoint"))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("huggingface_hub", "hf_xet"):
+            raise
+        raise MissingDependency("hf:// needs another package: pip install 'deltawire[hub]'") from error

@@ -1,0 +1,176 @@
+"""Opens buckets of S3, Google and Azure with the credentials that their own tools would find."""
+
+import http.client
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from deltawire.errors import StoreUnavailable
+from deltawire.store.failures import shorten
+from deltawire.store.object import Clients, ObjectStore
+
+CONNECT_SECONDS = 5.0
+METADATA_SECONDS = 2.0
+RETRY_SECONDS = 60.0
+# How much longer than an answer a part of an upload may take: 128 MiB in five minutes, unless told otherwise.
+UPLOAD_PATIENCE = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Cloud:
+    """How one cloud is configured. Names are those of the client's settings, also with a prefix in the environment."""
+
+    prefixes: tuple[str, ...]
+    environment: tuple[str, ...]
+    """The variables to name when access is refused."""
+    credentials: frozenset[str]
+    """Any of these settings says where credentials come from."""
+    endpoints: tuple[str, ...]
+
+    def settings(self, config: Mapping[str, str]) -> dict[str, str]:
+        """What the environment and the configuration say, by plain lower-case name; the configuration wins."""
+        found = {}
+        for name, value in [*os.environ.items(), *config.items()]:
+            plain = name.lower()
+            prefix = next((each for each in self.prefixes if plain.startswith(each)), None)
+            if prefix is not None or name in config:
+                found[plain.removeprefix(prefix or "")] = str(value)
+        return found
+
+
+S3 = Cloud(
+    prefixes=("aws_",),
+    environment=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"),
+    credentials=frozenset({
+        "access_key_id", "web_identity_token_file", "container_credentials_relative_uri",
+        "container_credentials_full_uri", "skip_signature",
+    }),
+    endpoints=("endpoint_url_s3", "endpoint_url", "endpoint"),
+)  # fmt: skip
+GOOGLE = Cloud(
+    prefixes=("google_",),
+    environment=("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    credentials=frozenset({
+        "application_credentials", "service_account", "service_account_path", "service_account_key",
+        "bearer_token", "skip_signature",
+    }),
+    endpoints=("base_url",),
+)  # fmt: skip
+AZURE = Cloud(
+    prefixes=("azure_storage_", "azure_"),
+    environment=(
+        "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_CLIENT_ID",
+        "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID", "AZURE_STORAGE_TOKEN",
+    ),
+    credentials=frozenset({
+        "account_key", "access_key", "master_key", "sas_key", "sas_token", "token", "client_secret",
+        "federated_token_file", "msi_endpoint", "use_azure_cli", "use_emulator", "skip_signature",
+    }),
+    endpoints=("endpoint",),
+)  # fmt: skip
+CLOUDS = {"s3": S3, "s3a": S3, "gs": GOOGLE, "gcs": GOOGLE}
+
+
+def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, retries: int) -> ObjectStore:
+    """A bucket, or part of one."""
+    parts = urlsplit(url)
+    cloud = CLOUDS.get(parts.scheme.lower(), AZURE)
+    bucket = parts.username or parts.netloc
+    if not bucket:
+        raise ValueError(f"{url!r} names no bucket: write {parts.scheme}://bucket/prefix")
+    settings = dict(config)
+    if parts.username and parts.hostname:  # abfss://container@account.dfs.core.windows.net/prefix
+        settings.setdefault("account_name", parts.hostname.partition(".")[0])
+    prefix = parts.path.strip("/")
+    name = f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/")
+    options = _options(name, cloud, settings, retries)
+    try:
+        quick, patient = (
+            _client(cloud, bucket, settings, options, seconds)
+            for seconds in (timeout_seconds, timeout_seconds * UPLOAD_PATIENCE)
+        )
+    except BaseError as error:
+        look = f"; look at {', '.join(cloud.environment)}"
+        raise StoreUnavailable(f"{name}: {shorten(str(error))}{look}", url=name, refused=True) from None
+    return ObjectStore(name, Clients(quick, patient), prefix, environment=cloud.environment)
+
+
+def _client(
+    cloud: Cloud, bucket: str, config: dict[str, str], options: dict[str, Any], silence_seconds: float
+) -> S3Store | GCSStore | AzureStore:
+    known = cloud.settings(config)
+    endpoint = next((known[name] for name in cloud.endpoints if known.get(name)), "")
+    client_options: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "read_timeout": timedelta(seconds=silence_seconds),
+        # A limit on the whole request would fail large parts on slow lines; silence is what tells a dead one.
+        "timeout": timedelta(hours=1),
+    }
+    if endpoint.startswith("http://"):
+        client_options["allow_http"] = True
+    kind: Any = {id(S3): S3Store, id(GOOGLE): GCSStore}.get(id(cloud), AzureStore)
+    client: S3Store | GCSStore | AzureStore = kind(bucket, config=config, client_options=client_options, **options)
+    return client
+
+
+def _options(url: str, cloud: Cloud, config: Mapping[str, str], retries: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "retry_config": {
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=RETRY_SECONDS),
+            "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2},
+        }
+    }
+    if cloud.credentials & cloud.settings(config).keys():
+        return options
+    provider = _boto3_provider() if cloud is S3 else None
+    if provider is not None:
+        options["credential_provider"] = provider
+    elif not _has_identity(cloud, config):
+        raise StoreUnavailable(
+            f"{url}: no credentials were found; set {', '.join(cloud.environment)}", url=url, refused=True
+        )
+    return options
+
+
+def _boto3_provider() -> Any:
+    """The credentials that boto3 finds (profiles, SSO, roles); None without boto3, or when it finds none."""
+    if importlib.util.find_spec("boto3") is None:
+        return None
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return Boto3CredentialProvider()
+    except ValueError:
+        return None
+
+
+def _has_identity(cloud: Cloud, config: Mapping[str, str]) -> bool:
+    """Whether this machine has an identity of its own. The client would ask for it too, but for minutes."""
+    home = Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
+    if cloud is GOOGLE and home.exists():
+        return True
+    settings = cloud.settings(config)
+    if cloud is S3 and settings.get("ec2_metadata_disabled", "").lower() == "true":
+        return False
+    return _answers(settings.get("metadata_endpoint", "http://169.254.169.254"))
+
+
+def _answers(endpoint: str) -> bool:
+    connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=METADATA_SECONDS)
+    try:
+        connection.request("GET", "/")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True

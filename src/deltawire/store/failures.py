@@ -1,0 +1,66 @@
+"""Turns what a client of a store raises into the errors of deltawire."""
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from obstore import exceptions
+
+from deltawire.errors import Conflict, ObjectMissing, StoreError, StoreUnavailable
+
+MAX_MESSAGE_CHARS = 300
+
+_CREDENTIAL_ERRORS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+_BAD_CREDENTIALS = re.compile(r"ExpiredToken|InvalidToken|169\.254\.169\.254|metadata\.google|status code: 40[13]\b")
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
+_DISK_FULL = re.compile(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b")
+# Asking again does not help with these, unlike 408 (timeout) and 429 (too many requests).
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|builder error|LocalFileSystem error")
+
+
+@contextmanager
+def translated(url: str, key: str, *, environment: tuple[str, ...] = ()) -> Iterator[None]:
+    """Within it, every failure of the store becomes ObjectMissing, Conflict or StoreUnavailable with `url` and `key`.
+
+    The first cause is not chained: it is long, and it may hold signed URLs.
+    """
+    try:
+        yield
+    except (exceptions.BaseError, OSError, NotImplementedError) as error:
+        raise translate(error, url, key, environment) from None
+
+
+def translate(error: Exception, url: str, key: str, environment: tuple[str, ...]) -> StoreError:
+    """The error of ours that says the same; `environment` names the variables to look at when access is refused."""
+    where = {"url": url, "key": key}
+    text = str(error)
+    if _NO_BUCKET.search(text):
+        return StoreUnavailable(f"{url}: the bucket does not exist", **where, refused=True, uncertain=False)
+    if isinstance(error, FileNotFoundError):
+        return ObjectMissing(f"{url} has no {key}", **where)
+    if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
+        return Conflict(f"{url} has {key} already", **where)
+    message, refused = _explain(error, text, environment)
+    return StoreUnavailable(f"{url}: {message}", **where, refused=refused, uncertain=False)
+
+
+def _explain(error: Exception, text: str, environment: tuple[str, ...]) -> tuple[str, bool]:
+    """What to say, and whether the store has said no for good."""
+    if _DISK_FULL.search(text) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full", True
+    words = shorten(text)
+    if isinstance(error, _CREDENTIAL_ERRORS) or _BAD_CREDENTIALS.search(text):
+        look = f"; look at {', '.join(environment)}" if environment else ""
+        return f"access was refused: {words}{look}", True
+    return words, bool(_REFUSED.search(text)) or isinstance(error, NotImplementedError | exceptions.NotSupportedError)
+
+
+def shorten(text: str) -> str:
+    """The store's own words on one line, without the client's debug output and without what follows `?` in URLs."""
+    text = text.partition("\n\nDebug source:")[0]
+    said = [found for tag in ("Code", "Message") for found in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)]
+    if said:
+        text = f"{text.partition('<')[0].rstrip(' :')}: {': '.join(said)}"
+    line = " ".join(re.sub(r"\?\S+", "", text).split()).rstrip(" :")
+    return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 1] + "…"

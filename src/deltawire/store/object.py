@@ -1,0 +1,239 @@
+"""Folders, memory and the buckets of S3, Google and Azure, all through obstore."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.store import LocalStore, MemoryStore
+
+from deltawire.errors import ObjectMissing, StoreUnavailable
+from deltawire.store.base import Buffer, Pieces, Stat
+from deltawire.store.failures import translated
+from deltawire.store.keys import check_key
+from deltawire.store.settle import settle
+
+if TYPE_CHECKING:
+    # These exist for type checkers only.
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore as Client
+
+CHUNK_BYTES = 16 << 20
+QUICK_BYTES = 1 << 20
+MAX_PARTS_IN_FLIGHT = 8
+PUT_ATTEMPTS = 3
+LIST_CHUNK = 1000
+
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+def open_folder(folder: Path) -> "ObjectStore":
+    """A folder, which need not exist before the first write."""
+    path = os.path.abspath(folder)
+    # Rooted at `/` since a client cannot be rooted at a folder that is not there yet.
+    return ObjectStore(f"file://{path}", Clients(LocalStore("/")), path.strip("/"))
+
+
+def open_memory(name: str, prefix: str = "") -> "ObjectStore":
+    """A store of this process; all who ask for the same name share it."""
+    with _memory_lock:
+        client = _memory.setdefault(name, MemoryStore())
+    prefix = prefix.strip("/")
+    return ObjectStore(f"memory:{name}/{prefix}".rstrip("/"), Clients(client), prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """A client for what is answered at once, and one that lets a large upload take its time.
+
+    One cannot be both: the client's limit on silence also runs while a body is being sent.
+    """
+
+    quick: "Client"
+    patient: "Client | None" = None
+
+    def for_upload(self, num_bytes: int) -> "Client":
+        """The client for a request with so many bytes."""
+        return self.quick if self.patient is None or num_bytes <= QUICK_BYTES else self.patient
+
+
+class ObjectStore:
+    """A store over one of obstore's clients. `environment` names the variables that hold its credentials."""
+
+    conditional = True
+
+    def __init__(self, url: str, clients: Clients, prefix: str = "", *, environment: tuple[str, ...] = ()) -> None:
+        self.url = url
+        self._clients = clients
+        self._root = f"{prefix}/" if prefix else ""
+        self._environment = environment
+
+    def put(self, key: str, data: Buffer | Pieces) -> None:
+        """Write an object, or replace it; pieces are sent in parts, some of them at once."""
+        path = self._path(key)
+        for attempt in range(PUT_ATTEMPTS):
+            try:
+                return self._put_once(key, path, data)
+            except StoreUnavailable as error:
+                if error.fields["refused"] or attempt + 1 == PUT_ATTEMPTS:
+                    raise
+            time.sleep(0.5 * 2**attempt)
+        return None
+
+    def _put_once(self, key: str, path: str, data: Buffer | Pieces) -> None:
+        source = _Source(_slices(data))
+        try:
+            with self._errors(key):
+                self._send(path, source)
+        except Exception:
+            if source.failure is not None:
+                raise source.failure from None
+            raise
+
+    def _send(self, path: str, source: "_Source") -> None:
+        first, rest = _take(source, CHUNK_BYTES)
+        if rest is None:
+            whole = b"".join(first)
+            obstore.put(self._clients.for_upload(len(whole)), path, whole, use_multipart=False)
+            return
+        obstore.put(
+            self._clients.for_upload(CHUNK_BYTES), path, chain(first, rest), use_multipart=True,
+            chunk_size=CHUNK_BYTES, max_concurrency=MAX_PARTS_IN_FLIGHT,
+        )  # fmt: skip
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write an object that does not exist yet, or raise Conflict."""
+        path = self._path(key)
+
+        def write() -> None:
+            with self._errors(key):
+                obstore.put(self._clients.quick, path, data, mode="create", use_multipart=False)
+
+        settle(write, lambda: self.get(key), data)
+
+    def get(self, key: str) -> bytes:
+        """A whole object."""
+        path = self._path(key)
+        with self._errors(key):
+            return bytes(obstore.get(self._clients.quick, path).bytes())
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Some bytes of an object; fewer where it ends before."""
+        path = self._path(key)
+        if start < 0 or length < 0:
+            raise ValueError(f"no range of an object: {length} bytes from {start}")
+        try:
+            with self._errors(key):
+                # No client takes a range of nothing.
+                found = obstore.get_range(self._clients.quick, path, start=start, length=max(length, 1))
+        except StoreUnavailable as error:
+            # Stores call it an error to start at the end or after it.
+            if re.search("range", error.message, re.IGNORECASE) and start >= self.stat(key).num_bytes:
+                return b""
+            raise
+        return bytes(found)[:length]
+
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
+        """All objects whose key starts with the prefix and comes after `after`, in the order of their keys.
+
+        Not every store keeps that order, so the listing is read to its end before the first is returned.
+        """
+        with self._errors(prefix):
+            pages = obstore.list(
+                self._clients.quick,
+                (self._root + prefix).rpartition("/")[0] or None,
+                offset=self._root + after if after else None,
+                chunk_size=LIST_CHUNK,
+            )
+            found = [self._stat(each) for page in pages for each in page]
+        wanted = (each for each in found if each.key.startswith(prefix) and each.key > after)
+        return iter(sorted(wanted, key=lambda each: each.key))
+
+    def stat(self, key: str) -> Stat:
+        """Size and time of an object."""
+        path = self._path(key)
+        with self._errors(key):
+            return self._stat(obstore.head(self._clients.quick, path))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, many in one request where the store can."""
+        paths = [self._path(key) for key in keys]
+        if not paths:
+            return
+        try:
+            with self._errors(paths[0]):
+                obstore.delete(self._clients.quick, paths)
+        except (ObjectMissing, StoreUnavailable) as error:
+            if error.fields.get("refused") and len(paths) == 1:
+                raise
+            # The first that is missing ends the request, and some servers do not know requests for many.
+            self._delete_each(paths)
+
+    def _delete_each(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            try:
+                with self._errors(path.removeprefix(self._root)):
+                    obstore.delete(self._clients.quick, path)
+            except ObjectMissing:
+                continue
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def _stat(self, meta: "ObjectMeta") -> Stat:
+        return Stat(meta["path"].removeprefix(self._root), meta["size"], meta["last_modified"].timestamp())
+
+    def _errors(self, key: str) -> AbstractContextManager[None]:
+        return translated(self.url, key, environment=self._environment)
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r})"
+
+
+class _Source:
+    """Passes pieces on and remembers if making them failed: that is the caller's error, not the store's."""
+
+    def __init__(self, pieces: Iterable[Buffer]) -> None:
+        self._pieces = iter(pieces)
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return self
+
+    def __next__(self) -> Buffer:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _slices(data: Buffer | Pieces) -> Iterable[Buffer]:
+    """Pieces no larger than a part, without copying."""
+    for piece in [data] if isinstance(data, bytes | bytearray | memoryview) else data:
+        view = memoryview(piece)
+        if view.nbytes:
+            flat = view.cast("B")
+            yield from (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
+
+
+def _take(source: Iterator[Buffer], num_bytes: int) -> tuple[list[Buffer], Iterator[Buffer] | None]:
+    """The first pieces up to a size, and the rest; None where there is no more."""
+    first: list[Buffer] = []
+    size = 0
+    for piece in source:
+        first.append(piece)
+        size += len(piece)
+        if size > num_bytes:
+            return first, source
+    return first, None

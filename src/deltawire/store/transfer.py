@@ -1,0 +1,171 @@
+"""Moves large objects: downloads in parallel parts, resumed and checked, and sizes and digests of what is uploaded."""
+
+import errno
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+from deltawire.errors import CorruptObject, ObjectMissing, StoreUnavailable
+from deltawire.store.base import Buffer, Pieces, Store
+
+PART_BYTES = 16 << 20
+MAX_PARTS_IN_FLIGHT = 8
+PART_ATTEMPTS = 4
+
+Progress = Callable[[int], None]
+
+
+def download(
+    store: Store,
+    key: str,
+    path: Path,
+    *,
+    num_bytes: int,
+    sha256: str,
+    progress: Progress | None = None,
+    part_bytes: int = PART_BYTES,
+    parallel: int = MAX_PARTS_IN_FLIGHT,
+) -> None:
+    """Fetch an object to `path`, where it appears only whole and with the right digest. One at a time for a path.
+
+    What has arrived lies in `NAME.part` beside it, always a sound beginning, and a later call goes on from there.
+    `progress` is told how many bytes of the file are there. CorruptObject: the store has other bytes, or too few.
+    """
+    partial = path.with_name(path.name + ".part")
+    parts = _Parts(store, key, num_bytes, part_bytes, parallel)
+    for _ in range(2):
+        try:
+            actual = _fetch(parts, partial, progress)
+            if actual == sha256:
+                os.replace(partial, path)
+                return
+            partial.unlink()
+        except (CorruptObject, ObjectMissing):
+            partial.unlink(missing_ok=True)
+            raise
+        except OSError as error:
+            raise _disk_error(error, partial, key) from error
+    raise CorruptObject(
+        f"{store.url}: {key} has SHA-256 {actual}, not {sha256}", key=key, expected=sha256, actual=actual
+    )
+
+
+def _fetch(parts: "_Parts", partial: Path, progress: Progress | None) -> str:
+    """Complete the partial file; its digest."""
+    digest = hashlib.sha256()
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with open(partial, "a+b", buffering=0) as file:
+        done = _resume(file, digest.update, parts.num_bytes)
+        if progress is not None and done:
+            progress(done)
+        for data in parts.fetch(done):
+            _write(file, data)
+            digest.update(data)
+            done += len(data)
+            if progress is not None:
+                progress(done)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _resume(file: BinaryIO, update: Callable[[bytes], None], num_bytes: int) -> int:
+    """Digest what an earlier call has left; the number of its bytes. More than there should be is not ours."""
+    if os.fstat(file.fileno()).st_size > num_bytes:
+        file.truncate(0)
+    file.seek(0)
+    while data := file.read(1 << 20):
+        update(data)
+    return file.tell()
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+class _Parts:
+    """The parts of an object, fetched several at once and handed out in order."""
+
+    def __init__(self, store: Store, key: str, num_bytes: int, part_bytes: int, parallel: int) -> None:
+        self.store, self.key, self.num_bytes = store, key, num_bytes
+        self.part_bytes, self.parallel = part_bytes, parallel
+
+    def fetch(self, start: int) -> Iterator[bytes]:
+        """All bytes from `start`; no more than `parallel` parts are held."""
+        if start == self.num_bytes:
+            # Nothing is left to read, so nothing else would notice that it is gone.
+            self.store.stat(self.key)
+            return
+        starts = iter(range(start, self.num_bytes, self.part_bytes))
+        pool = ThreadPoolExecutor(self.parallel, "deltawire-download")
+        try:
+            window: deque[Future[bytes]] = deque()
+            for each in starts:
+                window.append(pool.submit(self._part, each))
+                if len(window) == self.parallel:
+                    yield window.popleft().result()
+            while window:
+                yield window.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _part(self, start: int) -> bytes:
+        length = min(self.part_bytes, self.num_bytes - start)
+        data = self._patiently(start, length)
+        if len(data) == length:
+            return data
+        actual = start + len(data)
+        raise CorruptObject(
+            f"{self.store.url}: {self.key} has {actual} bytes or less, not {self.num_bytes}",
+            key=self.key, expected=self.num_bytes, actual=actual,
+        )  # fmt: skip
+
+    def _patiently(self, start: int, length: int) -> bytes:
+        """A part, asked for again where the store did not answer, beyond what the store itself has tried."""
+        for attempt in range(PART_ATTEMPTS - 1):
+            try:
+                return self.store.get_range(self.key, start, length)
+            except StoreUnavailable as error:
+                if error.fields.get("refused"):
+                    raise
+            time.sleep(0.2 * 2**attempt)
+        return self.store.get_range(self.key, start, length)
+
+
+def _disk_error(error: OSError, partial: Path, key: str) -> StoreUnavailable:
+    said = f"cannot be written: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        said = "the disk is full"
+        partial.unlink(missing_ok=True)  # what it holds may be what others need now
+    return StoreUnavailable(f"{partial}: {said}", path=str(partial), key=key, refused=True, uncertain=False)
+
+
+class Measured:
+    """Passes pieces on and notes their size and digest; both are right once the pieces have been read to the end."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self.num_bytes = 0
+        self.sha256 = ""
+
+    def __iter__(self) -> Iterator[Buffer]:
+        digest, num_bytes = hashlib.sha256(), 0
+        for piece in self._pieces:
+            digest.update(piece)
+            num_bytes += memoryview(piece).nbytes
+            yield piece
+        self.num_bytes, self.sha256 = num_bytes, digest.hexdigest()
+
+
+def measure(pieces: Pieces) -> tuple[int, str]:
+    """Size and SHA-256 of an object, without keeping it."""
+    measured = Measured(pieces)
+    for _ in measured:
+        pass
+    return measured.num_bytes, measured.sha256

@@ -1,0 +1,147 @@
+"""What keeps a chain short, in the background of a publisher: deltas over many versions, and anchors when they pay."""
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deltawire.chain import Link, anchor_is_due, plan, skip_bases
+from deltawire.errors import ChainError, DeltawireError
+from deltawire.history import History
+from deltawire.manifest import StoredObject, Way
+from deltawire.runs import Run
+from deltawire.state import Digest
+from deltawire.upload import encode_delta, put_anchor, put_delta
+from deltawire.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A further way to make: to a version, from a base or (None) as an anchor."""
+
+    history: History
+    version: int
+    base: int | None
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that it needs."""
+        return self.version if self.base is None else self.base
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How deltas and anchors of a run are made."""
+
+    run: Run
+    tied: Mapping[str, str]
+    allowed: list[str]
+    max_file_bytes: int
+    threads: int | None
+
+
+class Upkeep:
+    """Follows the commits of a publisher and adds ways to the versions that it has published."""
+
+    def __init__(
+        self, making: Making, skips: Sequence[int], anchors: int | str | None, beside: Sequence[StoredObject]
+    ) -> None:
+        self._making, self._skips, self._anchors = making, tuple(skips), anchors
+        self.beside = tuple(beside)
+        self.ways: dict[tuple[int, int | None], Way] = {}
+        self.digests: dict[int, Digest] = {}
+        self.error: DeltawireError | None = None
+        """Why the last further way could not be made. Nothing depends on it but the length of the chain."""
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._busy: Task | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="deltawire-upkeep", daemon=True)
+        self._thread.start()
+
+    def note(self, *ways: Way) -> None:
+        """Take notice of ways that exist."""
+        for way in ways:
+            self.ways[way.version, way.base] = way
+            self.digests[way.version] = way.digest
+        if anchors := [version for version, base in self.ways if base is None]:
+            # Nobody starts before the last anchor but one.
+            oldest = sorted(anchors)[-2:][0]
+            self.ways = {key: way for key, way in self.ways.items() if way.version >= oldest}
+
+    def path(self, version: int) -> tuple[Way, ...]:
+        """The cheapest known ways from an anchor to a version."""
+        try:
+            links = plan(None, version, [way.link for way in self.ways.values()]).links
+        except ChainError:
+            return ()
+        return tuple(self.ways[link.version, link.base] for link in links)
+
+    def committed(self, way: Way, history: History) -> None:
+        """A version was committed: decide what else to make, and forget what nothing needs any more."""
+        self.note(way)
+        version = way.version
+        tasks = [Task(history, version, base) for base in skip_bases(version, self._skips) if base >= history.oldest]
+        links: list[Link] = [each.link for each in self.ways.values()]
+        cadence = self._anchors if isinstance(self._anchors, int) else None
+        with self._changed:
+            coming = any(task.base is None for task in self._unmade())
+            wanted = self._anchors is not None and way.base is not None and not coming
+            if wanted and anchor_is_due(version, links, cadence):
+                tasks.append(Task(history, version, None))
+            self._tasks.extend(tasks)
+            self._changed.notify_all()
+            waiting = [task.oldest for task in self._unmade()]
+        history.forget(min([version - max(self._skips, default=0), *waiting]))
+        self.digests = {each: digest for each, digest in self.digests.items() if each >= history.oldest}
+
+    def _unmade(self) -> list[Task]:
+        return [*self._tasks, *([] if self._busy is None else [self._busy])]
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closing)
+                if not self._tasks:
+                    return
+                self._busy = self._tasks.popleft()
+            try:
+                self._make(self._busy)
+                self.error = None
+            except DeltawireError as error:
+                self.error = error
+            finally:
+                with self._changed:
+                    self._busy = None
+                    self._changed.notify_all()
+
+    def _make(self, task: Task) -> None:
+        making, run = self._making, self._making.run
+        with Workers(making.threads) as workers:
+            if task.base is None:
+                way = put_anchor(
+                    run.store, run.id, task.history, task.version, self.digests[task.version], making.tied,
+                    self.beside, making.max_file_bytes,
+                )  # fmt: skip
+            else:
+                base = task.base, self.digests[task.base]
+                facts, entries = encode_delta(
+                    task.history, run.id, base, task.version, making.tied, making.allowed, workers
+                )
+                if facts.digest != self.digests[task.version]:
+                    raise ChainError(f"the delta {task.base} -> {task.version} would lead elsewhere")
+                way = put_delta(run.store, facts, entries, making.max_file_bytes)
+        run.commit_way(way)
+        self.note(way)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is left to make; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._tasks and self._busy is None, timeout)
+
+    def close(self) -> None:
+        """Finish what is waiting, and stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()

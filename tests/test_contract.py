@@ -29,7 +29,15 @@ LAYERS = [
     ["wire"],
     ["parts", "checkpoint", "patches"],
     ["delta"],
-    ["files", "inspection"],
+    ["inspection", "replay", "history", "chain", "store"],
+    ["files", "manifest"],
+    ["signing", "upload"],
+    ["runs"],
+    ["target", "fetch", "heartbeat", "lease"],
+    ["mirror", "upkeep", "gc"],
+    ["publisher", "replica"],
+    ["compact", "audit"],
+    ["interop", "metrics"],
     ["cli"],
 ]
 
@@ -55,10 +63,15 @@ def test_public_names():
         "DeltawireError",
         "Digest",
         "Patch",
+        "Publication",
+        "Publisher",
+        "Pull",
+        "Replica",
         "__version__",
         "apply",
         "diff",
         "digest",
+        "open_store",
         "save_anchor",
     ]
     assert all(hasattr(deltawire, name) for name in deltawire.__all__)

@@ -275,6 +275,21 @@ def test_the_environment_configures_azure(azure_server, monkeypatch):
     assert store.get("a") == b"x"
 
 
+def test_profiles_of_boto3(s3_server, monkeypatch, tmp_path):
+    pytest.importorskip("boto3")
+    secrets = f"aws_access_key_id={s3_server.access_key}\naws_secret_access_key={s3_server.secret}\n"
+    (tmp_path / "credentials").write_text(f"[mine]\n{secrets}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    store = open_store(f"s3://{BUCKET}/profile")
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
+    monkeypatch.setenv("AWS_PROFILE", "none such")
+    with pytest.raises(StoreUnavailable, match="none such"):
+        open_store(f"s3://{BUCKET}/profile")
+
+
 @pytest.mark.parametrize("change", [{"secret_access_key": "wrong"}, {"access_key_id": "unknown"}])
 def test_wrong_credentials(s3_server, change):
     store = open_store(f"s3://{BUCKET}/x", config=s3_server.config | change)

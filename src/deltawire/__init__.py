@@ -1,7 +1,9 @@
 """deltawire ships RL weights as deltas through any bucket.
 
-    delta = deltawire.diff(old, new)
-    deltawire.apply(delta, weights)
+    publisher = deltawire.Publisher("s3://bucket/run", model)     # at the trainer
+    publisher.publish(step=1)
+
+    deltawire.Replica("s3://bucket/run", model).pull()            # anywhere else
 
 Everything is loaded when it is first used, so that importing costs next to nothing.
 """
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
     from deltawire.delta import Delta, apply, diff
     from deltawire.errors import DeltawireError
     from deltawire.patches import Patch
+    from deltawire.publisher import Publication, Publisher
+    from deltawire.replica import Pull, Replica
     from deltawire.state import Digest, digest
+    from deltawire.store import open_store
 
 __version__ = "0.1.0"
 
@@ -26,9 +31,14 @@ _HOMES = {
     "DeltawireError": "errors",
     "Digest": "state",
     "Patch": "patches",
+    "Publication": "publisher",
+    "Publisher": "publisher",
+    "Pull": "replica",
+    "Replica": "replica",
     "apply": "delta",
     "diff": "delta",
     "digest": "state",
+    "open_store": "store",
     "save_anchor": "checkpoint",
 }
 
@@ -39,10 +49,15 @@ __all__ = [
     "DeltawireError",
     "Digest",
     "Patch",
+    "Publication",
+    "Publisher",
+    "Pull",
+    "Replica",
     "__version__",
     "apply",
     "diff",
     "digest",
+    "open_store",
     "save_anchor",
 ]
 

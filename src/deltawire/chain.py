@@ -85,6 +85,15 @@ def _no_path(have: int | None, want: int, links: Sequence[Link]) -> BrokenChain 
     return BrokenChain(f"no unbroken chain leads from {start} to version {want}", version=want)
 
 
+def reachable(links: Iterable[Link]) -> set[int]:
+    """The versions that can be had from nothing."""
+    found: set[int] = set()
+    for link in sorted(links, key=lambda link: link.version):
+        if link.base is None or link.base in found:
+            found.add(link.version)
+    return found
+
+
 def skip_bases(version: int, lengths: Iterable[int] = SKIPS) -> list[int]:
     """The bases of the skip deltas that end at a version."""
     return [version - length for length in lengths if version % length == 0 and version >= length]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from deltawire.checkpoint import INDEX_NAME, Checkpoint
+from deltawire.checkpoint import Checkpoint
 from deltawire.container import Container
 from deltawire.delta import Delta
 from deltawire.errors import DeltawireError
@@ -44,7 +44,7 @@ class Fetched(NamedTuple):
 
     def other_files(self) -> list[Path]:
         """Configuration, tokenizer and the like."""
-        return [self.folder / each.file for each in self.way.objects if not _is_weights(each.file)]
+        return [self.folder / each.file for each in self.way.beside]
 
 
 class Fetcher:
@@ -104,10 +104,6 @@ class Fetcher:
 def _folder_name(way: Way) -> str:
     # Two uploads of one way differ in their hashes, and their parts must not be mixed.
     return f"{way.version:08}-{'anchor' if way.base is None else f'{way.base:08}'}-{way.objects[0].sha256[:16]}"
-
-
-def _is_weights(file: str) -> bool:
-    return file.endswith(".safetensors") or file == INDEX_NAME
 
 
 def _blaming(way: Way, error: DeltawireError) -> DeltawireError:

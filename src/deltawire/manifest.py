@@ -65,6 +65,12 @@ class Way:
         return sum(each.num_bytes for each in self.objects)
 
     @property
+    def beside(self) -> tuple[StoredObject, ...]:
+        """The files of an anchor that are not weights: configuration, tokenizer and the like."""
+        weights = (".safetensors", ".safetensors.index.json")
+        return tuple(each for each in self.objects if self.base is None and not each.file.endswith(weights))
+
+    @property
     def link(self) -> Link:
         return Link(self.version, self.base, self.num_bytes)
 

@@ -151,11 +151,7 @@ class Publisher:
         manifest = self.run.manifest(latest)
         self.version, self._next, self._digest = latest, latest + 1, manifest.digest
         self._upkeep.note(*manifest.path, manifest.way)
-        first = self._upkeep.path(latest)[:1]
-        if first:
-            # What lies beside the weights of the last anchor lies there already.
-            own = first[0].objects[0].key.rpartition("/")[0]
-            self._upkeep.beside = tuple(each for each in first[0].objects if not each.key.startswith(own))
+        self._upkeep.beside = tuple(each for way in self._upkeep.path(latest) for each in way.beside)
         if digest(weights, dtype=self._dtype, tied=self._tied, threads=self._threads) == manifest.digest:
             self._history = self._snapshot(weights, latest)
 

@@ -23,11 +23,12 @@ from deltawire.errors import (
 from deltawire.fetch import Fetched, Fetcher, Progress
 from deltawire.heartbeat import Heartbeat
 from deltawire.manifest import Manifest, Way
+from deltawire.mirror import Mirror
 from deltawire.patches import Patch
 from deltawire.replay import Replay
 from deltawire.runs import Run
 from deltawire.store import Store
-from deltawire.target import State, Target, target_of
+from deltawire.target import MemoryTarget, State, Target
 from deltawire.workers import Workers
 
 
@@ -70,7 +71,7 @@ class Replica:
         threads: int | None = None,
     ) -> None:
         self.run = Run(store, public_key=public_key)
-        self.target: Target = target_of(target)
+        self.target: Target = _target_of(target)
         self.error: DeltawireError | None = None
         """Why the last attempt of `watch` failed; None when it went well."""
         self.last_pull: Pull | None = None
@@ -371,3 +372,17 @@ class Replica:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _target_of(value: Any) -> Target:
+    """A target for what a caller has: a folder, a torch module, a mapping of arrays, or a target already."""
+    if isinstance(value, (str, Path)):
+        return Mirror(value)
+    if hasattr(value, "state_dict"):
+        return MemoryTarget(value.state_dict())
+    if isinstance(value, Mapping):
+        return MemoryTarget(value)
+    if all(hasattr(value, name) for name in ("state", "apply", "load")):
+        target: Target = value
+        return target
+    raise TypeError(f"expected a folder, a torch module, a mapping or a target, got {type(value).__name__}")

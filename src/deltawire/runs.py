@@ -29,7 +29,7 @@ from deltawire.signing import signer, verifier
 from deltawire.store import Store, open_store
 
 _DELTA_KEY = re.compile(r"deltas/(\d{8})-from-(\d{8})-([0-9a-f]+)(?:-\d{5}-of-\d{5})?\.safetensors")
-_ANCHOR_KEY = re.compile(r"anchors/(\d{8})-[0-9a-f]+/[^/]+")
+_ANCHOR_KEY = re.compile(r"anchors/(\d{8})-([0-9a-f]+)/[^/]+")
 
 
 class Run:
@@ -142,12 +142,10 @@ class Run:
         )
 
     def _uploads(self, after: int) -> Iterator[tuple[int, int | None, str, int]]:
-        for stat in self.store.list(DELTAS, after=f"{DELTAS}{after + 1:08}"):
-            if named := _DELTA_KEY.fullmatch(stat.key):
-                yield int(named[1]), int(named[2]), named[3], stat.num_bytes
-        for stat in self.store.list(ANCHORS, after=f"{ANCHORS}{after + 1:08}"):
-            if named := _ANCHOR_KEY.fullmatch(stat.key):
-                yield int(named[1]), None, stat.key.split("/")[1], stat.num_bytes
+        for folder in (DELTAS, ANCHORS):
+            for stat in self.store.list(folder, after=f"{folder}{after + 1:08}"):
+                if about := read_object_key(stat.key):
+                    yield *about, stat.num_bytes
 
     def _document_keys(self, after: int) -> Iterator[str]:
         for stat in self.store.list(MANIFESTS, after=manifest_key(after) if after >= 0 else ""):
@@ -176,3 +174,12 @@ class Run:
         except Conflict:
             if self.way(way.link).digest != way.digest:
                 raise ChainError(f"two ways to version {way.version} lead to different weights") from None
+
+
+def read_object_key(key: str) -> tuple[int, int | None, str] | None:
+    """What a key under deltas/ or anchors/ is about: version, base, and which upload it belongs to."""
+    if named := _DELTA_KEY.fullmatch(key):
+        return int(named[1]), int(named[2]), named[3]
+    if named := _ANCHOR_KEY.fullmatch(key):
+        return int(named[1]), None, named[2]
+    return None

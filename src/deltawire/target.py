@@ -115,22 +115,6 @@ class MemoryTarget:
     def close(self) -> None: ...
 
 
-def target_of(value: Any) -> Target:
-    """A target for what a caller has: a folder, a torch module, a mapping of arrays, or a target already."""
-    if isinstance(value, (str, Path)):
-        from deltawire.mirror import Mirror
-
-        return Mirror(value)
-    if hasattr(value, "state_dict"):
-        return MemoryTarget(value.state_dict())
-    if isinstance(value, Mapping):
-        return MemoryTarget(value)
-    if all(hasattr(value, name) for name in ("state", "apply", "load")):
-        target: Target = value
-        return target
-    raise TypeError(f"expected a folder, a torch module, a mapping or a target, got {type(value).__name__}")
-
-
 def _aliases(tied: Mapping[str, str]) -> dict[str, list[str]]:
     aliases: dict[str, list[str]] = {}
     for name, to in tied.items():

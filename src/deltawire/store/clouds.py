@@ -98,8 +98,7 @@ def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, r
             for seconds in (timeout_seconds, timeout_seconds * UPLOAD_PATIENCE)
         )
     except BaseError as error:
-        look = f"; look at {', '.join(cloud.environment)}"
-        raise StoreUnavailable(f"{name}: {shorten(str(error))}{look}", url=name, refused=True) from None
+        raise _refused(name, f"{shorten(str(error))}; look at", cloud) from None
     return ObjectStore(name, Clients(quick, patient), prefix, environment=cloud.environment)
 
 
@@ -131,17 +130,20 @@ def _options(url: str, cloud: Cloud, config: Mapping[str, str], retries: int) ->
     }
     if cloud.credentials & cloud.settings(config).keys():
         return options
-    provider = _boto3_provider() if cloud is S3 else None
+    provider = _boto3_provider(url) if cloud is S3 else None
     if provider is not None:
         options["credential_provider"] = provider
     elif not _has_identity(cloud, config):
-        raise StoreUnavailable(
-            f"{url}: no credentials were found; set {', '.join(cloud.environment)}", url=url, refused=True
-        )
+        raise _refused(url, "no credentials were found; look at", cloud)
     return options
 
 
-def _boto3_provider() -> Any:
+def _refused(url: str, why: str, cloud: Cloud) -> StoreUnavailable:
+    message = f"{url}: {why} {', '.join(cloud.environment)}"
+    return StoreUnavailable(message, url=url, key="", refused=True, uncertain=False)
+
+
+def _boto3_provider(url: str) -> Any:
     """The credentials that boto3 finds (profiles, SSO, roles); None without boto3, or when it finds none."""
     if importlib.util.find_spec("boto3") is None:
         return None
@@ -151,6 +153,8 @@ def _boto3_provider() -> Any:
         return Boto3CredentialProvider()
     except ValueError:
         return None
+    except Exception as error:  # boto3's own, such as a profile that does not exist
+        raise _refused(url, f"{error}; look at", S3) from error
 
 
 def _has_identity(cloud: Cloud, config: Mapping[str, str]) -> bool:

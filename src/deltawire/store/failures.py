@@ -12,7 +12,11 @@ from deltawire.errors import Conflict, ObjectMissing, StoreError, StoreUnavailab
 MAX_MESSAGE_CHARS = 300
 
 _CREDENTIAL_ERRORS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-_BAD_CREDENTIALS = re.compile(r"ExpiredToken|InvalidToken|169\.254\.169\.254|metadata\.google|status code: 40[13]\b")
+_BAD_CREDENTIALS = re.compile(
+    r"ExpiredToken|InvalidToken|status code: 40[13]\b"
+    # Addresses at which machines ask for an identity of their own.
+    r"|/latest/api/token|/latest/meta-data|metadata\.google|/metadata/identity"
+)
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 _DISK_FULL = re.compile(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b")
 # Asking again does not help with these, unlike 408 (timeout) and 429 (too many requests).
@@ -58,7 +62,7 @@ def _explain(error: Exception, text: str, environment: tuple[str, ...]) -> tuple
 
 def shorten(text: str) -> str:
     """The store's own words on one line, without the client's debug output and without what follows `?` in URLs."""
-    text = text.partition("\n\nDebug source:")[0]
+    text = re.sub(r"^Generic \w+ error: ", "", text.partition("\n\nDebug source:")[0])
     said = [found for tag in ("Code", "Message") for found in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)]
     if said:
         text = f"{text.partition('<')[0].rstrip(' :')}: {': '.join(said)}"

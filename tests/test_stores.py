@@ -316,6 +316,18 @@ def test_settings_that_the_client_does_not_know(s3_server):
         open_store("s3://bucket", config=s3_server.config | {"nonsense": "1"})
 
 
+@pytest.mark.parametrize(("used", "said"), [(True, "start it with spawn"), (False, "has no a")])
+def test_a_forked_process(used, said):
+    program = (
+        "import os, signal\nfrom deltawire.store import open_store\nstore = open_store('memory:')\n"
+        + "store.put('b', b'')\n" * used
+        + "if os.fork():\n    os.wait()\nelse:\n    signal.alarm(20)\n"
+        "    try:\n        store.get('a')\n    except Exception as error:\n        print(error, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said in done.stdout
+
+
 def test_the_package_loads_no_client():
     program = (
         "import sys, deltawire, deltawire.store\n"

@@ -101,8 +101,9 @@ def skip_bases(version: int, lengths: Iterable[int] = SKIPS) -> list[int]:
 
 def anchor_is_due(version: int, links: Sequence[Link], cadence: int | None) -> bool:
     """Whether a version should get an anchor: every so many versions, or when the path since the last one is heavy."""
-    anchors = [link for link in links if link.base is None]
-    last = max(anchors, key=lambda link: link.version)
+    last = max((link for link in links if link.base is None), default=None, key=lambda link: link.version)
+    if last is None:
+        return True
     if cadence is not None:
         return version - last.version >= cadence
     try:

@@ -30,10 +30,10 @@ class Heartbeat:
         self._last = 0.0
         self._written = False
 
-    def beat(self, status: Mapping[str, Any], *, due: bool = True) -> None:
-        """Tell the status: now, or only if the last time is long enough ago."""
+    def beat(self, status: Mapping[str, Any], *, at_once: bool) -> None:
+        """Tell the status: at once, or only if the last time is long enough ago."""
         now = time.time()
-        if self._every is None or (not due and now - self._last < self._every):
+        if self._every is None or (not at_once and now - self._last < self._every):
             return
         told = {"name": self.name, "run": self._run.id, "time": now, "host": socket.gethostname(), "pid": os.getpid()}
         self._last = now

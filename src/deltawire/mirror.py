@@ -11,11 +11,13 @@ Patches are journalled, then written into the mapped files, then the version is 
 opens a folder with a journal (or an incoming checkpoint) writes it again: its patches are absolute.
 """
 
+import errno
 import fcntl
 import json
 import mmap
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from deltawire.codec import COO, Encoded
 from deltawire.container import replacing
 from deltawire.delta import Delta
 from deltawire.dtypes import DTYPES, dtype_named
-from deltawire.errors import Conflict, FormatError, ObjectMissing
+from deltawire.errors import Conflict, EngineRejected, FormatError, ObjectMissing
 from deltawire.files import shards_of
 from deltawire.parts import save
 from deltawire.patches import Patch
@@ -88,9 +90,21 @@ class Mirror:
             num_elements=sum(len(tensor.bits) for tensor in self._weights.values()),
             tied={},
         )
-        save(facts, [_entry(patch) for patch in patches], self._journal, max_file_bytes=1 << 62)
-        self._state = None
-        self._finish_apply(patches, state)
+        with self._writing():
+            save(facts, [_entry(patch) for patch in patches], self._journal, max_file_bytes=1 << 62)
+            self._state = None
+            self._finish_apply(patches, state)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+            kept = "nothing was changed" if self._state is not None else "the change will be finished at the next try"
+            raise EngineRejected(
+                f"{self.folder} cannot be written: {problem}; {kept}", path=str(self.folder)
+            ) from error
 
     def _finish_apply(self, patches: Sequence[Patch], state: State) -> None:
         for patch in patches:
@@ -109,15 +123,16 @@ class Mirror:
         if tied:
             metadata[PREFIX + "tied"] = json.dumps(dict(tied), separators=(",", ":"))
         made = self._own / "made"
-        shutil.rmtree(made, ignore_errors=True)
-        write_checkpoint(
-            made, shards_of(checkpoint, made), metadata, anchor.bits_of,
-            extra_files=list(files), check=lambda: anchor.check(state.digest),
-        )  # fmt: skip
-        self._tell(made, state)
-        self._state = None
-        made.replace(self._incoming)
-        self._finish_load()
+        with self._writing():
+            shutil.rmtree(made, ignore_errors=True)
+            write_checkpoint(
+                made, shards_of(checkpoint, made), metadata, anchor.bits_of,
+                extra_files=list(files), check=lambda: anchor.check(state.digest),
+            )  # fmt: skip
+            self._tell(made, state)
+            self._state = None
+            made.replace(self._incoming)
+            self._finish_load()
 
     def _finish_load(self) -> None:
         self._unmap()

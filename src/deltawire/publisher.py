@@ -1,5 +1,6 @@
 """The trainer's side: finds what changed, and makes it a version, or leaves everything as it was."""
 
+import json
 import threading
 import time
 from collections import deque
@@ -165,15 +166,18 @@ class Publisher:
     ) -> Publication:
         """Make the weights as they are now the next version. They may change again as soon as this returns.
 
-        `anchor=True` sends all weights, as for the first version: needed when names, shapes or dtypes have changed.
+        `metadata` is free, as far as JSON goes. `anchor=True` sends all weights, as for the first version: needed when
+        names, shapes or dtypes have changed.
         """
+        metadata = dict(metadata or {})
+        json.dumps(metadata, allow_nan=False)
         self._wait_for_room()
         with self._turn:
             self._check_open()
             waiting = self._take_waiting(anchor)
             started = time.perf_counter()
             try:
-                job = self._stage(step, dict(metadata or {}), anchor)
+                job = self._stage(step, metadata, anchor)
             except BaseException as error:
                 for publication in waiting:
                     publication._finish(error)
@@ -323,14 +327,15 @@ class Publisher:
             "num_bytes": manifest.way.num_bytes,
             "full_bytes": full,
         }
-        self._note(job, manifest)
-        with self._changed:
-            self._pending.popleft()
-            self._changed.notify_all()
+        self.version = job.version
         for publication in job.publications:
             publication.version, publication.stats = job.version, dict(job.stats)
             self.last = publication
             publication._finish()
+        self._note(job, manifest)
+        with self._changed:
+            self._pending.popleft()
+            self._changed.notify_all()
 
     def _fail(self, job: Job, error: BaseException) -> None:
         """Undo a version that was not committed and those staged after it; an unsettled one stays."""

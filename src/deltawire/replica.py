@@ -72,7 +72,7 @@ class Replica:
     ) -> None:
         self.run = Run(store, public_key=public_key)
         self.target: Target = _target_of(target)
-        self.error: DeltawireError | None = None
+        self.error: Exception | None = None
         """Why the last attempt of `watch` failed; None when it went well."""
         self.last_pull: Pull | None = None
         self.latest: int | None = None
@@ -117,7 +117,7 @@ class Replica:
             self.num_pulls += 1
         with self._changed:
             self._changed.notify_all()
-        self._heartbeat.beat(self.status())
+        self._heartbeat.beat(self.status(), at_once=True)
         return done
 
     def plan(self, version: int | None = None) -> Plan:
@@ -215,7 +215,8 @@ class Replica:
         self, manifest: Manifest, have: State | None, route: Plan, ways: list[Way], progress: Progress | None
     ) -> Pull:
         started = time.perf_counter()
-        self._heartbeat.beat(self.status() | {"using": [str(link) for link in route.links]}, due=bool(route.links))
+        using = {"using": [str(link) for link in route.links]}
+        self._heartbeat.beat(self.status() | using, at_once=bool(route.links))
         with self._fetcher.fetch(ways, progress) as fetched, Workers(self._threads) as workers:
             fetch_seconds = time.perf_counter() - started
             deltas = [self._delta(each) for each in fetched if each.way.base is not None]
@@ -223,6 +224,8 @@ class Replica:
             decoded = time.perf_counter()
             if not route.links:
                 applied = decoded
+                if have is not None and self.target.state() is None:
+                    self.target.apply([], have, state, manifest.tied)
             elif route.starts_anew:
                 anchor = Replay(fetched[0].checkpoint(), deltas, workers)
                 applied = time.perf_counter()
@@ -267,10 +270,10 @@ class Replica:
                         if on_pull is not None:
                             on_pull(done)
                     failures, self.error = 0, None
-                except DeltawireError as error:
+                except (DeltawireError, OSError) as error:
                     failures, self.error = failures + 1, error
                     self.num_faults += 1
-                self._heartbeat.beat(self.status(), due=False)
+                self._heartbeat.beat(self.status(), at_once=False)
                 # Jitter, so that a thousand replicas do not ask at the same moment.
                 pause = poll_seconds * random.uniform(0.75, 1.25) * min(2**failures, 32)  # noqa: S311
                 self._wake.wait(pause)

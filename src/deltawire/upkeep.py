@@ -56,18 +56,17 @@ class Upkeep:
         self._changed = threading.Condition()
         self._busy: Task | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="deltawire-upkeep", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def note(self, *ways: Way) -> None:
         """Take notice of ways that exist."""
-        for way in ways:
-            self.ways[way.version, way.base] = way
-            self.digests[way.version] = way.digest
-        if anchors := [version for version, base in self.ways if base is None]:
+        with self._changed:
+            known = {**self.ways, **{(way.version, way.base): way for way in ways}}
             # Nobody starts before the last anchor but one.
-            oldest = sorted(anchors)[-2:][0]
-            self.ways = {key: way for key, way in self.ways.items() if way.version >= oldest}
+            oldest = min(sorted(version for version, base in known if base is None)[-2:], default=0)
+            # Replaced, not changed: the other thread may be reading them.
+            self.ways = {key: way for key, way in known.items() if way.version >= oldest}
+            self.digests = {**self.digests, **{way.version: way.digest for way in ways}}
 
     def path(self, version: int) -> tuple[Way, ...]:
         """The cheapest known ways from an anchor to a version."""
@@ -90,10 +89,13 @@ class Upkeep:
             if wanted and anchor_is_due(version, links, cadence):
                 tasks.append(Task(history, version, None))
             self._tasks.extend(tasks)
+            if self._tasks and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="deltawire-upkeep", daemon=True)
+                self._thread.start()
             self._changed.notify_all()
             waiting = [task.oldest for task in self._unmade()]
-        history.forget(min([version - max(self._skips, default=0), *waiting]))
-        self.digests = {each: digest for each, digest in self.digests.items() if each >= history.oldest}
+            history.forget(min([version - max(self._skips, default=0), *waiting]))
+            self.digests = {each: state for each, state in self.digests.items() if each >= history.oldest}
 
     def _unmade(self) -> list[Task]:
         return [*self._tasks, *([] if self._busy is None else [self._busy])]
@@ -144,4 +146,5 @@ class Upkeep:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()

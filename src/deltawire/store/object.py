@@ -33,6 +33,7 @@ LIST_CHUNK = 1000
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
+_first_use: dict[str, int] = {}
 
 
 def open_folder(folder: Path) -> "ObjectStore":
@@ -169,7 +170,7 @@ class ObjectStore:
         if not paths:
             return
         try:
-            with self._errors(paths[0]):
+            with self._errors(paths[0].removeprefix(self._root)):
                 obstore.delete(self._clients.quick, paths)
         except (ObjectMissing, StoreUnavailable) as error:
             if error.fields.get("refused") and len(paths) == 1:
@@ -192,10 +193,18 @@ class ObjectStore:
         return Stat(meta["path"].removeprefix(self._root), meta["size"], meta["last_modified"].timestamp())
 
     def _errors(self, key: str) -> AbstractContextManager[None]:
+        _check_process(self.url, key)
         return translated(self.url, key, environment=self._environment)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r})"
+
+
+def _check_process(url: str, key: str) -> None:
+    """The client's threads do not survive a fork, and it would wait for them for ever."""
+    if _first_use.setdefault("process", os.getpid()) != os.getpid():
+        message = f"{url}: this process was forked after its parent had used a store; start it with spawn instead"
+        raise StoreUnavailable(message, url=url, key=key, refused=True, uncertain=False)
 
 
 class _Source:

@@ -33,7 +33,7 @@ LAYERS = [
     ["files", "manifest"],
     ["signing", "upload"],
     ["runs"],
-    ["target", "fetch", "heartbeat", "lease"],
+    ["target", "fetch", "heartbeat", "lease", "routing"],
     ["mirror", "upkeep", "gc"],
     ["publisher", "replica"],
     ["compact", "audit"],

@@ -10,8 +10,9 @@ from deltawire.errors import BrokenChain, MissingAnchor
 # comes late takes a few long strides and at most three of each shorter one.
 SKIPS = (4, 16, 64)
 
-# An anchor is written when the deltas since the last one weigh this part of it.
-ANCHOR_PAYS = 0.25
+# An anchor is written when the deltas since the last one weigh this part of it; a little earlier at versions from which
+# long strides start, so that a late joiner has few of them to take.
+ANCHOR_PAYS, ANCHOR_PAYS_ALIGNED, ALIGNED = 0.25, 0.2, 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -110,4 +111,5 @@ def anchor_is_due(version: int, links: Sequence[Link], cadence: int | None) -> b
         since = plan(last.version, version, [link for link in links if link.base is not None])
     except BrokenChain:
         return True
-    return since.num_bytes >= ANCHOR_PAYS * last.num_bytes
+    limit = ANCHOR_PAYS_ALIGNED if version % ALIGNED == 0 else ANCHOR_PAYS
+    return since.num_bytes >= limit * last.num_bytes

@@ -11,6 +11,7 @@ and after it copies the chunk. Whatever of a staged version it has caught, putti
 
 import tempfile
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class Settled:
 
     def __init__(self, names: set[str], folder: Path | None) -> None:
         self.names = names
-        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed when it is forgotten
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         self._streams: dict[ChunkKey, _Stream] = {}
         self._lock = threading.Lock()
 
@@ -104,9 +106,6 @@ class Settled:
         positions, old = np.empty(place.num_changed, np.int64), np.empty(place.num_changed, bits.dtype)
         check_status(int(decode_tile(stream, bits, *kernel_layout(dtype), False, positions, old)))
         bits[positions] = old
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class History:
@@ -201,9 +200,7 @@ class History:
     def forget(self, version: int) -> None:
         """Keep no way back to before a version."""
         for each in [each for each in list(self._records) if each <= version]:
-            record = self._records.pop(each)
-            if isinstance(record, Settled):
-                record.close()
+            del self._records[each]
         self.oldest = max(self.oldest, version)
 
     def changed_since(self, base: int, version: int) -> set[str]:

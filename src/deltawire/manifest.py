@@ -150,7 +150,7 @@ def read_manifest(data: bytes, verify: Verify | None = None) -> Manifest:
             run=_typed(fields["run"], str),
             version=_count(fields["version"]),
             way=way,
-            path=tuple(_read_way(each) for each in fields["path"]),
+            path=tuple(map(_read_way, _typed(fields["path"], list))),
             num_elements=_count(fields["total"]),
             tied={_typed(name, str): _typed(to, str) for name, to in fields["tied"].items()},
             step=None if fields["step"] is None else _typed(fields["step"], int),
@@ -243,7 +243,7 @@ def _read_way(fields: Mapping[str, Any]) -> Way:
         base=base,
         digest=Digest.parse(_typed(fields["digest"], str)),
         base_digest=None if base is None else Digest.parse(_typed(fields["base_digest"], str)),
-        objects=tuple(map(_read_object, fields["objects"])),
+        objects=tuple(map(_read_object, _typed(fields["objects"], list))),
         num_changed=_count(fields["changed"]),
         encodings={_typed(name, str): _count(count) for name, count in fields["encodings"].items()},
     )

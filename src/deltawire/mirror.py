@@ -1,13 +1,13 @@
 """A replica's checkpoint folder on disk, changed in place: always a checkpoint that transformers loads.
 
     model*.safetensors, config.json, ...   the checkpoint
-    deltawire.json                         run, version and digest of what it holds
+    deltawire.json                         run, version and digest of what it holds; not there while that changes
     .deltawire/journal.safetensors         patches that are being written; while it exists, the weights are in between
     .deltawire/incoming/                   a whole checkpoint that is being moved into place; the same
     .deltawire/cache/                      downloads
     .deltawire/lock                        held by the process that keeps the folder current
 
-Patches are journalled, then written into the mapped files, then the version is told, then the journal goes. Whoever
+Patches are journalled, then written into the mapped files, then the new version is told, then the journal goes. Whoever
 opens a folder with a journal (or an incoming checkpoint) writes it again: its patches are absolute.
 """
 
@@ -92,7 +92,7 @@ class Mirror:
         )
         with self._writing():
             save(facts, [_entry(patch) for patch in patches], self._journal, max_file_bytes=1 << 62)
-            self._state = None
+            self._untell()
             self._finish_apply(patches, state)
 
     @contextmanager
@@ -130,11 +130,11 @@ class Mirror:
                 extra_files=list(files), check=lambda: anchor.check(state.digest),
             )  # fmt: skip
             self._tell(made, state)
-            self._state = None
             made.replace(self._incoming)
             self._finish_load()
 
     def _finish_load(self) -> None:
+        self._untell()
         self._unmap()
         fresh = {file.name for file in self._incoming.iterdir()} | {STATE_NAME, self._own.name}
         for file in self._incoming.iterdir():
@@ -158,19 +158,21 @@ class Mirror:
         if self._incoming.exists():
             self._finish_load()
             return
-        if (self.folder / STATE_NAME).exists():
-            self._open()
         if self._journal.exists():
+            self._untell()
             self._finish_journal()
+        else:
+            self._open()
 
     def _finish_journal(self) -> None:
         try:
             delta = Delta.load(self._journal)
             patches = list(delta.patches())
+            self._map(Checkpoint(self.folder))
             self._finish_apply(patches, State(delta.run, delta.version, delta.digest))
-        except (FormatError, KeyError):
-            # A journal that a disk has damaged: nobody knows what the weights are, so they will be fetched anew.
-            self._state = None
+        except (FormatError, ObjectMissing, KeyError):
+            # Damaged by a disk, not by a crash: nobody knows what the weights are, so they will be fetched anew.
+            self._unmap()
             self._journal.unlink(missing_ok=True)
 
     def _open(self) -> None:
@@ -184,8 +186,7 @@ class Mirror:
         except (FormatError, ObjectMissing):
             self._unmap()
             return
-        untouched = times == _times(self.folder, times)
-        if untouched or self._journal.exists() or digest(self._weights) == state.digest:
+        if times == _times(self.folder, times) or digest(self._weights) == state.digest:
             self._state = state
 
     def _map(self, checkpoint: Checkpoint) -> None:
@@ -205,8 +206,13 @@ class Mirror:
         self._state = None
         self._maps = []
 
+    def _untell(self) -> None:
+        """Say nothing while the weights are in between."""
+        self._state = None
+        (self.folder / STATE_NAME).unlink(missing_ok=True)
+
     def _tell(self, folder: Path, state: State) -> None:
-        shards = [file.name for file in folder.glob("*.safetensors")]
+        shards = [file.name for file in folder.glob("*.safetensors*")]
         told = {
             "run": state.run,
             "version": state.version,
@@ -231,7 +237,7 @@ def _read_state(path: Path) -> tuple[State, dict[str, Any]] | None:
     try:
         told = json.loads(path.read_text())
         return State(str(told["run"]), int(told["version"]), Digest.parse(told["digest"])), dict(told["files"])
-    except (ValueError, KeyError, TypeError, FormatError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, FormatError):
         return None
 
 

@@ -118,12 +118,13 @@ class Publisher:
         self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
         self._scratch, self._threads = scratch, threads
         self._files = [Path(file) for file in files] or _files_of(now)
+        allowed = allowed_encodings(encoding)
         key = None if sign_with is None else public_key_of(sign_with)
         self.run = Run(store, sign_with=sign_with, public_key=key)
         self.run.start(run)
         self._lease = Lease(self.run)
         self._lease.take()
-        self._making = Making(self.run, self._tied, allowed_encodings(encoding), max_file_bytes, threads)
+        self._making = Making(self.run, self._tied, allowed, max_file_bytes, threads)
         self._upkeep = Upkeep(self._making, skips, anchors, ())
         self._keeps_history = bool(skips) or anchors is not None
         self.version: int | None = None
@@ -239,11 +240,14 @@ class Publisher:
                     return
                 job = self._pending[0]
             try:
-                self._process(job)
+                manifest = self._process(job)
             except BaseException as error:
                 self._fail(job, error)
+            else:
+                self._finish(job, manifest)
 
-    def _process(self, job: Job) -> None:
+    def _process(self, job: Job) -> Manifest:
+        """Everything up to the commit. What comes after it can no longer make the version fail."""
         self._settle()
         started = time.perf_counter()
         way = self._upload_anchor(job, started) if job.is_anchor else self._upload_delta(job, started)
@@ -262,7 +266,7 @@ class Publisher:
         committing = time.perf_counter()
         self._commit(job, manifest, self.run.sign(manifest))
         job.stats["commit_seconds"] = time.perf_counter() - committing
-        self._finish(job, manifest)
+        return manifest
 
     def _upload_delta(self, job: Job, started: float) -> Way:
         base = job.version - 1, self._digest
@@ -312,10 +316,15 @@ class Publisher:
         """What a commit changes on this side."""
         self.version, self._digest = manifest.version, manifest.digest
         self.num_published += 1
-        if self._keeps_history and not job.is_anchor:
-            with Workers(self._threads) as workers:
-                job.history.settle(job.version, workers)
-        self._upkeep.committed(manifest.way, job.history)
+        try:
+            if self._keeps_history and not job.is_anchor:
+                with Workers(self._threads) as workers:
+                    job.history.settle(job.version, workers)
+            self._upkeep.committed(manifest.way, job.history)
+        except Exception as error:
+            # Say, no room for the scratch file. The chain gets longer than it should be, no more.
+            self._upkeep.error = error
+            job.history.forget(job.version)
 
     def _finish(self, job: Job, manifest: Manifest) -> None:
         full = sum(dtype.itemsize * job.history.num_elements_of(name) for name, (dtype, _) in job.history.forms.items())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deltawire.chain import Link, Plan, plan
+from deltawire.chain import Plan
 from deltawire.delta import Delta
 from deltawire.errors import (
     BaseMismatch,
@@ -22,10 +22,11 @@ from deltawire.errors import (
 )
 from deltawire.fetch import Fetched, Fetcher, Progress
 from deltawire.heartbeat import Heartbeat
-from deltawire.manifest import Manifest, Way
+from deltawire.manifest import Manifest
 from deltawire.mirror import Mirror
 from deltawire.patches import Patch
 from deltawire.replay import Replay
+from deltawire.routing import Route, WayKey, find_route
 from deltawire.runs import Run
 from deltawire.store import Store
 from deltawire.target import MemoryTarget, State, Target
@@ -71,6 +72,7 @@ class Replica:
         threads: int | None = None,
     ) -> None:
         self.run = Run(store, public_key=public_key)
+        self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
         self.target: Target = _target_of(target)
         self.error: Exception | None = None
         """Why the last attempt of `watch` failed; None when it went well."""
@@ -80,7 +82,6 @@ class Replica:
         self.num_pulls = self.num_faults = 0
         self._threads = threads
         self._fetcher = Fetcher(self.run.store, self.target.scratch)
-        self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
         self._unfinished: tuple[list[Patch], State, State, Mapping[str, str]] | None = None
         self._pulling = threading.Lock()
         self._changed = threading.Condition()
@@ -128,7 +129,7 @@ class Replica:
             raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
         manifest = self.run.manifest(want)
         have = self._have(manifest)
-        return self._route(manifest, None if have is None else have.version, set(), thorough=False)[0]
+        return find_route(self.run, None if have is None else have.version, manifest).plan
 
     def _refresh(self) -> None:
         found = self.run.latest(after=-1 if self.latest is None else self.latest)
@@ -152,17 +153,15 @@ class Replica:
 
     def _reach(self, manifest: Manifest, have: State | None, progress: Progress | None) -> Pull:
         """Try one path after the other, leaving out what turned out to be bad."""
-        bad: set[tuple[int, int | None]] = set()
+        bad: set[WayKey] = set()
         first: DeltawireError | None = None
         while True:
             try:
-                route, ways = self._route(
-                    manifest, None if have is None else have.version, bad, thorough=first is not None
-                )
-            except (ChainError, ObjectMissing) as error:
+                route = find_route(self.run, None if have is None else have.version, manifest, bad)
+            except ChainError as error:
                 raise first or error from None
             try:
-                return self._follow(manifest, have, route, ways, progress)
+                return self._follow(manifest, have, route, progress)
             except (FormatError, ObjectMissing, DigestMismatch, BaseMismatch) as error:
                 first = first or error
                 self.num_faults += 1
@@ -173,60 +172,22 @@ class Replica:
                     # Someone else has changed the weights: nothing can be built on them.
                     have = None
                 else:
-                    bad.add((route.links[-1].version, route.links[-1].base))
+                    bad.add((route.ways[-1].version, route.ways[-1].base))
 
-    def _route(
-        self, manifest: Manifest, have: int | None, bad: set[tuple[int, int | None]], thorough: bool
-    ) -> tuple[Plan, list[Way]]:
-        """The cheapest path, and its ways. The manifest alone tells it to most; otherwise the store is listed."""
-        known = {(way.version, way.base): way for way in (*manifest.path, manifest.way)}
-        links = {key: way.link for key, way in known.items()}
-        if thorough or not (have is None or any(have in key for key in known)):
-            after = -1 if thorough or have is None else have
-            links |= {
-                (link.version, link.base): link for link in self.run.links(after) if link.version <= manifest.version
-            }
-            links |= {key: way.link for key, way in known.items()}
-        while True:
-            usable = [link for key, link in links.items() if key not in bad]
-            try:
-                route = plan(have, manifest.version, usable)
-            except ChainError:
-                if not thorough:
-                    return self._route(manifest, have, bad, thorough=True)
-                raise
-            missing = self._learn(route.links, known)
-            if missing is None:
-                ways = [known[link.version, link.base] for link in route.links]
-                return Plan(have, manifest.version, tuple(way.link for way in ways)), ways
-            del links[missing.version, missing.base]
-
-    def _learn(self, links: tuple[Link, ...], known: dict[tuple[int, int | None], Way]) -> Link | None:
-        """Read the documents of links that are not known yet; the first one that has none."""
-        for link in links:
-            if (link.version, link.base) not in known:
-                try:
-                    known[link.version, link.base] = self.run.way(link)
-                except (ChainError, ObjectMissing, FormatError):
-                    return link
-        return None
-
-    def _follow(
-        self, manifest: Manifest, have: State | None, route: Plan, ways: list[Way], progress: Progress | None
-    ) -> Pull:
+    def _follow(self, manifest: Manifest, have: State | None, route: Route, progress: Progress | None) -> Pull:
         started = time.perf_counter()
-        using = {"using": [str(link) for link in route.links]}
-        self._heartbeat.beat(self.status() | using, at_once=bool(route.links))
-        with self._fetcher.fetch(ways, progress) as fetched, Workers(self._threads) as workers:
+        using = {"using": [str(link) for link in route.plan.links]}
+        self._heartbeat.beat(self.status() | using, at_once=bool(route.plan.links))
+        with self._fetcher.fetch(route.ways, progress) as fetched, Workers(self._threads) as workers:
             fetch_seconds = time.perf_counter() - started
             deltas = [self._delta(each) for each in fetched if each.way.base is not None]
             state = State(self.run.id, manifest.version, manifest.digest)
             decoded = time.perf_counter()
-            if not route.links:
+            if not route.plan.links:
                 applied = decoded
                 if have is not None and self.target.state() is None:
                     self.target.apply([], have, state, manifest.tied)
-            elif route.starts_anew:
+            elif route.plan.starts_anew:
                 anchor = Replay(fetched[0].checkpoint(), deltas, workers)
                 applied = time.perf_counter()
                 self.target.load(anchor, state, fetched[0].other_files(), manifest.tied)
@@ -236,11 +197,11 @@ class Replica:
                 self._apply(patches, have, state, manifest.tied)
         return Pull(
             version=manifest.version,
-            base=None if route.starts_anew or have is None else have.version,
-            num_bytes=route.num_bytes,
-            num_objects=sum(len(way.objects) for way in ways),
+            base=None if route.plan.starts_anew or have is None else have.version,
+            num_bytes=route.plan.num_bytes,
+            num_objects=sum(len(way.objects) for way in route.ways),
             num_changed=sum(delta.num_changed for delta in deltas),
-            anchor=route.starts_anew,
+            anchor=route.plan.starts_anew,
             fetch_seconds=fetch_seconds,
             decode_seconds=applied - started - fetch_seconds,
             apply_seconds=time.perf_counter() - applied,

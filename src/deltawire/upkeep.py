@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deltawire.chain import Link, anchor_is_due, plan, skip_bases
-from deltawire.errors import ChainError, DeltawireError
+from deltawire.errors import ChainError
 from deltawire.history import History
 from deltawire.manifest import StoredObject, Way
 from deltawire.runs import Run
@@ -50,7 +50,7 @@ class Upkeep:
         self.beside = tuple(beside)
         self.ways: dict[tuple[int, int | None], Way] = {}
         self.digests: dict[int, Digest] = {}
-        self.error: DeltawireError | None = None
+        self.error: Exception | None = None
         """Why the last further way could not be made. Nothing depends on it but the length of the chain."""
         self._tasks: deque[Task] = deque()
         self._changed = threading.Condition()
@@ -110,7 +110,7 @@ class Upkeep:
             try:
                 self._make(self._busy)
                 self.error = None
-            except DeltawireError as error:
+            except Exception as error:
                 self.error = error
             finally:
                 with self._changed:

@@ -3,20 +3,51 @@
 import click
 
 from deltawire import __version__
+from deltawire.cli.chain import info_command, ls_command, plan_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
+from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
+from deltawire.cli.upkeep import compact_command, gc_command
+from deltawire.cli.watch import watch_command
+
+SECTIONS = {
+    "Runs": [
+        publish_command, pull_command, watch_command, ls_command, info_command, plan_command, verify_command,
+        gc_command, compact_command, export_command, keygen_command,
+    ],
+    "Files": [diff_command, apply_command, inspect_command],
+}  # fmt: skip
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class Sections(click.Group):
+    """Lists its commands by what they are about."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        limit = formatter.width - 6 - max(len(name) for name in self.commands)
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(str(each.name), each.get_short_help_str(limit)) for each in commands])
+
+
+@click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="deltawire")
 def main() -> None:
     """Ship RL weights as deltas: find the changed bits, pack them, prove the result.
 
     \b
+    A run is a chain of versions in a store, which any number of replicas follow:
+        deltawire publish checkpoint/ --to s3://bucket/run
+        deltawire watch s3://bucket/run --to mirror/
+
+    \b
     A delta turns one checkpoint into another, bit for bit:
         deltawire diff old/ new/ -o step1.safetensors
         deltawire apply old/ step1.safetensors -o rebuilt/
+
+    A URL is a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
+    hf://buckets/owner/name/prefix. Credentials come from where each cloud's own tools look for them.
     """
 
 
-for command in (diff_command, apply_command, verify_command, inspect_command):
-    main.add_command(command)
+for commands in SECTIONS.values():
+    for command in commands:
+        main.add_command(command)

@@ -120,22 +120,47 @@ def apply_command(base: Path, delta: Path, output: Path, output_format: str, qui
 
 
 @click.command("verify")
-@click.argument("target", type=PATH)
+@click.argument("target")
 @click.option(
     "--base", type=PATH, help="The checkpoint that a delta applies to: decode it fully and check both digests."
 )
 @click.option(
     "--digest", "expected", type=DigestType(), help="The digest that TARGET must have (for a delta: must lead to)."
 )
+@click.option("--version", type=click.IntRange(0), help="Of a run: check only what this version needs.")
+@click.option("--shallow", is_flag=True, help="Of a run: check documents and sizes, fetch nothing.")
+@click.option("--public-key", metavar="HEX|FILE", help="Of a run: the key that everything must be signed with.")
 @threads_option
 @output_options
 def verify_command(
+    target: str, base: Path | None, expected: str | None, version: int | None, shallow: bool, public_key: str | None,
+    output_format: str, quiet: bool, threads: int | None,
+) -> None:  # fmt: skip
+    """Check a delta, a checkpoint, or a whole run.
+
+    TARGET is a path, or the URL of a run. A checkpoint is checked against the digest it states. A delta alone is
+    checked for its structure; with --base also for every bit it leads to. Of a run all documents, objects and weights
+    are checked.
+    """
+    if is_run(target):
+        if base is not None or expected is not None:
+            raise click.UsageError("--base and --digest go with files, and TARGET is a run")
+        from deltawire.cli.upkeep import audit_run
+
+        return audit_run(target, version, not shallow, public_key, threads, output_format, quiet)
+    if shallow or public_key is not None or version is not None:
+        raise click.UsageError("--version, --shallow and --public-key go with a run, and TARGET is a file")
+    return verify_file(Path(target), base, expected, output_format, quiet, threads)
+
+
+def is_run(target: str) -> bool:
+    """Whether this is a URL, or a folder that holds a run."""
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target)) or (Path(target) / "run.json").is_file()
+
+
+def verify_file(
     target: Path, base: Path | None, expected: str | None, output_format: str, quiet: bool, threads: int | None
 ) -> None:
-    """Check a delta, or a checkpoint against the digest it states; print the digest.
-
-    A delta alone is checked for its structure; with --base also for every bit it leads to.
-    """
     from deltawire.delta import Delta
     from deltawire.errors import DigestMismatch
     from deltawire.parts import is_delta

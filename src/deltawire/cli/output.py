@@ -1,8 +1,11 @@
 """How the commands speak: data on stdout as text or JSON, the rest on stderr, an exit code for each kind of error."""
 
+import errno
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +17,37 @@ from deltawire import errors
 # Click itself exits with 2 where the usage is wrong.
 FAILURE, MISMATCH = 1, 3
 
+Hints = list[tuple[type[errors.DeltawireError], str]]
+
 # What to do next, by kind of error; the first that fits is shown.
-_HINTS: list[tuple[type[errors.DeltawireError], str]] = [
+_FILE_HINTS: Hints = [
     (errors.BaseMismatch, "see which version you have with: deltawire verify CHECKPOINT"),
     (errors.DigestMismatch, "fetch or make the file again, then check it with: deltawire verify"),
     (errors.UnsupportedFormat, "see what the file says of itself with: deltawire inspect FILE"),
     (errors.CorruptObject, "fetch or make the file again"),
 ]
+_RUN_HINTS: Hints = [
+    (errors.BaseMismatch, "leave --base out, and the weights are fetched; or send all with --anchor"),
+    (errors.SignatureMismatch, "give what deltawire keygen printed for this run as --public-key; nothing was changed"),
+    (errors.DigestMismatch, "see all that is damaged with: deltawire verify {url}"),
+    (errors.CorruptObject, "see all that is damaged with: deltawire verify {url}"),
+    (errors.Fenced, "see what the other has published with: deltawire ls {url}; then publish again"),
+    (errors.MissingAnchor, "send all weights with: deltawire publish CHECKPOINT --to {url} --anchor"),
+    (errors.BrokenChain, "see what is missing with: deltawire verify {url}; publish with --anchor to start anew"),
+    (errors.ObjectMissing, "see which versions there are with: deltawire ls {url}"),
+    (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
+    (errors.EngineError, "where names, shapes or dtypes have changed, send all weights with --anchor"),
+]
+_NO_RUN = "start it with: deltawire publish CHECKPOINT --to {url}"
+_DISK_FULL = "free some space, then run the same command again"
 
 
 @contextmanager
-def speaking_errors() -> Iterator[None]:
-    """Turn errors into a sentence, the next command and an exit code. DELTAWIRE_DEBUG=1 shows the traceback."""
+def speaking_errors(url: str | None = None) -> Iterator[None]:
+    """Turn errors into a sentence, the next command and an exit code. DELTAWIRE_DEBUG=1 shows the traceback.
+
+    `url` names the run that the command is about, if it is about one.
+    """
     try:
         yield
     except ValueError as error:
@@ -33,11 +55,31 @@ def speaking_errors() -> Iterator[None]:
     except (errors.DeltawireError, OSError) as error:
         if os.environ.get("DELTAWIRE_DEBUG") == "1":
             raise
-        click.echo(f"error: {error}", err=True)
-        hint = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
-        if hint:
+        click.echo(f"error: {_sentence(error)}", err=True)
+        if hint := _hint(error, url):
             click.echo(f"hint: {hint}", err=True)
         sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        said = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        return f"{error.filename}: {said}" if error.filename else said
+    return str(error)
+
+
+def _hint(error: Exception, url: str | None) -> str | None:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "the disk is full" in str(error):
+        return _DISK_FULL
+    hint = next((text for kind, text in _FILE_HINTS if isinstance(error, kind)), None)
+    if url is not None:
+        hint = next((text for kind, text in _RUN_HINTS if isinstance(error, kind)), None)
+    if isinstance(error, errors.ObjectMissing):
+        if "path" in error.fields:
+            return None
+        if "url" in error.fields and "key" not in error.fields:
+            hint = _NO_RUN
+    return hint and hint.format(url=url)
 
 
 def show(data: dict[str, Any], text: Callable[[], str], output_format: str) -> None:
@@ -55,6 +97,47 @@ def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[str,
         length=max(total, 1), label=label, file=sys.stderr, item_show_func=lambda name: name and name[-40:]
     ) as bar:
         yield lambda name, count: bar.update(count, name)
+
+
+class ByteBar:
+    """A line on stderr that shows how many bytes have moved, and how fast; nothing where that is not a terminal."""
+
+    def __init__(self, label: str, quiet: bool, after: str = "") -> None:
+        self._label, self._after, self._shows = label, after, not quiet and sys.stderr.isatty()
+        self._started = time.monotonic()
+        self._drawn = 0.0
+        self._first: int | None = None
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            # What was there before, as when a download is resumed, says nothing about the rate.
+            self._started, self._first = now, done
+        if self._shows and (now - self._drawn > 0.1 or done == total):
+            seconds = now - self._started
+            rate = f"{size_text((done - self._first) / seconds)}/s" if seconds > 0.2 else ""
+            self.note(f"{_bytes_text(done, total)}  {self._after if done == total else rate}")
+
+    def note(self, text: str) -> None:
+        """Show something else on the line."""
+        if self._shows:
+            self._drawn = time.monotonic()
+            line = f"{self._label}  {text}"[: shutil.get_terminal_size().columns - 1]
+            click.echo(f"\r{line}\x1b[K", nl=False, err=True)
+
+    def __enter__(self) -> "ByteBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn:
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
+def _bytes_text(done: int, total: int | None) -> str:
+    if not total:
+        return size_text(done)
+    filled = int(24 * min(done / total, 1))
+    return f"[{'#' * filled}{'-' * (24 - filled)}]  {size_text(done)} of {size_text(total)}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -81,3 +164,21 @@ def size_text(num_bytes: float) -> str:
 
 def percent_text(part: int, whole: int) -> str:
     return f"{100 * part / whole:.3f} %" if whole else "-"
+
+
+def count_text(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def age_text(seconds: float) -> str:
+    """A duration for people, in one unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def facts_text(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values, one pair on a line."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,383 @@
+"""Commands that move weights through a run: publish, pull, export; and keygen."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from deltawire.cli.files import ENCODING_NAMES, PATH, output_options, threads_option
+from deltawire.cli.output import (
+    ByteBar,
+    count_text,
+    facts_text,
+    percent_text,
+    progress_bar,
+    show,
+    size_text,
+    speaking_errors,
+)
+
+if TYPE_CHECKING:
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.manifest import Manifest
+    from deltawire.publisher import Publisher
+    from deltawire.replay import Replay
+    from deltawire.replica import Pull, Replica
+    from deltawire.runs import Run
+    from deltawire.state import Digest
+    from deltawire.store import Buffer, Pieces, Store
+    from deltawire.target import State
+
+public_key_option = click.option(
+    "--public-key",
+    metavar="HEX|FILE",
+    help="Take nothing that is not signed with this key.",
+)
+sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; make one with keygen.")
+
+
+class MetadataType(click.ParamType[tuple[str, Any]]):
+    name = "key=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        key, equals, text = value.partition("=")
+        if not key or not equals:
+            self.fail("expected KEY=VALUE", param, ctx)
+        try:
+            return key, json.loads(text)
+        except ValueError:
+            return key, text
+
+
+@click.command("publish")
+@click.argument("checkpoint", type=PATH)
+@click.option("--to", "url", metavar="URL", required=True, help="The store that holds the run.")
+@click.option("--run", "name", help="The run's id.  [default: what is there, else a new one]")
+@click.option("--step", type=int, help="The training step of these weights.")
+@click.option("--metadata", type=MetadataType(), multiple=True,
+              help="What else to say of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
+@click.option("--base", type=PATH,
+              help="The weights of the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
+@click.option("--anchor", is_flag=True, help="Send all weights, not a delta.")
+@click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", show_default=True,
+              help="How deltas are packed; see deltawire diff.")  # fmt: skip
+@sign_key_option
+@click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000, show_default=True,
+              help="Use several objects where one would be larger.")  # fmt: skip
+@threads_option
+@output_options
+def publish_command(
+    checkpoint: Path, url: str, name: str | None, step: int | None, metadata: Sequence[tuple[str, Any]],
+    base: Path | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int,
+    output_format: str, quiet: bool, threads: int | None,
+) -> None:  # fmt: skip
+    """Make a checkpoint the next version of a run.
+
+    The first version is an anchor: all weights, and the files beside them. Later ones are deltas against the version
+    before, whose weights are taken from --base or fetched. Returns when the version is committed.
+    """
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.publisher import Publisher
+    from deltawire.store import open_store
+
+    started = time.perf_counter()
+    with speaking_errors(url), ByteBar("publish", quiet) as bar:
+        weights, store = Checkpoint(checkpoint), open_store(url)
+        with (
+            base_weights(store, base, anchor, sign_key, quiet) as before,
+            Publisher(
+                cast("Store", CountingStore(store, bar)), weights, run=name, base=before, encoding=encoding,
+                sign_with=sign_key, max_file_bytes=max_file_bytes, threads=threads,
+            ) as publisher,
+        ):  # fmt: skip
+            check_resumed(publisher, base, anchor)
+            bar.note("finding what has changed")
+            publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor).wait()
+            manifest = publisher.run.manifest(publication.version)
+    stats = publication.stats
+    data = published(manifest, url, stats["full_bytes"]) | {"seconds": round(time.perf_counter() - started, 3)}
+    show(data, lambda: published_text(data), output_format)
+
+
+@contextmanager
+def base_weights(
+    store: "Store", base: Path | None, anchor: bool, sign_key: Path | None, quiet: bool
+) -> "Iterator[Checkpoint | None]":
+    """The weights of the last version, from where they are or from the store; None where none are needed."""
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.replica import Replica
+    from deltawire.runs import Run
+    from deltawire.signing import public_key_of
+
+    run = Run(store)
+    if base is not None or anchor or not run.exists() or run.latest() is None:
+        yield None if base is None else Checkpoint(base)
+        return
+    key = None if sign_key is None else public_key_of(sign_key)
+    with tempfile.TemporaryDirectory(prefix="deltawire-base-") as folder:
+        with (
+            Replica(store, Path(folder) / "mirror", public_key=key, heartbeat_seconds=None) as replica,
+            ByteBar("fetch the last version", quiet, "checking") as bar,
+        ):
+            replica.pull(progress=bar)
+        yield Checkpoint(Path(folder) / "mirror")
+
+
+def check_resumed(publisher: "Publisher", base: Path | None, anchor: bool) -> None:
+    """A delta must start from the last version; the library would send an anchor instead, which was not asked for."""
+    from deltawire.errors import BaseMismatch, Fenced
+
+    if anchor or publisher.version is None or publisher.resumed:
+        return
+    if base is None:
+        raise Fenced(f"another writer has published version {publisher.version} meanwhile", version=publisher.version)
+    raise BaseMismatch(
+        f"{base} does not hold version {publisher.version} of run {publisher.run.id}, which is the last one",
+        version=publisher.version, path=str(base),
+    )  # fmt: skip
+
+
+class CountingStore:
+    """A store that tells how many bytes were sent."""
+
+    def __init__(self, store: "Store", bar: ByteBar) -> None:
+        self._store, self._bar = store, bar
+        self._sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put(self, key: str, data: "Buffer | Pieces") -> None:
+        self._store.put(key, data if isinstance(data, bytes | memoryview) else _Counted(data, self._count))
+
+    def _count(self, num_bytes: int) -> None:
+        self._sent += num_bytes
+        self._bar(self._sent)
+
+
+class _Counted:
+    def __init__(self, pieces: "Iterable[Buffer]", count: Any) -> None:
+        self._pieces, self._count = pieces, count
+
+    def __iter__(self) -> "Iterator[Buffer]":
+        for piece in self._pieces:
+            yield piece
+            self._count(memoryview(piece).nbytes)
+
+
+def published(manifest: "Manifest", url: str, full_bytes: int) -> dict[str, Any]:
+    way = manifest.way
+    return {
+        "url": url,
+        "run": manifest.run,
+        "version": manifest.version,
+        "step": manifest.step,
+        "kind": "anchor" if way.base is None else "delta",
+        "base": way.base,
+        "changed": way.num_changed,
+        "total": manifest.num_elements,
+        "bytes": way.num_bytes,
+        "full_bytes": full_bytes,
+        "ratio": round(full_bytes / max(way.num_bytes, 1), 2),
+        "objects": len(way.objects),
+        "encodings": dict(way.encodings),
+        "digest": str(manifest.digest),
+    }
+
+
+def published_text(data: Mapping[str, Any]) -> str:
+    changed = f"{data['changed']:,} of {data['total']:,} weights ({percent_text(data['changed'], data['total'])})"
+    smaller = f", {data['ratio']:.1f} times smaller than all weights" if data["kind"] == "delta" else ", all weights"
+    step = "" if data["step"] is None else f", step {data['step']}"
+    return facts_text([
+        ("version", f"{data['version']} of run {data['run']}{step}"),
+        ("changed", changed),
+        ("payload", f"{size_text(data['bytes'])}{smaller}"),
+        ("digest", data["digest"]),
+        ("seconds", f"{data['seconds']:.2f}"),
+    ])  # fmt: skip
+
+
+@click.command("pull")
+@click.argument("url")
+@click.option("--to", "folder", type=PATH, required=True, help="The folder to fill or to bring up to date.")
+@click.option("--version", type=click.IntRange(0), help="The version to have (trl: the step).  [default: the newest]")
+@public_key_option
+@click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
+              help="How the store is laid out; trl: as TRL's delta sync writes it.")  # fmt: skip
+@output_options
+def pull_command(
+    url: str, folder: Path, version: int | None, public_key: str | None, layout: str, output_format: str, quiet: bool
+) -> None:
+    """Bring a folder to a version of a run.
+
+    The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
+    """
+    from deltawire.replica import Replica
+    from deltawire.runs import Run
+
+    with speaking_errors(url):
+        if layout == "trl":
+            return pull_from_trl(url, folder, version, output_format)
+        run = Run(url, public_key=public_key)
+        # Before the folder is made: a wrong URL or version must leave nothing behind.
+        _ = run.id if version is None else run.manifest(version)
+        with (
+            Replica(run.store, folder, public_key=public_key) as replica,
+            ByteBar("pull", quiet, "checking and writing") as bar,
+        ):
+            done = replica.pull(version, progress=bar)
+            data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
+    if data["faults"]:
+        click.echo(
+            f"warning: took another path after {count_text(data['faults'], 'fault')}; see: deltawire verify {url}",
+            err=True,
+        )
+    return show(data, lambda: pulled_text(data), output_format)
+
+
+def pull_from_trl(url: str, folder: Path, step: int | None, output_format: str) -> None:
+    from deltawire.interop.trl import pull_trl
+
+    found = pull_trl(url, folder, step=step)
+    show({"to": str(folder), "step": found, "layout": "trl"}, lambda: f"wrote {folder}: step {found}", output_format)
+
+
+def pulled(done: "Pull") -> dict[str, Any]:
+    return {
+        "version": done.version,
+        "base": done.base,
+        "anchor": done.anchor,
+        "changed": done.num_changed,
+        "bytes": done.num_bytes,
+        "objects": done.num_objects,
+        "fetch_seconds": round(done.fetch_seconds, 4),
+        "decode_seconds": round(done.decode_seconds, 4),
+        "apply_seconds": round(done.apply_seconds, 4),
+    }
+
+
+def standing(replica: "Replica") -> dict[str, Any]:
+    state = replica.target.state()
+    digest = None if state is None else str(state.digest)
+    return {"digest": digest, "latest": replica.latest, "lag": replica.lag, "faults": replica.num_faults}
+
+
+def pulled_text(data: Mapping[str, Any]) -> str:
+    start = "an anchor" if data["anchor"] else f"version {data['base']}"
+    source = f", from {start}" if data["objects"] else ", as it was already"
+    times = "  ".join(f"{name} {data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply"))
+    return facts_text([
+        ("version", f"{data['version']} of run {data['run']}{source}"),
+        ("fetched", f"{size_text(data['bytes'])} in {count_text(data['objects'], 'object')}"),
+        ("digest", f"{data['digest']}, checked"),
+        ("times", times),
+    ])  # fmt: skip
+
+
+@click.command("export")
+@click.argument("url")
+@click.option("--to", "destination", metavar="PATH", required=True,
+              help="A .safetensors file, or a folder that does not exist yet; for trl also a URL.")  # fmt: skip
+@click.option("--version", type=click.IntRange(0), help="The version to write (trl: the last).  [default: the newest]")
+@click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
+              help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
+@public_key_option
+@threads_option
+@output_options
+def export_command(
+    url: str, destination: str, version: int | None, layout: str, public_key: str | None,
+    output_format: str, quiet: bool, threads: int | None,
+) -> None:  # fmt: skip
+    """Write a version of a run as a plain checkpoint.
+
+    The checkpoint says its version and digest, so that publish, diff and verify know it.
+    """
+    from deltawire.replica import Replica
+    from deltawire.runs import Run
+
+    with speaking_errors(url):
+        run = Run(url, public_key=public_key)
+        if layout == "trl":
+            return export_to_trl(run, destination, version, threads, output_format, quiet)
+        target = ExportTarget(Path(destination))
+        with (
+            Replica(run.store, target, public_key=public_key, threads=threads) as replica,
+            ByteBar("export", quiet, "checking and writing") as bar,
+        ):
+            done = replica.pull(version, progress=bar)
+            digest = str(replica.run.manifest(done.version).digest)
+    data = {"output": destination, "run": run.id, "version": done.version, "digest": digest, "bytes": done.num_bytes}
+    text = [("wrote", destination), ("version", f"{done.version} of run {run.id}"), ("digest", f"{digest}, checked")]
+    return show(data, lambda: facts_text(text), output_format)
+
+
+def export_to_trl(
+    run: "Run", destination: str, last: int | None, threads: int | None, output_format: str, quiet: bool
+) -> None:
+    from deltawire.interop.trl import export_trl
+
+    with progress_bar("export", len(run.versions()), quiet) as bar:
+        keys = export_trl(run, destination, last=last, threads=threads, progress=lambda _done, _total: bar("", 1))
+    data = {"output": destination, "run": run.id, "layout": "trl", "keys": keys}
+    show(data, lambda: "\n".join([f"wrote {count_text(len(keys), 'file')} to {destination}", *keys]), output_format)
+
+
+class ExportTarget:
+    """A checkpoint that is written once: an anchor, whatever deltas lead to it."""
+
+    scratch: Path | None = None
+
+    def __init__(self, path: Path) -> None:
+        from deltawire.errors import Conflict
+
+        self._path = path
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
+
+    def state(self) -> "State | None":
+        return None
+
+    def digest(self, _tied: Mapping[str, str]) -> "Digest | None":
+        return None
+
+    def weights(self) -> dict[str, Any]:
+        return {}
+
+    def apply(self, *_: Any) -> None:
+        raise TypeError("there is nothing to patch in an export")
+
+    def load(self, anchor: "Replay", state: "State", files: Sequence[Path], tied: Mapping[str, str]) -> None:
+        from deltawire.checkpoint import anchor_facts, write_checkpoint
+        from deltawire.files import shards_of
+
+        checkpoint = cast("Checkpoint", anchor.base)
+        total = sum(checkpoint.num_elements(name) for name in checkpoint)
+        facts = anchor_facts(state.run, state.version, state.digest, total, tied)
+        write_checkpoint(
+            self._path, shards_of(checkpoint, self._path), {"format": "pt", **facts}, anchor.bits_of,
+            extra_files=list(files), check=lambda: anchor.check(state.digest),
+        )  # fmt: skip
+
+    def close(self) -> None: ...
+
+
+@click.command("keygen")
+@click.option("--output", "-o", type=PATH, required=True, help="The private key to write; it must not exist yet.")
+@output_options
+def keygen_command(output: Path, output_format: str, quiet: bool) -> None:
+    """Make a key that signs a run.
+
+    Prints the public key, which readers give as --public-key.
+    """
+    from deltawire.signing import generate_key
+
+    with speaking_errors():
+        public = generate_key(output)
+    data = {"private_key": str(output), "public_key": public}
+    show(data, lambda: f"private key  {output}\npublic key   {public}", output_format)

@@ -1,0 +1,160 @@
+"""Commands that look after a run: gc, compact, and what verify does with a run."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deltawire.cli.files import output_options, threads_option
+from deltawire.cli.output import (
+    MISMATCH,
+    ByteBar,
+    count_text,
+    facts_text,
+    progress_bar,
+    show,
+    size_text,
+    speaking_errors,
+    table,
+)
+from deltawire.cli.runs import public_key_option, sign_key_option
+
+if TYPE_CHECKING:
+    from deltawire.audit import Audit
+    from deltawire.gc import GcPlan
+    from deltawire.manifest import Way
+
+
+@click.command("gc")
+@click.argument("url")
+@click.option("--keep-anchors", type=click.IntRange(1), default=2, show_default=True,
+              help="Keep the newest anchors and all that starts there.")  # fmt: skip
+@click.option("--plan", "only_plan", is_flag=True, help="Only show what would go.")
+@click.option("--grace", type=click.FloatRange(0), default=3600.0, show_default=True,
+              help="Spare younger uploads that no document names, in seconds.")  # fmt: skip
+@click.option("--live", type=click.FloatRange(0), default=600.0, show_default=True,
+              help="Keep what replicas need that were heard of within so many seconds.")  # fmt: skip
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@public_key_option
+@output_options
+def gc_command(
+    url: str, keep_anchors: int, only_plan: bool, grace: float, live: float, yes: bool, public_key: str | None,
+    output_format: str, quiet: bool,
+) -> None:  # fmt: skip
+    """Remove from a run what nobody needs any more.
+
+    That is all that starts before the anchors that are kept and that no live replica needs, and uploads that were given
+    up. Without --plan or --yes it asks first.
+    """
+    from deltawire.gc import collect, plan_gc
+    from deltawire.runs import Run
+
+    with speaking_errors(url):
+        run = Run(url, public_key=public_key)
+        _ = run.id
+        found = plan_gc(run, keep_anchors=keep_anchors, live_seconds=live, grace_seconds=grace)
+        removes = bool(found.removals) and not only_plan
+        if removes and not yes:
+            confirm(found)
+        if removes:
+            collect(run, found.removals)
+    show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan), output_format)
+
+
+def confirm(found: "GcPlan") -> None:
+    if not sys.stdin.isatty():
+        raise click.UsageError("nobody is there to ask: look with --plan, then give --yes")
+    click.confirm(
+        f"remove {count_text(len(found.removals), 'object')}, {size_text(found.num_bytes)}?", abort=True, err=True
+    )
+
+
+def gc_text(found: "GcPlan", only_plan: bool) -> str:
+    removed, kept = ("would remove", "would keep") if only_plan else ("removed", "kept")
+    live = f"; {count_text(len(found.live_replicas), 'live replica')}" if found.live_replicas else ""
+    lines = [
+        f"{removed} {count_text(len(found.removals), 'object')}, {size_text(found.num_bytes)}",
+        f"{kept} {count_text(found.num_kept, 'object')}, {size_text(found.kept_bytes)}{live}",
+    ]
+    if only_plan and found.removals:
+        rows = [[each.key, f"{each.num_bytes:,}", each.why] for each in found.removals]
+        lines += ["", table(["object", "bytes", "why"], rows)]
+    return "\n".join(lines)
+
+
+@click.command("compact")
+@click.argument("url")
+@click.option("--anchor", is_flag=True, help="Add an anchor at the newest version too.")
+@sign_key_option
+@threads_option
+@output_options
+def compact_command(
+    url: str, anchor: bool, sign_key: Path | None, output_format: str, quiet: bool, threads: int | None
+) -> None:
+    """Add the skip deltas that a run lacks.
+
+    With them, replicas that come late fetch less. Publishers add them on their own; runs that were published one
+    version at a time lack them. Takes twice the model's memory.
+    """
+    from deltawire.compact import compact
+    from deltawire.runs import Run
+    from deltawire.signing import public_key_of
+
+    with speaking_errors(url):
+        run = Run(url, sign_with=sign_key, public_key=None if sign_key is None else public_key_of(sign_key))
+        _ = run.id
+        with progress_bar("compact", max((run.latest() or 0), 1), quiet) as bar:
+            made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
+    rows = [{"version": way.version, "base": way.base, "bytes": way.num_bytes} for way in made]
+    data = {"run": run.id, "added": rows, "bytes": sum(way.num_bytes for way in made)}
+    show(data, lambda: compact_text(made), output_format)
+
+
+def compact_text(made: "Sequence[Way]") -> str:
+    if not made:
+        return "nothing to add: the chain has all its skip deltas"
+    rows = [["anchor" if way.base is None else f"from {way.base}", str(way.version), f"{way.num_bytes:,}"]
+            for way in made]  # fmt: skip
+    return f"added {size_text(sum(way.num_bytes for way in made))}\n\n{table(['way', 'to version', 'bytes'], rows)}"
+
+
+def audit_run(
+    url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None,
+    output_format: str, quiet: bool,
+) -> None:  # fmt: skip
+    """What `verify` does with a run."""
+    from deltawire.audit import audit
+    from deltawire.runs import Run
+
+    with speaking_errors(url), ByteBar("verify", quiet) as bar:
+        run = Run(url, public_key=public_key)
+        found = audit(run, version=version, deep=deep, threads=threads, progress=bar)
+    show({"url": url, **found.as_dict()}, lambda: audit_text(found, url, public_key is not None), output_format)
+    if not found.ok:
+        sys.exit(MISMATCH)
+
+
+def audit_text(found: "Audit", url: str, signed: bool) -> str:
+    head = f"ok: {url}" if found.ok else f"damaged: {url} has {count_text(len(found.problems), 'problem')}"
+    ways = (("anchor", found.num_anchors), ("delta", found.num_deltas), ("skip delta", found.num_skips))
+    proven = f", the weights of {found.num_proven} made and compared" if found.deep else ""
+    hashed = "every hash" if found.deep else "sizes only (without --shallow: every hash and the weights)"
+    lines = [
+        ("versions", f"{found.num_versions}{proven}" + (f", {found.num_early} early" if found.num_early else "")),
+        ("ways", ", ".join(count_text(count, noun) for noun, count in ways)),
+        ("objects", f"{found.num_objects}, {size_text(found.num_bytes)}, {hashed}"),
+        ("signatures", "checked" if signed else "not checked (give --public-key)"),
+    ]
+    if found.num_orphans:
+        lines.append(
+            (
+                "orphans",
+                f"{count_text(found.num_orphans, 'object')} without a document, {size_text(found.orphan_bytes)}",
+            )
+        )
+    text = f"{head}\n{facts_text(lines)}"
+    for problem in found.problems:
+        text += f"\n\n{problem.where}\n  {problem.error}: {problem.what}"
+    return text

@@ -1,0 +1,178 @@
+"""The watch command: a mirror that stays current, and a table that shows how."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltawire.cli.files import PATH, output_options
+from deltawire.cli.output import age_text, size_text, speaking_errors, table
+from deltawire.cli.runs import public_key_option, pulled, standing
+
+if TYPE_CHECKING:
+    from deltawire.replica import Pull, Replica
+
+NUM_ROWS = 8
+REDRAW_SECONDS = 0.25
+
+
+@click.command("watch")
+@click.argument("url")
+@click.option("--to", "folder", type=PATH, required=True, help="The folder to keep up to date.")
+@click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
+              help="How often to look, in seconds.")  # fmt: skip
+@click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
+@public_key_option
+@click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
+@output_options
+def watch_command(
+    url: str, folder: Path, poll: float, until: int | None, public_key: str | None, name: str | None,
+    output_format: str, quiet: bool,
+) -> None:  # fmt: skip
+    """Keep a folder at the newest version of a run.
+
+    Ctrl-C ends it. On a terminal a table is drawn in place; elsewhere each pull prints a line, with --format json a
+    JSON object.
+    """
+    from deltawire.replica import Replica
+    from deltawire.runs import Run
+
+    with speaking_errors(url):
+        # A store that refuses us is an error now. A run that does not exist yet is waited for.
+        if not Run(url, public_key=public_key).exists():
+            click.echo(f"waiting for a run at {url}", err=True)
+        with Replica(url, folder, name=name, public_key=public_key) as replica:
+            live = output_format == "text" and not quiet and sys.stdout.isatty()
+            view = Screen(replica, url) if live else Lines(replica, output_format)
+            Watch(replica, view, until).run(poll)
+
+
+class Lines:
+    """One line for each pull, and for each new fault."""
+
+    def __init__(self, replica: "Replica", output_format: str) -> None:
+        self._replica, self._json = replica, output_format == "json"
+        self._fault: str | None = None
+
+    def pulled(self, done: "Pull") -> None:
+        data = {"time": time.time(), **pulled(done), **standing(self._replica)}
+        click.echo(json.dumps(data) if self._json else line_text(data))
+
+    def refresh(self) -> None:
+        fault = None if self._replica.error is None else str(self._replica.error)
+        if fault is not None and fault != self._fault:
+            click.echo(f"fault: {fault}", err=True)
+        self._fault = fault
+
+    def close(self) -> None:
+        self.refresh()
+
+
+def line_text(data: dict[str, Any]) -> str:
+    times = " ".join(f"{name} {data[f'{name}_seconds']:.2f} s," for name in ("fetch", "decode", "apply"))
+    source = "anchor" if data["anchor"] else f"from {data['base']}"
+    return (
+        f"version {data['version']} ({source}), lag {data['lag']}, {size_text(data['bytes'])}, "
+        f"{times} faults {data['faults']}"
+    )
+
+
+class Screen:
+    """The last pulls as a table, drawn over itself."""
+
+    def __init__(self, replica: "Replica", url: str) -> None:
+        self._replica, self._url = replica, url
+        self._pulls: deque[tuple[float, dict[str, Any]]] = deque(maxlen=NUM_ROWS)
+        self._height = 0
+
+    def pulled(self, done: "Pull") -> None:
+        self._pulls.append((time.monotonic(), {**pulled(done), **standing(self._replica)}))
+
+    def refresh(self) -> None:
+        columns = shutil.get_terminal_size().columns
+        lines = [line[: columns - 1] for line in self.text().splitlines()]
+        up = f"\x1b[{self._height}A" if self._height else ""
+        click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
+        self._height = len(lines)
+
+    def text(self) -> str:
+        replica = self._replica
+        version = "-" if replica.version is None else replica.version
+        state = "waiting" if replica.lag is None else "current" if replica.lag == 0 else f"{replica.lag} behind"
+        head = f"{self._url}  version {version}  {state}  faults {replica.num_faults}  (Ctrl-C ends)"
+        header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", "faults", "ago"]
+        fault = f"\nlast fault: {replica.error}" if replica.error else ""
+        return f"{head}\n{table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
+
+    def _row(self, when: float, data: dict[str, Any]) -> list[str]:
+        return [
+            str(data["version"]), "anchor" if data["anchor"] else str(data["base"]), str(data["lag"]),
+            f"{data['changed']:,}", size_text(data["bytes"]),
+            *(f"{data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply")),
+            str(data["faults"]), age_text(time.monotonic() - when),
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        self.refresh()
+
+
+class Watch:
+    """Runs a replica's watch in a thread; this one draws and takes signals."""
+
+    def __init__(self, replica: "Replica", view: Lines | Screen, until: int | None) -> None:
+        self._replica, self._view, self._until = replica, view, until
+        self._stop = False
+        self._failure: BaseException | None = None
+
+    def run(self, poll_seconds: float) -> None:
+        before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
+        thread = threading.Thread(target=self._work, args=(poll_seconds,), name="deltawire-watch", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive() and not self._stop:
+                thread.join(REDRAW_SECONDS)
+                self._view.refresh()
+            self._replica.stop()
+            thread.join(1.0)
+            if thread.is_alive():
+                click.echo("stopping after this pull; Ctrl-C again stops at once", err=True)
+            thread.join()
+            self._view.close()
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self, poll_seconds: float) -> None:
+        try:
+            self._check()
+            if not self._stop:
+                self._replica.watch(self._pulled, poll_seconds=poll_seconds)
+        except BaseException as error:
+            self._failure = error
+
+    def _pulled(self, done: "Pull") -> None:
+        self._view.pulled(done)
+        self._check()
+
+    def _check(self) -> None:
+        version = self._replica.version
+        if self._until is not None and version is not None and version >= self._until:
+            self._stop = True
+            self._replica.stop()
+
+    def _signalled(self, number: int, _frame: object) -> None:
+        # Locks are left alone here: the interrupted thread may hold them. A second signal ends the process at once,
+        # which a mirror survives.
+        if self._stop:
+            os._exit(128 + number)
+        self._stop = True

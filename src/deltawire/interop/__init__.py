@@ -1,0 +1,1 @@
+"""Other programs' layouts: to read what they have written, and to write what they read."""

@@ -1,0 +1,117 @@
+"""What publishers and replicas say of themselves, for Prometheus: read when it asks, in a registry of its own."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from deltawire.errors import DeltawireError, MissingDependency
+from deltawire.publisher import Publisher
+from deltawire.replica import Replica
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+HELP = {
+    "publish/published": "Versions that were committed",
+    "publish/failed": "Versions that were undone because they could not be committed",
+    "publish/waiting": "Versions that are staged and not committed yet",
+    "publish/version": "The last version that was committed",
+    "publish/diff_seconds": "How long publish held the trainer to find what changed",
+    "publish/encode_seconds": "How long the last version took to encode",
+    "publish/upload_seconds": "How long the last version took to upload",
+    "publish/commit_seconds": "How long the last version's commit took",
+    "publish/coalesced": "Earlier versions that the last one took in",
+    "publish/num_changed": "Weights that changed in the last version",
+    "publish/num_elements": "Weights of the model",
+    "publish/density": "Part of the weights that changed in the last version",
+    "publish/num_bytes": "Bytes of the last version in the store",
+    "publish/full_bytes": "Bytes of all weights",
+    "replica/version": "The version that the weights are",
+    "replica/lag": "Versions between the weights and the newest that was seen",
+    "replica/pulls": "Pulls that went well",
+    "replica/faults": "Faults that were met while looking and pulling",
+    "replica/bytes": "Bytes that the last pull fetched",
+    "replica/changed": "Weights that the last pull's deltas changed",
+    "replica/fetch_seconds": "How long the last pull took to fetch",
+    "replica/decode_seconds": "How long the last pull took to decode and check",
+    "replica/apply_seconds": "How long the last pull took to write the weights",
+}
+COUNTERS = {"publish/published", "publish/failed", "replica/pulls", "replica/faults"}
+
+
+def registry(*parts: Publisher | Replica) -> "CollectorRegistry":
+    """A registry with the metrics of some publishers and replicas: `deltawire/publish/num_bytes` becomes
+    `deltawire_publish_num_bytes`, and counts of what has happened end in `_total`.
+
+    Each has the label `run` (empty while a replica has not found its run), those of replicas also `replica`.
+    """
+    client = _client()
+    labels = [_labels(part) for part in parts]
+    for i, each in enumerate(labels):
+        if each in labels[:i]:
+            raise ValueError(f"two parts would have the same labels: {each}")
+    found: CollectorRegistry = client.CollectorRegistry()
+    found.register(_Collector(parts))
+    return found
+
+
+def serve_metrics(registry: "CollectorRegistry", port: int, host: str = "127.0.0.1") -> "MetricsServer":
+    """Answer Prometheus over HTTP in a thread until the result is closed. Port 0 takes a free one."""
+    return MetricsServer(*_client().start_http_server(port, addr=host, registry=registry))
+
+
+class MetricsServer:
+    """A server that is running."""
+
+    def __init__(self, server: Any, thread: Any) -> None:
+        self._server, self._thread = server, thread
+        self.port: int = server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> "MetricsServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Collector:
+    def __init__(self, parts: tuple[Publisher | Replica, ...]) -> None:
+        self._parts = parts
+
+    def collect(self) -> "Iterator[Metric]":
+        families: dict[str, Any] = {}
+        for part in self._parts:
+            labels = _labels(part)
+            for key, value in part.metrics().items():
+                if key not in families:
+                    families[key] = _family(key.removeprefix("deltawire/"), list(labels))
+                families[key].add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+def _family(key: str, labels: list[str]) -> Any:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    kind = CounterMetricFamily if key in COUNTERS else GaugeMetricFamily
+    return kind(f"deltawire_{key.replace('/', '_')}", HELP.get(key, key), labels=labels)
+
+
+def _labels(part: Publisher | Replica) -> dict[str, str]:
+    try:
+        run = part.run.id
+    except DeltawireError:
+        run = ""
+    return {"run": run, "replica": part.name} if isinstance(part, Replica) else {"run": run}
+
+
+def _client() -> Any:
+    try:
+        import prometheus_client
+    except ImportError:
+        raise MissingDependency("metrics need a package: pip install 'deltawire[metrics]'") from None
+    return prometheus_client

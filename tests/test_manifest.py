@@ -1,0 +1,139 @@
+"""The documents of a run: written and read back, signed, and refused where they are malformed."""
+
+import json
+
+import pytest
+
+from deltawire.chain import Link
+from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, SignatureMismatch, UnsupportedFormat
+from deltawire.manifest import (
+    MOST_BYTES,
+    Manifest,
+    StoredObject,
+    Way,
+    manifest_bytes,
+    manifest_key,
+    read_document_key,
+    read_manifest,
+    read_run,
+    read_way,
+    run_bytes,
+    way_bytes,
+    way_key,
+)
+from deltawire.signing import generate_key, public_key_of, signer, verifier
+from deltawire.state import Digest
+
+PART = StoredObject("deltas/00000002-from-00000001-ab12.safetensors", 10, "0" * 64, "part.safetensors")
+WHOLE = StoredObject("anchors/00000000-ff/model.safetensors", 99, "1" * 64, "model.safetensors")
+CONFIG = StoredObject("anchors/00000000-ff/config.json", 9, "2" * 64, "config.json")
+DELTA = Way(2, 1, Digest(1, 2), Digest(3, 4), (PART,), 5, {"gap": 1})
+ANCHOR = Way(0, None, Digest(5, 6), None, (WHOLE, CONFIG), 50, {"dense": 3})
+MANIFEST = Manifest("run", 2, DELTA, (ANCHOR,), 50, {"head": "embed"}, 7, {"loss": 0.5, "note": "ü"}, "w", 1.5)
+
+
+def test_documents_come_back():
+    assert read_manifest(manifest_bytes(MANIFEST)) == MANIFEST
+    assert read_way(way_bytes("run", ANCHOR, "w", 1.5)) == ("run", ANCHOR)
+    assert read_run(run_bytes("run", "w", 1.5)) == "run"
+    assert ANCHOR.beside == (CONFIG,)
+    assert (DELTA.num_bytes, DELTA.link) == (10, Link(2, 1, 10))
+
+
+def test_keys():
+    assert manifest_key(42) == "manifests/00000042.json"
+    assert way_key(Link(16, 12, 0)) == "manifests/00000016.from-00000012.json"
+    assert way_key(Link(16, None, 0)) == "manifests/00000016.anchor.json"
+    assert read_document_key(manifest_key(42)) == (42, None, True)
+    assert read_document_key(way_key(Link(16, 12, 0))) == (16, 12, False)
+    assert read_document_key(way_key(Link(16, None, 0))) == (16, None, False)
+    assert read_document_key("manifests/notes.txt") is None
+
+
+def test_signatures(tmp_path):
+    public = generate_key(tmp_path / "key.pem")
+    assert (tmp_path / "key.pem").stat().st_mode & 0o777 == 0o600
+    assert public_key_of(tmp_path / "key.pem") == public
+    data, check = manifest_bytes(MANIFEST, signer(tmp_path / "key.pem")), verifier(public)
+    assert read_manifest(data, check) == MANIFEST
+    assert read_manifest(data) == MANIFEST  # a reader without a key takes signed documents too
+    assert json.loads(data)["version"] == 2
+    with pytest.raises(SignatureMismatch, match="not signed"):
+        read_manifest(manifest_bytes(MANIFEST), check)
+    for i in range(0, len(data), 7):
+        damaged = data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]
+        with pytest.raises(SignatureMismatch):
+            read_manifest(damaged, check)
+    with pytest.raises(SignatureMismatch, match="not signed by the key"):
+        read_manifest(data, verifier(generate_key(tmp_path / "other.pem")))
+    (tmp_path / "public.txt").write_text(public + "\n")
+    assert read_manifest(data, verifier(str(tmp_path / "public.txt"))) == MANIFEST
+
+
+def test_keys_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match="64 hexadecimal digits"):
+        verifier("nonsense")
+    with pytest.raises(ObjectMissing, match="keygen"):
+        signer(tmp_path / "missing.pem")
+    (tmp_path / "bad.pem").write_text("not a key")
+    with pytest.raises(ValueError, match="not an ed25519 private key"):
+        signer(tmp_path / "bad.pem")
+    with pytest.raises(FileExistsError):
+        generate_key(tmp_path / "bad.pem")
+
+
+def changed(*path_and_value):
+    *path, value = path_and_value
+    fields = json.loads(manifest_bytes(MANIFEST))
+    at = fields
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"{}",
+        b'{"format":1,"format":1}',
+        b"[" * 100_000,
+        changed("kind", "way"),
+        changed("version", -1),
+        changed("version", 3),
+        changed("version", True),
+        changed("version", "2"),
+        changed("digest", "0" * 32),
+        changed("total", 1 << 62),
+        changed("step", "x"),
+        changed("metadata", []),
+        changed("tied", {"a": 1}),
+        changed("path", {}),
+        changed("way", "base", 2),
+        changed("way", "digest", "xyz"),
+        changed("way", "objects", []),
+        changed("way", "objects", 0, "bytes", -1),
+        changed("way", "objects", 0, "sha256", "0"),
+        changed("way", "objects", 0, "key", "../../etc/passwd"),
+        changed("way", "objects", 0, "key", "deltas/../run.json"),
+        changed("way", "objects", 0, "key", "manifests/00000001.json"),
+        changed("way", "objects", 0, "file", "../x"),
+        changed("way", "objects", 0, "file", ".hidden"),
+        changed("way", "objects", 0, "file", "a/b"),
+        changed("path", 0, "objects", 1, "file", "model.safetensors"),
+        changed("created", "yesterday"),
+    ],
+)
+def test_malformed_documents_are_corrupt(data):
+    with pytest.raises(CorruptObject):
+        read_manifest(data)
+
+
+def test_newer_and_larger_documents():
+    with pytest.raises(UnsupportedFormat, match="upgrade"):
+        read_manifest(changed("format", 2))
+    with pytest.raises(LimitExceeded):
+        read_manifest(b" " * (MOST_BYTES + 1))

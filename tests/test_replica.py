@@ -1,0 +1,308 @@
+"""Replicas: exact or unmoved, whatever the store holds; they find another way, or say what is wrong."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from chains import BF16, Hooked, copy_of, fresh_url, make_weights, same, step
+from deltawire import Publisher, Replica
+from deltawire.errors import (
+    BrokenChain,
+    CorruptObject,
+    MissingAnchor,
+    ObjectMissing,
+    ShapeMismatch,
+    StoreUnavailable,
+    UnknownParameter,
+)
+from deltawire.store import open_store
+from deltawire.target import MemoryTarget
+from deltawire.weights import Tensor
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def make_run(rng, num_versions=6, url=None, **options):
+    """A run, and the weights of each of its versions."""
+    url, weights, states = url or fresh_url(), make_weights(), []
+    with Publisher(url, weights, run="demo", **options) as publisher:
+        for _ in range(num_versions):
+            publisher.publish()
+            states.append(copy_of(weights))
+            publisher.flush()
+            step(weights, rng)
+    return url, states
+
+
+def replica_of(url, target=None, **options):
+    return Replica(url, {} if target is None else target, heartbeat_seconds=None, **options)
+
+
+def damage(url, key, how):
+    store = open_store(url)
+    data = bytearray(store.get(key))
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    store.delete([key])
+    if how != "remove":
+        store.put(key, bytes(data[: len(data) // 2] if how == "cut" else data))
+
+
+def delta_key(url, version, base):
+    (key,) = [stat.key for stat in open_store(url).list(f"deltas/{version:08}-from-{base:08}")]
+    return key
+
+
+def test_from_anywhere_to_anywhere(rng):
+    url, states = make_run(rng, 20)
+    for have in (None, 0, 3, 9, 19):
+        with replica_of(url) as replica:
+            if have is not None:
+                replica.pull(have)
+            for want in (5, 19, 2, 19):
+                done = replica.pull(want)
+                assert (done.version, replica.version) == (want, want)
+                assert same(replica.target.weights(), states[want])
+    assert done.seconds > 0
+    assert done.num_bytes > 0
+
+
+def test_pulling_what_one_has_does_nothing(rng):
+    url, _ = make_run(rng)
+    with replica_of(url) as replica:
+        replica.pull()
+        again = replica.pull()
+    assert (again.num_bytes, again.num_objects, again.base) == (0, 0, 5)
+
+
+def test_weights_are_recognised_by_their_digest(rng):
+    """A model loaded from the checkpoint that the run started with needs no anchor."""
+    url, states = make_run(rng)
+    for version in (0, 4, 5):
+        weights = {name: Tensor(BF16, tensor.shape, states[version][name].copy())
+                   for name, tensor in make_weights().items()}  # fmt: skip
+        with replica_of(url, weights) as replica:
+            done = replica.pull()
+            assert not done.anchor
+            assert replica.version == 5
+            assert same(weights, states[5])
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_a_damaged_object_is_gone_around(rng, how):
+    url, states = make_run(rng, 7)
+    damage(url, delta_key(url, 3, 2), how)
+    with replica_of(url) as replica:
+        replica.pull(2)
+        done = replica.pull()  # 2 -> 3 is gone, so: 0 by its anchor, 0 -> 4 by the skip delta, 4 -> 5 -> 6
+        assert done.anchor
+        assert same(replica.target.weights(), states[6])
+        assert replica.num_faults >= (how != "remove")  # what is not listed is not even tried
+
+
+@pytest.mark.parametrize(("how", "error"), [("flip", CorruptObject), ("cut", CorruptObject), ("remove", ObjectMissing)])
+def test_where_no_way_is_left_the_old_version_stays(rng, how, error):
+    url, states = make_run(rng, 7)
+    damage(url, delta_key(url, 6, 5), how)
+    with replica_of(url) as replica:
+        replica.pull(5)
+        with pytest.raises(error):
+            replica.pull()
+        assert replica.version == 5
+        assert same(replica.target.weights(), states[5])
+
+
+def test_a_wrong_delta_with_a_right_hash_is_refused(rng, monkeypatch):
+    """A manifest that points at another version's delta."""
+    url, states = make_run(rng, 4, skips=())
+    store = open_store(url)
+    one, two = (json.loads(store.get(f"manifests/0000000{version}.json")) for version in (2, 3))
+    two["way"]["objects"] = one["way"]["objects"]
+    store.put("manifests/00000003.json", json.dumps(two).encode())
+    with replica_of(url) as replica:
+        replica.pull(2)
+        with pytest.raises(CorruptObject, match="not the one its manifest is about"):
+            replica.pull()
+        assert same(replica.target.weights(), states[2])
+
+
+def test_a_delta_that_leads_elsewhere_is_refused(rng):
+    """Stated digests that are wrong, with everything else in order."""
+    url, states = make_run(rng, 3, skips=())
+    store, wrong = open_store(url), "0" * 32
+    manifest = json.loads(store.get("manifests/00000002.json"))
+    right = manifest["digest"]
+    key = manifest["way"]["objects"][0]["key"]
+    data = bytes(store.get(key)).replace(right.encode(), wrong.encode())
+    manifest = json.loads(json.dumps(manifest).replace(right, wrong))
+    from hashlib import sha256
+
+    manifest["way"]["objects"][0]["sha256"] = sha256(data).hexdigest()
+    store.put(key, data)
+    store.put("manifests/00000002.json", json.dumps(manifest).encode())
+    with replica_of(url) as replica:
+        replica.pull(1)
+        with pytest.raises(Exception, match=wrong):
+            replica.pull()
+        assert same(replica.target.weights(), states[1])
+
+
+def test_weights_that_someone_else_changed_are_replaced(rng):
+    url, states = make_run(rng, 8)
+    with replica_of(url) as replica:
+        replica.pull(3)
+        for tensor in replica.target.weights().values():
+            tensor.bits[:] ^= 1
+        assert replica.pull().anchor
+        assert same(replica.target.weights(), states[7])
+
+
+def test_missing_things_are_named(rng):
+    with replica_of(fresh_url()) as replica, pytest.raises(ObjectMissing, match="there is no run at memory:"):
+        replica.pull()
+    url = fresh_url()
+    with Publisher(url, make_weights()), replica_of(url) as replica, pytest.raises(ObjectMissing, match="no version"):
+        replica.pull()
+    url, _ = make_run(rng, 3)
+    with replica_of(url) as replica, pytest.raises(ObjectMissing, match="version 9 does not exist"):
+        replica.pull(9)
+    (anchor,) = [stat.key for stat in open_store(url).list("anchors/")]
+    open_store(url).delete([anchor])
+    with replica_of(url) as replica, pytest.raises((ObjectMissing, MissingAnchor, BrokenChain)):
+        replica.pull()
+
+
+def test_a_target_of_another_model_is_refused(rng):
+    url, _ = make_run(rng, 2)
+    fewer, other = make_weights(), make_weights()
+    del fewer["norm"]
+    other["norm"] = Tensor(BF16, (32,), np.zeros(32, np.uint16))
+    for target, error in ((fewer, UnknownParameter), (other, ShapeMismatch)):
+        before = copy_of(target)
+        with replica_of(url, target) as replica, pytest.raises(error, match="norm"):
+            replica.pull()
+        assert same(target, before)
+    with pytest.raises(TypeError):
+        replica_of(url, 7)
+
+
+def test_an_apply_that_failed_half_way_is_repeated(rng):
+    class Breaking(MemoryTarget):
+        failing = False
+
+        def apply(self, patches, base, state, tied):
+            if self.failing:
+                self.failing = False
+                super().apply(patches[:2], base, state, tied)
+                self._state = None
+                raise RuntimeError("the device fell off")
+            super().apply(patches, base, state, tied)
+
+    url, states = make_run(rng, 4)
+    target = Breaking({})
+    with replica_of(url, target) as replica:
+        replica.pull(2)
+        target.failing = True
+        with pytest.raises(RuntimeError):
+            replica.pull()
+        assert replica.version is None  # it does not know, so it does not say
+        assert replica.pull().num_objects == 0
+        assert replica.version == 3
+        assert same(target.weights(), states[3])
+
+
+def test_watch_follows_and_tells(rng):
+    url, weights = fresh_url(), make_weights()
+    seen = []
+    with Publisher(url, weights) as publisher, Replica(url, {}, name="one", heartbeat_seconds=0.05) as replica:
+        publisher.publish().wait(30)
+        with replica.watching(seen.append, poll_seconds=0.02):
+            for _ in range(5):
+                step(weights, rng)
+                version = publisher.publish().wait(30).version
+                replica.nudge()
+                assert replica.wait(version, timeout=30) >= version
+            assert same(replica.target.weights(), copy_of(weights))
+            told = json.loads(publisher.run.store.get("replicas/one.json"))
+            assert told["name"] == "one"
+            assert told["run"] == publisher.run.id
+            with pytest.raises(TimeoutError, match="version 99"):
+                replica.wait(99, timeout=0.05)
+        assert [pull.version for pull in seen] == sorted({pull.version for pull in seen})
+        assert replica.lag == 0
+        assert replica.metrics()["deltawire/replica/version"] == 5
+    assert not list(open_store(url).list("replicas/"))  # a replica that has left is not in the way of gc
+
+
+def test_watch_outlives_a_store_that_is_away(rng):
+    store, weights = Hooked(fresh_url()), make_weights()
+    with Publisher(store.url, weights) as publisher, replica_of(store) as replica:
+        publisher.publish().wait(30)
+        with replica.watching(poll_seconds=0.01):
+            replica.wait(0, 30)
+
+            def away(verb, key):
+                raise StoreUnavailable("nobody is there")
+
+            store.before = away
+            deadline = time.monotonic() + 30
+            while replica.error is None and time.monotonic() < deadline:
+                replica.nudge()
+                time.sleep(0.005)
+            assert "nobody" in str(replica.error)
+            assert replica.version == 0
+            step(weights, rng)
+            publisher.publish().wait(30)
+            store.before = lambda verb, key: None
+            replica.nudge()
+            assert replica.wait(1, 30) == 1
+            assert same(replica.target.weights(), copy_of(weights))
+    assert replica.error is None
+
+
+def test_wait_pulls_where_nobody_watches(rng):
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights) as publisher, replica_of(url) as replica:
+        publisher.publish().wait(30)
+        threading.Timer(0.1, publisher.publish).start()
+        assert replica.wait(1, 30) == 1
+
+
+def test_heartbeats_are_best_effort(rng):
+    url, states = make_run(rng, 2)
+    store = Hooked(url)
+
+    def refuse(verb, key):
+        if verb == "put":
+            raise StoreUnavailable("read-only")
+
+    store.before = refuse
+    with Replica(store, {}, heartbeat_seconds=1) as replica:
+        replica.pull()
+        assert same(replica.target.weights(), states[1])
+    with pytest.raises(ValueError, match="name"):
+        Replica(url, {}, name="../x")
+
+
+def test_a_caught_up_replica_asks_little(rng):
+    """One listing to look, and for one new version its manifest and its object."""
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights) as publisher:
+        publisher.publish().wait(30)
+        store = Hooked(url)
+        with replica_of(store) as replica:
+            replica.pull()
+            store.calls.clear()
+            replica.pull()
+            assert store.calls == [("list", "manifests/")]
+            step(weights, rng)
+            publisher.publish().wait(30)
+            store.calls.clear()
+            replica.pull()
+            assert sorted(verb for verb, _ in store.calls) == ["get", "get_range", "list"]

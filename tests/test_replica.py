@@ -192,6 +192,16 @@ def test_a_target_of_another_model_is_refused(rng):
         replica_of(url, 7)
 
 
+def test_a_dictionary_that_was_empty_follows_the_names_of_the_run():
+    url, published, got = fresh_url(), make_weights(), {}
+    with Publisher(url, lambda: published) as publisher, replica_of(url, got) as replica:
+        for shapes in ({"a": (4,), "b": (2,)}, {"a": (4,)}, {"a": (3,), "c": (5,)}):
+            published = make_weights(shapes=shapes)
+            publisher.publish(anchor=True).wait(30)
+            replica.pull()
+            assert same(got, copy_of(published))
+
+
 def test_an_apply_that_failed_half_way_is_repeated(rng):
     class Breaking(MemoryTarget):
         failing = False

@@ -8,7 +8,7 @@ import numpy as np
 
 from deltawire import DeltawireError, Replica
 from deltawire.errors import ObjectMissing
-from deltawire.manifest import MANIFESTS, Manifest, Way, read_document_key, read_manifest, read_way
+from deltawire.manifest import MANIFESTS, Manifest, Way, manifest_key, read_document_key, read_manifest, read_way
 from deltawire.store import Stat, Store
 from soak import model
 from soak.report import Tally
@@ -30,15 +30,16 @@ class Checker:
         """The newest version that was seen; -1 before the first."""
         return max(self.manifests, default=-1)
 
-    def look(self) -> None:
-        """Check all that is new in the store, and that nothing old has changed."""
-        listed = {stat.key: stat for stat in self.store.list(MANIFESTS)}
+    def look(self, *, whole: bool = False) -> None:
+        """Check all versions that are new in the store; the whole of it: and that nothing old has changed."""
+        after = "" if whole or self.latest < 0 else manifest_key(self.latest)
+        listed = {stat.key: stat for stat in self.store.list(MANIFESTS, after=after)}
         for key, stat in self._seen.items():
-            if listed.get(key) != stat:
+            if whole and listed.get(key) != stat:
                 self.tally.lost.append(f"{self.store.url}: {key} was {stat} and is {listed.get(key)}")
         for key in sorted(listed.keys() - self._seen.keys()):
             self._document(key)
-        self._seen = listed
+        self._seen |= listed
         versions = sorted(self.manifests)
         if versions != list(range(len(versions))):
             self.tally.lost.append(f"{self.store.url}: versions are not contiguous: {versions}")
@@ -74,7 +75,7 @@ class Checker:
 
     def look_again(self) -> None:
         """At the end: every document that was ever seen still has the same bytes."""
-        self.look()
+        self.look(whole=True)
         for key, data in self._documents.items():
             try:
                 if self.store.get(key) != data:

@@ -15,8 +15,8 @@ from soak.report import Tally
 from soak.worker import FENCED
 
 KILLED = -9
-ROUNDS_PER_RUN = 40
-PAUSE_SECONDS = 0.03
+ROUNDS_PER_RUN = 20
+PAUSE_SECONDS = 0.08
 POLL_SECONDS = 0.03
 # The longest that a random kill waits for its moment.
 LONGEST_SECONDS = 0.4
@@ -178,7 +178,7 @@ class World:
 
     def inspect(self) -> None:
         """The store after a kill, and all that the workers have said up to it."""
-        self.checker.look()
+        self.checker.look(whole=True)
         self.checker.pull_some()
         self.read_logs()
 

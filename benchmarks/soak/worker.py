@@ -53,7 +53,7 @@ def make_publisher(store: Any, held: Any, **options: Any) -> Any:
     from deltawire import Publisher
     from soak import model
 
-    settings = {"skips": (4, 16), "anchors": 6, "max_file_bytes": model.MAX_FILE_BYTES, "threads": 1, **options}
+    settings = {"skips": (2, 8), "anchors": 4, "max_file_bytes": model.MAX_FILE_BYTES, "threads": 1, **options}
     return Publisher(store, held, dtype=model.DTYPES, **settings)
 
 

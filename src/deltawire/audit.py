@@ -203,7 +203,12 @@ class _Chain:
         """Whether all objects are there, in the size that is stated."""
         for folder in (DELTAS, ANCHORS):
             self._sizes |= {stat.key: stat.num_bytes for stat in self.run.store.list(folder)}
-        for way in self.ways.values():
+        oldest = self._oldest()
+        for way in list(self.ways.values()):
+            if way.base is not None and way.base < oldest and not any(each.key in self._sizes for each in way.objects):
+                # Gone with what came before the oldest anchor; the manifest stays, since its version does.
+                del self.ways[way.version, way.base]
+                continue
             for stored in way.objects:
                 with self.noting(stored.key, way.version, way):
                     self._check_object(stored)
@@ -233,9 +238,12 @@ class _Chain:
             where = f"version {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
             self.note(where, versions[0], BrokenChain("no unbroken chain leads there from an anchor"))
 
+    def _oldest(self) -> int:
+        """The version of the oldest anchor."""
+        return min((version for version, base in self.ways if base is None), default=0)
+
     def _early(self) -> set[int]:
-        oldest = min((version for version, base in self.ways if base is None), default=0)
-        return {version for version in self.manifests if version < oldest}
+        return {version for version in self.manifests if version < self._oldest()}
 
     def result(self, deep: bool, proven: set[int]) -> Audit:
         objects = {each.key: each for way in self.ways.values() for each in way.objects}

@@ -53,8 +53,7 @@ def compact(
     last = latest if wants_anchor else max(version for version, _ in missing)
     target = MemoryTarget({})
     made = []
-    with Replica(run.store, target, heartbeat_seconds=None, threads=threads) as replica, Workers(threads) as workers:
-        replica.run = run
+    with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica, Workers(threads) as workers:
         replica.pull(first)
         history = History(_tensors(target), first, scratch=scratch)
         digests = {first: run.manifest(first).digest}

@@ -5,8 +5,9 @@ version can be read while the snapshot is already ahead: to encode it, to write 
 many versions, or to roll back what could not be committed. Bits are kept in chunks: as arrays while a version is being
 published, then as short reverse streams in an unnamed file.
 
-Readers take no lock: a chunk's old bits are recorded before the snapshot changes, and a reader looks for them before
-and after it copies the chunk. Whatever of a staged version it has caught, putting all its old bits back makes it whole.
+Readers take no lock. A chunk's old bits are recorded before the snapshot changes, and a reader looks for them after it
+has copied the chunk: whatever of a staged version it has caught, putting all its old bits back makes it whole. When a
+record was taken away or replaced meanwhile, it starts again.
 """
 
 import tempfile
@@ -28,7 +29,8 @@ from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.weights import Tensor, form
 from deltawire.workers import Workers
 
-CHUNK = 1 << 20
+CHUNK_LOG2 = 20
+CHUNK = 1 << CHUNK_LOG2
 
 # A tensor's name and a chunk's number in it.
 ChunkKey = tuple[str, int]
@@ -46,7 +48,9 @@ class Change:
 class Record(Protocol):
     """How to get from a version back to the one before it."""
 
-    names: set[str]
+    @property
+    def num_changed(self) -> Mapping[str, int]:
+        """For each tensor that it changes, how many elements."""
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         """Turn a chunk's bits into those before the version."""
@@ -56,12 +60,14 @@ class Staged:
     """The changes of a version that is being published, in memory."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
         self.changes: dict[ChunkKey, Change] = {}
 
     @property
-    def num_changed(self) -> int:
-        return sum(change.num_changed for change in self.changes.values())
+    def num_changed(self) -> Mapping[str, int]:
+        counts: dict[str, int] = {}
+        for (name, _), change in list(self.changes.items()):
+            counts[name] = counts.get(name, 0) + change.num_changed
+        return counts
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         change = self.changes.get(key)
@@ -78,8 +84,8 @@ class _Stream(NamedTuple):
 class Settled:
     """The changes of a version that was committed: reverse `gap` streams in a file, or the old bits where shorter."""
 
-    def __init__(self, names: set[str], folder: Path | None) -> None:
-        self.names = names
+    def __init__(self, num_changed: Mapping[str, int], folder: Path | None) -> None:
+        self.num_changed = num_changed
         self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._streams: dict[ChunkKey, _Stream] = {}
@@ -116,6 +122,8 @@ class History:
         self._snapshot = {name: tensor.bits.copy() for name, tensor in weights.items()}
         self._records: dict[int, Record] = {}
         self._scratch = scratch
+        # A new one before a record is taken away or replaced, for readers to notice.
+        self._epoch = object()
         self.oldest = self.version = version
 
     @property
@@ -144,7 +152,6 @@ class History:
                 few = 2 * len(positions) < len(old)
                 where = positions.copy() if few else slice(None)
                 record.changes[name, index] = Change(where, old[positions] if few else old.copy(), len(positions))
-                record.names.add(name)
                 old[where] = new[where]
 
             workers.map(stage_chunk, range(-(-len(bits) // CHUNK)))
@@ -167,9 +174,10 @@ class History:
 
     def _undo(self, version: int) -> None:
         record = self._records[version]
-        for name, index in self._chunks(record.names):
+        for name, index in self._chunks(record.num_changed):
             bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK]
             record.revert((name, index), bits, self.forms[name][0])
+        self._epoch = object()
         del self._records[version]
 
     def settle(self, version: int, workers: Workers) -> None:
@@ -179,7 +187,7 @@ class History:
         staged = self._records[version]
         if not isinstance(staged, Staged):
             return
-        settled = Settled(staged.names, self._scratch)
+        settled = Settled(staged.num_changed, self._scratch)
 
         def settle_chunk(key: ChunkKey) -> None:
             name, index = key
@@ -195,6 +203,7 @@ class History:
             settled.add(key, stream if stream.nbytes < old.nbytes else old, change.num_changed)
 
         workers.map(settle_chunk, list(staged.changes))
+        self._epoch = object()
         self._records[version] = settled
 
     def forget(self, version: int) -> None:
@@ -203,10 +212,13 @@ class History:
             del self._records[each]
         self.oldest = max(self.oldest, version)
 
-    def changed_since(self, base: int, version: int) -> set[str]:
-        """The tensors in which any version after a base, up to another, has changed something."""
-        records = [self._records[each] for each in range(base + 1, version + 1)]
-        return set().union(*(record.names for record in records))
+    def changed_since(self, base: int, version: int) -> dict[str, int]:
+        """The tensors that versions after a base, up to another, have changed, and in how many elements at most."""
+        counts: dict[str, int] = {}
+        for each in range(base + 1, version + 1):
+            for name, count in self._records[each].num_changed.items():
+                counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
+        return counts
 
     def at(self, name: str, version: int) -> "Past":
         """A tensor as it was at a version."""
@@ -216,15 +228,14 @@ class History:
         return Past(lambda index: self._chunk(name, index, version), len(bits), bits.dtype)
 
     def _chunk(self, name: str, index: int, version: int) -> Bits:
-        before = dict(self._records)
-        bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK].copy()
-        after = dict(self._records)
-        for each in sorted((each for each in before.keys() | after.keys() if each > version), reverse=True):
-            known = [records[each] for records in (before, after) if each in records]
-            # A version may have been rolled back and staged anew, or settled, in between. Staged bits are absolute, so
-            # all of them may be put back; a settled stream is read against the version itself, so only alone.
-            for record in [record for record in known if isinstance(record, Staged)] or known[:1]:
-                record.revert((name, index), bits, self.forms[name][0])
+        while True:
+            epoch = self._epoch
+            bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK].copy()
+            records = dict(self._records)
+            if epoch is self._epoch:
+                break
+        for each in sorted((each for each in records if each > version), reverse=True):
+            records[each].revert((name, index), bits, self.forms[name][0])
         return bits
 
     def _chunks(self, names: Iterable[str]) -> list[ChunkKey]:
@@ -250,7 +261,7 @@ class History:
 class Past:
     """One tensor's bits at some version, made a chunk at a time; the last few chunks are kept."""
 
-    MOST_KEPT = 8
+    MOST_KEPT = 2
 
     def __init__(self, make: Callable[[int], Bits], length: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._make, self._length, self._dtype = make, length, dtype
@@ -274,7 +285,8 @@ class Past:
         whole = np.empty(stop - start, self._dtype)
         for index in range(first, last + 1):
             at, end = max(index * CHUNK, start), min((index + 1) * CHUNK, stop)
-            whole[at - start : end - start] = self._chunk(index)[at - index * CHUNK : end - index * CHUNK]
+            # Whoever asks for this much goes through it once, so nothing of it is kept.
+            whole[at - start : end - start] = self._make(index)[at - index * CHUNK : end - index * CHUNK]
         return whole
 
     def _chunk(self, index: int) -> Bits:

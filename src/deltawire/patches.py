@@ -41,7 +41,14 @@ class Patch:
 
 
 def encode_box(
-    name: str, dtype: DType, old: Elements, new: Elements, box: Box, allowed: list[str], workers: Workers = SERIAL
+    name: str,
+    dtype: DType,
+    old: Elements,
+    new: Elements,
+    box: Box,
+    allowed: list[str],
+    workers: Workers = SERIAL,
+    tile_log2: int | None = None,
 ) -> tuple[Entry | None, Digest]:
     """Encode what changed in a box of a tensor, and what that adds to the digest.
 
@@ -54,7 +61,7 @@ def encode_box(
         at = box.to_tensor(positions + np.int64(start))
         gains.append(change_digest(key, at, before[positions], after[positions]))
 
-    encoded = encode(old, new, dtype, allowed, workers, watch)
+    encoded = encode(old, new, dtype, allowed, workers, watch, tile_log2)
     entry = None if encoded is None else Entry.of(name, dtype, box, encoded)
     return entry, sum(gains, Digest())
 

@@ -58,12 +58,13 @@ class Replica:
     After any failure the target is at the version it was at, or at the new one, and `version` says which. A fault is
     met by trying again, then by another way to the same version, then by an error.
 
-    >>> Replica("s3://bucket/run", model).pull()  # doctest: +SKIP
+    >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
+    ...     replica.pull()
     """
 
     def __init__(
         self,
-        store: str | Path | Store,
+        store: str | Path | Store | Run,
         target: Any,
         *,
         name: str | None = None,
@@ -71,7 +72,7 @@ class Replica:
         heartbeat_seconds: float | None = 15.0,
         threads: int | None = None,
     ) -> None:
-        self.run = Run(store, public_key=public_key)
+        self.run = store if isinstance(store, Run) else Run(store, public_key=public_key)
         self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
         self.target: Target = _target_of(target)
         self.error: Exception | None = None

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+from deltawire.dtypes import dtype_named
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.patches import Patch
 from deltawire.replay import Replay
@@ -56,6 +60,8 @@ class MemoryTarget:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
+        self._owned = weights if isinstance(weights, MutableMapping) and not weights else None
+        """The dictionary, where it was empty: its names then follow the run's."""
         self._state: State | None = None
 
     def state(self) -> State | None:
@@ -80,24 +86,27 @@ class MemoryTarget:
 
     def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
         aliases = _aliases(tied)
-        if self._weights:
+        if self._owned is None:
             self._check(anchor.base)
         anchor.verify(state.digest)
-        fresh = not self._weights
         self._state = None
+        if self._owned is not None:
+            self._make_room(self._owned, anchor.base)
         for name in anchor.base:
             bits = anchor.bits_of(name)
-            if fresh:
-                self._fill(name, anchor.base[name], bits)
             for each in (name, *aliases.get(name, [])):
                 if each in self._weights:
                     write(self._weights[each], slice(None), bits)
         self._state = state
 
-    def _fill(self, name: str, tensor: Tensor, bits: Any) -> None:
-        if not isinstance(self._weights, MutableMapping):
-            raise TypeError("an empty mapping that cannot be changed was given as the target")
-        self._weights[name] = Tensor(tensor.dtype, tensor.shape, bits.copy())
+    def _make_room(self, weights: MutableMapping[str, Any], base: Weights) -> None:
+        for name in [name for name in weights if name not in base or form(weights, name) != form(base, name)]:
+            del weights[name]
+        for name in base:
+            if name not in weights:
+                dtype, shape = form(base, name)
+                kind = dtype_named(dtype)
+                weights[name] = Tensor(kind, shape, np.empty(prod(shape), kind.unsigned))
 
     def _check(self, base: Weights) -> None:
         for name in base:

@@ -12,7 +12,7 @@ from deltawire.manifest import StoredObject, Way
 from deltawire.runs import Run
 from deltawire.state import Digest
 from deltawire.upload import encode_delta, put_anchor, put_delta
-from deltawire.workers import Workers
+from deltawire.workers import SERIAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class Making:
     tied: Mapping[str, str]
     allowed: list[str]
     max_file_bytes: int
-    threads: int | None
 
 
 class Upkeep:
@@ -119,20 +118,18 @@ class Upkeep:
 
     def _make(self, task: Task) -> None:
         making, run = self._making, self._making.run
-        with Workers(making.threads) as workers:
-            if task.base is None:
-                way = put_anchor(
-                    run.store, run.id, task.history, task.version, self.digests[task.version], making.tied,
-                    self.beside, making.max_file_bytes,
-                )  # fmt: skip
-            else:
-                base = task.base, self.digests[task.base]
-                facts, entries = encode_delta(
-                    task.history, run.id, base, task.version, making.tied, making.allowed, workers
-                )
-                if facts.digest != self.digests[task.version]:
-                    raise ChainError(f"the delta {task.base} -> {task.version} would lead elsewhere")
-                way = put_delta(run.store, facts, entries, making.max_file_bytes)
+        if task.base is None:
+            way = put_anchor(
+                run.store, run.id, task.history, task.version, self.digests[task.version], making.tied,
+                self.beside, making.max_file_bytes,
+            )  # fmt: skip
+        else:
+            base = task.base, self.digests[task.base]
+            # One thread: nobody waits for this, and the trainer wants its cores.
+            facts, entries = encode_delta(task.history, run.id, base, task.version, making.tied, making.allowed, SERIAL)
+            if facts.digest != self.digests[task.version]:
+                raise ChainError(f"the delta {task.base} -> {task.version} would lead elsewhere")
+            way = put_delta(run.store, facts, entries, making.max_file_bytes)
         run.commit_way(way)
         self.note(way)
 

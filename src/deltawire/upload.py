@@ -8,8 +8,9 @@ from secrets import token_hex
 
 from deltawire.boxes import Box
 from deltawire.checkpoint import INDEX_NAME, anchor_facts, index_bytes, split_shards
+from deltawire.codec.tiled import tile_log2_for
 from deltawire.container import header_bytes, lay_out, raw
-from deltawire.history import CHUNK, History
+from deltawire.history import CHUNK, CHUNK_LOG2, History
 from deltawire.manifest import ANCHORS, DELTAS, StoredObject, Way
 from deltawire.parts import part_names, split
 from deltawire.patches import encode_box
@@ -41,11 +42,13 @@ def encode_delta(
     def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
         dtype, shape = history.forms[name]
         old, new = history.at(name, base_version), history.at(name, version)
-        return encode_box(name, dtype, old, new, Box.whole(shape), allowed, workers)
+        # No tile is larger than what a history makes at a time.
+        tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
+        return encode_box(name, dtype, old, new, Box.whole(shape), allowed, workers, tile_log2)
 
     entries = []
-    names = sorted(history.changed_since(base_version, version))
-    for _, (entry, gain) in workers.spread(names, history.num_elements_of, encode):
+    num_changed = history.changed_since(base_version, version)
+    for _, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
         reached += gain
         if entry is not None:
             entries.append(entry)

@@ -143,11 +143,11 @@ def info_command(url: str, version: int | None, public_key: str | None, output_f
 def run_facts(run: "Run") -> dict[str, Any]:
     from deltawire.manifest import ANCHORS, DELTAS, RUN_KEY
 
-    document = json.loads(run.store.get(RUN_KEY))
+    known, document = run.id, json.loads(run.store.get(RUN_KEY))
     versions = run.versions()
     sizes = [stat.num_bytes for folder in (DELTAS, ANCHORS) for stat in run.store.list(folder)]
     return {
-        "id": run.id,
+        "id": known,
         "url": run.store.url,
         "signed": "signature" in document,
         "created": document.get("created"),

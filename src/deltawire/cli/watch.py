@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,7 @@ class Screen:
         replica = self._replica
         version = "-" if replica.version is None else replica.version
         state = "waiting" if replica.lag is None else "current" if replica.lag == 0 else f"{replica.lag} behind"
-        head = f"{self._url}  version {version}  {state}  faults {replica.num_faults}  (Ctrl-C ends)"
+        head = f"version {version}  {state}  faults {replica.num_faults}  {self._url}"
         header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", "faults", "ago"]
         fault = f"\nlast fault: {replica.error}" if replica.error else ""
         return f"{head}\n{table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
@@ -130,6 +131,7 @@ class Watch:
     def __init__(self, replica: "Replica", view: Lines | Screen, until: int | None) -> None:
         self._replica, self._view, self._until = replica, view, until
         self._stop = False
+        self._ended = threading.Event()
         self._failure: BaseException | None = None
 
     def run(self, poll_seconds: float) -> None:
@@ -140,6 +142,7 @@ class Watch:
             while thread.is_alive() and not self._stop:
                 thread.join(REDRAW_SECONDS)
                 self._view.refresh()
+            self._ended.set()
             self._replica.stop()
             thread.join(1.0)
             if thread.is_alive():
@@ -155,10 +158,20 @@ class Watch:
     def _work(self, poll_seconds: float) -> None:
         try:
             self._check()
+            self._await_run(poll_seconds)
             if not self._stop:
                 self._replica.watch(self._pulled, poll_seconds=poll_seconds)
         except BaseException as error:
             self._failure = error
+
+    def _await_run(self, poll_seconds: float) -> None:
+        from deltawire.errors import StoreUnavailable
+
+        while not self._stop:
+            with suppress(StoreUnavailable):
+                if self._replica.run.exists():
+                    return
+            self._ended.wait(poll_seconds)
 
     def _pulled(self, done: "Pull") -> None:
         self._view.pulled(done)

@@ -55,15 +55,26 @@ def allowed_encodings(choice: EncodingChoice) -> list[str]:
 
 
 def encode(
-    old: Elements, new: Elements, dtype: DType, allowed: list[str], workers: Workers, watch: Watch | None = None
+    old: Elements,
+    new: Elements,
+    dtype: DType,
+    allowed: list[str],
+    workers: Workers,
+    watch: Watch | None = None,
+    tile_log2: int | None = None,
 ) -> Encoded | None:
-    """The smallest allowed encoding of what changed, or None where nothing did. `watch` sees every change once."""
+    """The smallest allowed encoding of what changed, or None where nothing did. `watch` sees every change once.
+
+    Whoever knows how many changes there are names the size of the tiles; otherwise it is found from a sample.
+    """
     sizes: dict[str, int] = {}
     kept: dict[str, Arrays] = {}
     if CONTEXT.name in allowed or GAP.name in allowed:
         tiled = CONTEXT if CONTEXT.name in allowed else GAP
         limit = DENSE.size_bytes(len(old), 0, dtype) if DENSE.name in allowed else None
-        payload, num_changed, gap_bytes = encode_payload(old, new, dtype, tiled.contextual, workers, watch, limit)
+        payload, num_changed, gap_bytes = encode_payload(
+            old, new, dtype, tiled.contextual, workers, watch, limit, tile_log2
+        )
         if payload is not None:
             kept[tiled.name] = {tiled.name: payload}
             sizes[tiled.name] = len(payload)

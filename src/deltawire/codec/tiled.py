@@ -68,22 +68,23 @@ class Payload(NamedTuple):
     """What the payload would take as `gap`."""
 
 
-def choose_tile_log2(old: Elements, new: Elements, workers: Workers) -> int:
-    """Tiles that hold about 16,000 to 32,000 changes: enough that a tile's header hardly counts, few enough to share.
+def tile_log2_for(num_changed: int, num_elements: int) -> int:
+    """Tiles of about 16,000 to 32,000 changes: enough that a tile's header hardly counts, few enough to share."""
+    log2 = LEAST_TILE_LOG2
+    while log2 < MOST_TILE_LOG2 and num_changed << log2 < CHANGES_PER_TILE * num_elements:
+        log2 += 1
+    return log2
 
-    The density is that of one stretch in 16, so that the box need not be read twice.
-    """
+
+def sampled_tile_log2(old: Elements, new: Elements, workers: Workers) -> int:
+    """The same from the density of one stretch in 16, so that the box need not be read twice."""
     from deltawire.kernels.cpu.blocks import count_changed
 
     stretch = 1 << LEAST_TILE_LOG2
     starts = range(0, len(old), 16 * stretch)
     counts = workers.map(lambda at: int(count_changed(old[at : at + stretch], new[at : at + stretch])), starts)
     num_changed = sum(counts)
-    num_elements = sum(min(stretch, len(old) - at) for at in starts)
-    log2 = LEAST_TILE_LOG2
-    while log2 < MOST_TILE_LOG2 and num_changed << log2 < CHANGES_PER_TILE * num_elements:
-        log2 += 1
-    return log2
+    return tile_log2_for(num_changed, sum(min(stretch, len(old) - at) for at in starts))
 
 
 def encode_payload(
@@ -94,12 +95,14 @@ def encode_payload(
     workers: Workers,
     watch: Watch | None = None,
     limit_bytes: int | None = None,
+    tile_log2: int | None = None,
 ) -> Payload:
     """Encode tile by tile. What is larger than the limit is given up on the way, so that it never fills the memory."""
     from deltawire.kernels.cpu.blocks import changed_positions
     from deltawire.kernels.cpu.encode import encode_tile
 
-    size = 1 << (log2 := choose_tile_log2(old, new, workers))
+    log2 = sampled_tile_log2(old, new, workers) if tile_log2 is None else tile_log2
+    size = 1 << log2
     layout = kernel_layout(dtype)
 
     def encode(start: int) -> tuple[int, Bits, int]:

@@ -175,9 +175,7 @@ def export_trl(
     store, versions, tape = open_store(to), _span(run, first, last), _Tape()
     _check_room(run, store, versions[0])
     written: list[str] = []
-    with closing(Replica(run.store, tape, heartbeat_seconds=None, threads=threads)) as replica:
-        # The caller's run knows the key that its documents must be signed with.
-        replica.run = run
+    with closing(Replica(run, tape, heartbeat_seconds=None, threads=threads)) as replica:
         for version in versions:
             replica.pull(version)
             since = version - versions[0]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from secrets import token_hex
 from typing import Any
 
-from deltawire.errors import ObjectMissing, StoreError
+from deltawire.errors import DeltawireError, ObjectMissing, StoreError
 from deltawire.manifest import REPLICAS
 from deltawire.runs import Run
 
@@ -35,9 +35,15 @@ class Heartbeat:
         now = time.time()
         if self._every is None or (not at_once and now - self._last < self._every):
             return
-        told = {"name": self.name, "run": self._run.id, "time": now, "host": socket.gethostname(), "pid": os.getpid()}
         self._last = now
-        with suppress(StoreError):
+        with suppress(DeltawireError):
+            told = {
+                "name": self.name,
+                "run": self._run.id,
+                "time": now,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+            }
             self._run.store.put(f"{REPLICAS}{self.name}.json", json.dumps({**told, **status}).encode())
             self._written = True
 

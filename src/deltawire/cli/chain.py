@@ -274,17 +274,13 @@ def version_in(folder: Path, run: "Run") -> int | None:
 
 def plan_from(run: "Run", have: int | None, version: int | None) -> "Plan":
     """What a replica at some version would do."""
-    from deltawire.replica import Replica
-    from deltawire.state import Digest
-    from deltawire.target import MemoryTarget, State
+    from deltawire.errors import ObjectMissing
+    from deltawire.routing import find_route
 
-    class Standing(MemoryTarget):
-        def state(self) -> State | None:
-            return None if have is None else State(run.id, have, Digest())
-
-    with Replica(run.store, Standing({}), heartbeat_seconds=None) as replica:
-        replica.run = run
-        return replica.plan(version)
+    want = run.latest() if version is None else version
+    if want is None:
+        raise ObjectMissing(f"run {run.id} has no version yet", url=run.store.url)
+    return find_route(run, have, run.manifest(want)).plan
 
 
 def plan_text(data: Mapping[str, Any]) -> str:

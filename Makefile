@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: setup demo test lint types fuzz bench docs clean
+.PHONY: setup demo test lint types fuzz bench soak docs clean
 
 setup: $(STAMP)
 
@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
 	touch $(STAMP)
 
-demo: setup           ## the codec on recorded RL updates: encodings, size, ratio, time
+demo: setup           ## the codec on recorded RL updates; then a trainer and replicas through a store
 	$(BIN)/python examples/codec_table.py
+	$(BIN)/python examples/follow.py
 
 test: setup lint types
 	$(BIN)/python -m pytest
@@ -38,7 +39,11 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/density.py
+	$(BIN)/python benchmarks/chain.py
 	$(BIN)/python benchmarks/charts.py
+
+soak: setup           ## crashes, faults and races on a real S3 server, in full; the report goes to benchmarks/results
+	$(BIN)/python benchmarks/soak
 
 docs: setup           ## generated parts of the documentation
 	$(BIN)/python docs/generate.py

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from deltawire.store import Store, open_store
+from hub_double import hub_double
 from servers import BUCKET, S3Server, Server, azurite, azurite_missing, seaweedfs
 
 KINDS = ["memory", "local", "s3", "azure", "hub"]
@@ -32,8 +33,7 @@ def azure_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def hub_server() -> Iterator[object]:
-    double = pytest.importorskip("hub_double")
-    with double.hub_double() as server:
+    with hub_double() as server:
         server.create_bucket(f"owner/{BUCKET}")
         yield server
 

@@ -149,7 +149,7 @@ def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(compile(program, "README.md", "exec"), {})
-    assert (tmp_path / "step-1.safetensors").exists()
+    assert (tmp_path / "run" / "manifests" / "00000001.json").exists()
 
 
 def test_every_exception_is_in_the_tree():

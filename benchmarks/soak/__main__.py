@@ -16,7 +16,6 @@ sys.path[0] = str(HERE.parent)
 sys.path.append(str(HERE.parents[1] / "tests"))
 
 from servers import BUCKET, seaweedfs  # noqa: E402
-
 from soak import crashes, faults, races, report  # noqa: E402
 from soak.processes import nursery  # noqa: E402
 

@@ -16,8 +16,8 @@ from soak.worker import FENCED
 
 KILLED = -9
 ROUNDS_PER_RUN = 20
-PAUSE_SECONDS = 0.08
-POLL_SECONDS = 0.03
+PAUSE_SECONDS = 0.15
+POLL_SECONDS = 0.05
 # The longest that a random kill waits for its moment.
 LONGEST_SECONDS = 0.4
 
@@ -43,10 +43,10 @@ def plan(num_random: int, num_each: int, chance: random.Random) -> list[Kill]:
     for victim, names in (("trainer", points.TRAINER), ("memory", points.MEMORY), ("mirror", points.MIRROR)):
         for point in names:
             for _ in range(num_each):
-                hits = chance.randint(1, 4) if point in MANY else 1
+                hits = chance.randint(1, 3) if point in MANY else 1
                 kills.append(Kill(victim, point, hits, _before(victim, point, chance)))
     # A file at a time over the weights that are there is the longest of all: kill it after each.
-    kills += [Kill("mirror", "load: a file moved", hits, "changed") for hits in range(1, 10, 10 - min(num_each, 9))]
+    kills += [Kill("mirror", "load: a file moved", hits, "changed") for hits in ((1, 3, 5, 6) if num_each else ())]
     victims = ["trainer", "memory", "mirror", "mirror", "all"]
     kills += [Kill(chance.choice(victims), weights=chance.choice(["kept", "kept", "none"])) for _ in range(num_random)]
     chance.shuffle(kills)
@@ -93,12 +93,10 @@ class World:
         return [self.workers["memory"], self.workers["mirror"]]
 
     def start(self) -> None:
-        """Start whoever does not live, the trainer first, and wait until all is well."""
+        """Start whoever does not live, and wait until all is well."""
         for worker in self.workers.values():
             if worker.pid is None:
                 worker.start()
-            if worker.name == "trainer":
-                self._wait(lambda: any(self.checker.store.list("run.json")), "the run to begin")
         self.catch_up()
 
     def round(self, kill: Kill) -> None:
@@ -108,7 +106,8 @@ class World:
             self._kill_at_random(victims, kill)
         elif kill.point in points.NEW_RUN:
             self.workers["trainer"].arm(kill.point, kill.hits)
-            self.workers["trainer"].start()
+            for worker in self.workers.values():
+                worker.start()
             self._die(self.workers["trainer"], kill)
         else:
             self._kill_at_point(self.workers[kill.victim], kill)
@@ -116,7 +115,7 @@ class World:
         for name in victims:
             self.workers[name].disarm()
             if name == "mirror":
-                self.open_mirror()
+                self.open_mirror(loaded=kill.point in points.LOADED)
         self.start()
         self.tally.count("Kills", str(kill))
 
@@ -206,7 +205,7 @@ class World:
             if not line["resumed"] or line["version"] < line["found"]:
                 self.tally.wrong.append(f"{self.checker.store.url}: a trainer did not take up its run: {line}")
 
-    def open_mirror(self) -> None:
+    def open_mirror(self, *, loaded: bool = False) -> None:
         """Open the folder in a process of its own: it must be a committed version, and say so."""
         spec = {"role": "opener", "folder": str(self.folder), "safetensors": self.chance.random() < 0.3}
         opener = Worker(self.nursery, self.place, "opener", self.common | spec)
@@ -219,8 +218,8 @@ class World:
         version = found["version"]
         if version is None:
             self.tally.count("Folders opened after a kill", "says that it holds no version")
-            if self.mirrored >= 0:
-                self.tally.wrong.append(f"{self.folder} was at version {self.mirrored} and says that it has none")
+            if self.mirrored >= 0 or loaded:
+                self.tally.wrong.append(f"{self.folder} was at a version, {self.mirrored}, and says that it has none")
             return
         self.tally.count("Folders opened after a kill", "holds a version")
         for how in ("weights", "checkpoint", "safetensors"):

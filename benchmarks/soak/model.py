@@ -9,11 +9,11 @@ import numpy as np
 
 SHAPES = {
     "embed": (400, 128),
-    **{f"layers.{i}.{name}": (96, 128) for i in range(4) for name in ("down", "up")},
+    **{f"layers.{name}": (192, 128) for name in ("down", "gate", "up")},
     "norm": (128,),
 }
 # So that an anchor has a file for each tensor, and a delta several parts.
-MAX_FILE_BYTES = 1500
+MAX_FILE_BYTES = 600
 DTYPES = {name: "F32" if name == "norm" else "BF16" for name in SHAPES}
 # Every element changes once in so many steps: one in a hundred at each.
 PERIOD = 100

@@ -66,6 +66,8 @@ MIRROR = (
 NEW_RUN = {"run.json: before create", "run.json: after create"}
 # Reached only by a replica whose weights are unknown, or that has none.
 LOADING = {point for point in (*MEMORY, *MIRROR) if point.startswith("load:")}
+# After these a folder holds the version that was being loaded, all of it.
+LOADED = {point for point in LOADING if point.endswith(("after incoming", "moved", "done"))}
 
 
 class Points:

@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = LIMIT_
     while not condition():
         if time.monotonic() > deadline:
             raise Stuck(f"waited {seconds:.0f} s for {what}")
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 class Nursery:
@@ -80,6 +80,7 @@ class Worker:
     num_starts: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
     _read_bytes: int = 0
+    _num_told: int = 0
 
     @property
     def _log(self) -> Path:
@@ -138,24 +139,28 @@ class Worker:
         return code
 
     def news(self) -> list[dict[str, Any]]:
-        """What was logged since the last call. A line that a kill has cut short is left out."""
+        """What was logged since the last call."""
+        self._read()
+        fresh = self.lines[self._num_told :]
+        self._num_told = len(self.lines)
+        return fresh
+
+    def _read(self) -> None:
+        """Take in what was logged. A line that a kill has cut short is left out."""
         if not self._log.exists():
-            return []
+            return
         with self._log.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        found = []
         for line in whole.splitlines():
             with suppress(ValueError):
-                found.append(json.loads(line))
-        self.lines += found
-        return found
+                self.lines.append(json.loads(line))
 
     def last_version(self) -> int:
         """The version that a replica last reached since it was started; -1 before."""
-        self.news()
+        self._read()
         for line in reversed(self.lines):
             if line["event"] == "started":
                 break

@@ -109,11 +109,7 @@ class Replica:
     def pull(self, version: int | None = None, *, progress: Progress | None = None) -> Pull:
         """Bring the weights to a version (default: the newest)."""
         with self._pulling:
-            self._refresh()
-            want = self.latest if version is None else version
-            if want is None:
-                raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
-            manifest = self.run.manifest(want)
+            manifest = self._manifest(version)
             done = self._reach(manifest, self._have(manifest), progress)
             self.last_pull, self.error = done, None
             self.num_pulls += 1
@@ -124,13 +120,16 @@ class Replica:
 
     def plan(self, version: int | None = None) -> Plan:
         """What a pull would fetch."""
+        manifest = self._manifest(version)
+        have = self._have(manifest)
+        return find_route(self.run, None if have is None else have.version, manifest).plan
+
+    def _manifest(self, version: int | None) -> Manifest:
         self._refresh()
         want = self.latest if version is None else version
         if want is None:
             raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
-        manifest = self.run.manifest(want)
-        have = self._have(manifest)
-        return find_route(self.run, None if have is None else have.version, manifest).plan
+        return self.run.manifest(want)
 
     def _refresh(self) -> None:
         found = self.run.latest(after=-1 if self.latest is None else self.latest)
@@ -169,8 +168,10 @@ class Replica:
                 way = getattr(error, "way", None)
                 if way is not None:
                     bad.add((way.version, way.base))
-                elif have is not None and self.target.digest(manifest.tied) != have.digest:
-                    # Someone else has changed the weights: nothing can be built on them.
+                elif have is not None and (
+                    isinstance(error, BaseMismatch) or self.target.digest(manifest.tied) != have.digest
+                ):
+                    # Not the weights of this run's version, or changed by someone else: nothing can be built on them.
                     have = None
                 else:
                     bad.add((route.ways[-1].version, route.ways[-1].base))

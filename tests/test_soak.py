@@ -1,0 +1,58 @@
+"""A tenth of what `make soak` does: kills at every point and at random moments, faults on the line, racing writers."""
+
+import pytest
+
+from soak import crashes, faults, races
+from soak.processes import nursery
+from soak.report import Tally, page
+
+pytest_plugins = ["store_fixtures"]
+
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with nursery() as started:
+        yield started
+
+
+@pytest.fixture
+def tally():
+    return Tally()
+
+
+def quiet(_line):
+    pass
+
+
+def test_kills(workers, s3_server, tmp_path, tally):
+    crashes.run(workers, s3_server, tmp_path, tally, num_random=20, num_each=1, seed=SEED, progress=quiet)
+    assert tally.problems == []
+    planned = crashes.plan(20, 1, crashes.random.Random(SEED))
+    assert sum(tally.tables["Kills"].values()) == len(planned)
+    assert {str(kill) for kill in planned} == set(tally.tables["Kills"])
+
+
+def test_faults(s3_server, tmp_path, tally):
+    faults.run(s3_server, tmp_path / "faults", tally, num_syncs=50, seed=SEED, progress=quiet)
+    assert tally.problems == []
+    assert tally.tables["Syncs"]["done"] == 50
+    kinds = {kind.partition(" ")[0] for kind in tally.tables["Faults"]}
+    assert kinds == {"latency", "reset", "close", "status", "stall", "flip", "reset_upload", "drop_reply"}
+
+
+def test_races(workers, s3_server, tmp_path, tally):
+    races.run(workers, s3_server, tmp_path, tally, num_races=12, seed=SEED, progress=quiet)
+    assert tally.problems == []
+    assert sum(number for row, number in tally.tables["Races"].items() if row.startswith("between")) == 12
+
+
+def test_the_report_counts_problems(tally):
+    assert "0 wrong, 0 stuck, 0 lost" in page(tally, "command", 7)
+    tally.wrong.append("these weights")
+    tally.count("Kills", "trainer at delta: before put", 3)
+    text = page(tally, "command", 7)
+    assert "1 wrong, 0 stuck, 0 lost" in text
+    assert "- wrong: these weights" in text
+    assert "| trainer at delta: before put | 3 |" in text

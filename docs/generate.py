@@ -60,16 +60,16 @@ smaller than their values.
 
 ## From trainer to replica
 
-{chain_weights} bf16 weights, 1.15 % changed, through a real S3 server (seaweedfs) on the loopback interface, both sides and the
-server on the same two cores. "All weights" is one file put and fetched with the same client; "delta" is `publish` until the
-commit, then `pull` into a replica's memory. Bytes are both directions together.
+{chain_weights} bf16 weights, 1.15 % changed, through a real S3 server (seaweedfs) on the loopback interface, both sides
+and the server on the same two cores. "All weights" is one file put and fetched with the same client; "delta" is
+`publish` until the commit, then `pull` into a replica's memory. Bytes are both directions together.
 
 {chain}
 
 Where a delta's time goes, in seconds: {phases}
 
-The part of `publish` that blocks the caller takes {blocking} times `np.flatnonzero(old != new)` on the same weights, and the
-publisher needs {memory} % of the model's size beyond weights and snapshot, while it also makes skip deltas.
+The part of `publish` that blocks the caller takes {blocking} times `np.flatnonzero(old != new)` on the same weights,
+and the publisher needs {memory} % of the model's size beyond weights and snapshot, while it also makes skip deltas.
 
 ## Where it does not help
 

@@ -2,8 +2,8 @@
 
     python examples/follow.py [--store URL] [--versions 12] [--weights 4000000]
 
-The weights move as in RL: a master copy in fp32, small normal updates, cast to bf16 (about 1 % change a bit). Every replica checks itself
-after each pull: the digest of all its weights must be the one in the manifest.
+The weights move as in RL: a master copy in fp32, small normal updates, cast to bf16, of which about 1 % change a bit.
+Every replica checks itself after each pull: the digest of all its weights must be the one in the manifest.
 """
 
 import argparse

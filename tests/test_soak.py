@@ -1,5 +1,7 @@
 """A tenth of what `make soak` does: kills at every point and at random moments, faults on the line, racing writers."""
 
+import random
+
 import pytest
 
 from soak import crashes, faults, races
@@ -29,7 +31,7 @@ def quiet(_line):
 def test_kills(workers, s3_server, tmp_path, tally):
     crashes.run(workers, s3_server, tmp_path, tally, num_random=20, num_each=1, seed=SEED, progress=quiet)
     assert tally.problems == []
-    planned = crashes.plan(20, 1, crashes.random.Random(SEED))
+    planned = crashes.plan(20, 1, random.Random(SEED))
     assert sum(tally.tables["Kills"].values()) == len(planned)
     assert {str(kill) for kill in planned} == set(tally.tables["Kills"])
 

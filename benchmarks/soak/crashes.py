@@ -1,8 +1,11 @@
 """A trainer and two replicas, killed at every named point and at random moments, and looked at after each kill."""
 
+import itertools
 import random
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from soak.worker import FENCED
 
 KILLED = -9
 ROUNDS_PER_RUN = 20
-PAUSE_SECONDS = 0.15
+AT_ONCE = 3
+PAUSE_SECONDS = 0.2
 POLL_SECONDS = 0.05
 # The longest that a random kill waits for its moment.
 LONGEST_SECONDS = 0.4
@@ -115,16 +119,14 @@ class World:
         for name in victims:
             self.workers[name].disarm()
             if name == "mirror":
-                self.open_mirror(loaded=kill.point in points.LOADED)
+                self.open_mirror(str(kill) if kill.point in points.LOADED else "")
         self.start()
         self.tally.count("Kills", str(kill))
 
     def _kill_at_random(self, victims: list[str], kill: Kill) -> None:
-        from time import sleep
-
         if kill.weights == "none" and "mirror" in victims:
             self._spoil("none")
-        sleep(self.chance.uniform(0, LONGEST_SECONDS))
+        time.sleep(self.chance.uniform(0, LONGEST_SECONDS))
         for name in victims:
             self._expect(self.workers[name], self.workers[name].kill(), kill)
 
@@ -205,8 +207,11 @@ class World:
             if not line["resumed"] or line["version"] < line["found"]:
                 self.tally.wrong.append(f"{self.checker.store.url}: a trainer did not take up its run: {line}")
 
-    def open_mirror(self, *, loaded: bool = False) -> None:
-        """Open the folder in a process of its own: it must be a committed version, and say so."""
+    def open_mirror(self, loaded: str = "") -> None:
+        """Open the folder in a process of its own: it must be a committed version, and say so.
+
+        `loaded` is the kill before, where that one must have left a whole version in a folder that had none.
+        """
         spec = {"role": "opener", "folder": str(self.folder), "safetensors": self.chance.random() < 0.3}
         opener = Worker(self.nursery, self.place, "opener", self.common | spec)
         opener._log.unlink(missing_ok=True)
@@ -219,7 +224,8 @@ class World:
         if version is None:
             self.tally.count("Folders opened after a kill", "says that it holds no version")
             if self.mirrored >= 0 or loaded:
-                self.tally.wrong.append(f"{self.folder} was at a version, {self.mirrored}, and says that it has none")
+                before = loaded or f"it was at version {self.mirrored}"
+                self.tally.wrong.append(f"{self.folder}, {before}, says that it has no version: {found}")
             return
         self.tally.count("Folders opened after a kill", "holds a version")
         for how in ("weights", "checkpoint", "safetensors"):
@@ -280,14 +286,15 @@ def run(
     nursery: Nursery, server: Any, place: Path, tally: Tally, *, num_random: int, num_each: int, seed: int,
     progress: Progress,
 ) -> None:  # fmt: skip
-    """All kills, over several runs."""
+    """All kills, over several runs, a few of them at a time."""
     kills = plan(num_random, num_each, random.Random(seed))
     # The first kills of a new run come first in it.
     starts = [kill for kill in kills if kill.point in points.NEW_RUN]
     others = [kill for kill in kills if kill.point not in points.NEW_RUN]
     worlds = max(len(starts), -(-len(others) // ROUNDS_PER_RUN))
-    done = 0
-    for number in range(worlds):
+    done = itertools.count(1)
+
+    def work(number: int) -> None:
         mine = starts[number : number + 1] + others[number::worlds]
         world = World(nursery, server, place / f"run-{number}", f"crash-{seed}-{number}", seed + number, tally)
         try:
@@ -295,8 +302,11 @@ def run(
                 world.start()
             for kill in mine:
                 world.round(kill)
-                done += 1
-                progress(f"kill {done}/{len(kills)}: {kill}; version {world.checker.latest}; {tally.verdict}")
+                progress(f"kill {next(done)}/{len(kills)}: {kill}; version {world.checker.latest}; {tally.verdict}")
         except Stuck as error:
             tally.stuck.append(f"{error}: {[worker.output() for worker in world.workers.values()]}")
         world.end()
+
+    with ThreadPoolExecutor(AT_ONCE, "world") as pool:
+        for each in [pool.submit(work, number) for number in range(worlds)]:
+            each.result()

@@ -1,5 +1,7 @@
 """What the tests of the chain share: small runs, and a store that can be made to fail."""
 
+import json
+from hashlib import sha256
 from uuid import uuid4
 
 import numpy as np
@@ -14,6 +16,18 @@ BF16 = DTYPES["BF16"]
 def fresh_url():
     """A store in memory that nobody else uses."""
     return f"memory:{uuid4().hex}"
+
+
+def seal(fields):
+    """A document with these members, as a careful forger would write it."""
+    body = json.dumps(fields).encode()
+    return b'{"sha256":"' + sha256(body).hexdigest().encode() + b'",' + body[1:]
+
+
+def unsealed(data):
+    fields = json.loads(data)
+    del fields["sha256"]
+    return fields
 
 
 def make_weights(seed=0, shapes=None):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from chains import seal, unsealed
 from deltawire.audit import audit
 from deltawire.runs import Run
 from test_cli_runs import bits, program, run, steps, store, told  # noqa: F401 - fixtures are used by name
@@ -200,9 +201,9 @@ def test_verify_finds_what_is_missing_or_short(store):
 def test_verify_finds_damaged_documents(store):
     told("compact", store)
     (store / "manifests" / "00000003.json").write_text("{")
-    manifest = json.loads((store / "manifests" / "00000004.from-00000000.json").read_text())
+    manifest = unsealed((store / "manifests" / "00000004.from-00000000.json").read_bytes())
     manifest["way"]["digest"] = "0" * 32
-    (store / "manifests" / "00000004.from-00000000.json").write_text(json.dumps(manifest))
+    (store / "manifests" / "00000004.from-00000000.json").write_bytes(seal(manifest))
     (store / "run.json").chmod(0o644)
     found = {(each.where, each.error) for each in audit(Run(store)).problems}
     assert ("manifests/00000003.json", "CorruptObject") in found
@@ -215,9 +216,8 @@ def test_verify_finds_damaged_documents(store):
 def test_verify_finds_weights_that_are_not_what_was_stated(store):
     """Every hash is right, and yet a delta leads elsewhere: someone has written both."""
     path = store / "manifests" / "00000005.json"
-    text = path.read_text()
-    digest = json.loads(text)["digest"]
-    path.write_text(text.replace(digest, "1" * 32))
+    manifest = unsealed(path.read_bytes())
+    path.write_bytes(seal(json.loads(json.dumps(manifest).replace(manifest["digest"], "1" * 32))))
     errors = {(each.version, each.error) for each in audit(Run(store)).problems}
     assert (5, "CorruptObject") in errors
     assert audit(Run(store), deep=False).ok

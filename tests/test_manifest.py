@@ -1,9 +1,11 @@
 """The documents of a run: written and read back, signed, and refused where they are malformed."""
 
 import json
+from hashlib import sha256
 
 import pytest
 
+from chains import seal, unsealed
 from deltawire.chain import Link
 from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, SignatureMismatch, UnsupportedFormat
 from deltawire.manifest import (
@@ -62,7 +64,7 @@ def test_signatures(tmp_path):
         read_manifest(manifest_bytes(MANIFEST), check)
     for i in range(0, len(data), 7):
         damaged = data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]
-        with pytest.raises(SignatureMismatch):
+        with pytest.raises((SignatureMismatch, CorruptObject)):
             read_manifest(damaged, check)
     with pytest.raises(SignatureMismatch, match="not signed by the key"):
         read_manifest(data, verifier(generate_key(tmp_path / "other.pem")))
@@ -82,14 +84,27 @@ def test_keys_that_are_none(tmp_path):
         generate_key(tmp_path / "bad.pem")
 
 
+def with_sum(body):
+    return b'{"sha256":"' + sha256(body).hexdigest().encode() + b'",' + body[1:]
+
+
+def test_a_flipped_bit_is_noticed(tmp_path):
+    generate_key(tmp_path / "key.pem")
+    for data in (manifest_bytes(MANIFEST), manifest_bytes(MANIFEST, signer(tmp_path / "key.pem"))):
+        signature = len(data) - len(manifest_bytes(MANIFEST))
+        for i in range(signature, len(data)):
+            with pytest.raises(CorruptObject):
+                read_manifest(data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :])
+
+
 def changed(*path_and_value):
     *path, value = path_and_value
-    fields = json.loads(manifest_bytes(MANIFEST))
+    fields = unsealed(manifest_bytes(MANIFEST))
     at = fields
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = value
-    return json.dumps(fields).encode()
+    return seal(fields)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +114,10 @@ def changed(*path_and_value):
         b"[]",
         b"\xff",
         b"{}",
-        b'{"format":1,"format":1}',
-        b"[" * 100_000,
+        seal({}),
+        with_sum(b'{"format":1,"format":1}'),
+        with_sum(b"[" * 100_000),
+        json.dumps(unsealed(manifest_bytes(MANIFEST))).encode(),
         changed("kind", "way"),
         changed("version", -1),
         changed("version", 3),

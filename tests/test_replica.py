@@ -3,11 +3,12 @@
 import json
 import threading
 import time
+from hashlib import sha256
 
 import numpy as np
 import pytest
 
-from chains import BF16, Hooked, copy_of, fresh_url, make_weights, same, step
+from chains import BF16, Hooked, copy_of, fresh_url, make_weights, same, seal, step, unsealed
 from deltawire import Publisher, Replica
 from deltawire.errors import (
     BrokenChain,
@@ -122,9 +123,9 @@ def test_a_wrong_delta_with_a_right_hash_is_refused(rng, monkeypatch):
     """A manifest that points at another version's delta."""
     url, states = make_run(rng, 4, skips=())
     store = open_store(url)
-    one, two = (json.loads(store.get(f"manifests/0000000{version}.json")) for version in (2, 3))
+    one, two = (unsealed(store.get(f"manifests/0000000{version}.json")) for version in (2, 3))
     two["way"]["objects"] = one["way"]["objects"]
-    store.put("manifests/00000003.json", json.dumps(two).encode())
+    store.put("manifests/00000003.json", seal(two))
     with replica_of(url) as replica:
         replica.pull(2)
         with pytest.raises(CorruptObject, match="not the one its manifest is about"):
@@ -136,16 +137,14 @@ def test_a_delta_that_leads_elsewhere_is_refused(rng):
     """Stated digests that are wrong, with everything else in order."""
     url, states = make_run(rng, 3, skips=())
     store, wrong = open_store(url), "0" * 32
-    manifest = json.loads(store.get("manifests/00000002.json"))
+    manifest = unsealed(store.get("manifests/00000002.json"))
     right = manifest["digest"]
     key = manifest["way"]["objects"][0]["key"]
     data = bytes(store.get(key)).replace(right.encode(), wrong.encode())
     manifest = json.loads(json.dumps(manifest).replace(right, wrong))
-    from hashlib import sha256
-
     manifest["way"]["objects"][0]["sha256"] = sha256(data).hexdigest()
     store.put(key, data)
-    store.put("manifests/00000002.json", json.dumps(manifest).encode())
+    store.put("manifests/00000002.json", seal(manifest))
     with replica_of(url) as replica:
         replica.pull(1)
         with pytest.raises(Exception, match=wrong):
@@ -282,6 +281,55 @@ def test_wait_pulls_where_nobody_watches(rng):
         publisher.publish().wait(30)
         threading.Timer(0.1, publisher.publish).start()
         assert replica.wait(1, 30) == 1
+
+
+class Flipping(Hooked):
+    """A store whose answers may have a wrong bit."""
+
+    flips = ()
+
+    def get(self, key):
+        data = super().get(key)
+        if self.flips and key.startswith(self.flips[0]):
+            self.flips = self.flips[1:]
+            data = bytes(data[:-20]) + bytes([data[-20] ^ 1]) + bytes(data[-19:])
+        return data
+
+
+@pytest.mark.parametrize("key", ["run.json", "manifests/"])
+def test_a_document_that_arrives_damaged_is_asked_for_again(rng, key):
+    url, states = make_run(rng, 3)
+    store = Flipping(url)
+    store.flips = (key, key)
+    with replica_of(store) as replica:
+        replica.pull()
+        assert same(replica.target.weights(), states[2])
+    store.flips = (key,) * 9
+    with replica_of(store) as replica:
+        with pytest.raises(CorruptObject, match="SHA-256"):
+            replica.pull()
+        store.flips = ()
+        replica.pull()  # nothing of what was damaged is remembered
+        assert same(replica.target.weights(), states[2])
+
+
+def test_a_version_that_was_never_there(rng):
+    """A listing that arrives damaged names a version 40; the replica does not wait for 41."""
+    url, states = make_run(rng, 3)
+    store = Hooked(url)
+    listing = store.inner.list
+
+    def wrong(prefix="", *, after=""):
+        store.list = right
+        for stat in listing(prefix, after=after):
+            yield type(stat)(stat.key.replace("00000002", "00000040"), stat.num_bytes, stat.modified)
+
+    right, store.list = store.list, wrong
+    with replica_of(store) as replica:
+        with pytest.raises(ObjectMissing, match="version 40"):
+            replica.pull()
+        assert replica.pull().version == 2
+        assert same(replica.target.weights(), states[2])
 
 
 def test_heartbeats_are_best_effort(rng):

@@ -230,6 +230,14 @@ def test_settling_when_our_first_try_lands_late():
     assert write.steps == []
 
 
+def test_settling_when_a_bit_flips_on_the_way_back():
+    settle(Answers(StoreUnavailable("lost")), Answers(b"nine", b"mine"), b"mine", pause_seconds=0)
+    with pytest.raises(StoreUnavailable, match="not known"):
+        settle(Answers(StoreUnavailable("lost")), Answers(b"nine", b"line"), b"mine", pause_seconds=0)
+    with pytest.raises(Conflict):
+        settle(Answers(StoreUnavailable("lost")), Answers(b"other", b"other"), b"mine", pause_seconds=0)
+
+
 def test_settling_gives_up():
     write, read = Answers(*[StoreUnavailable("lost")] * 9), Answers(*[ObjectMissing("no")] * 9)
     with pytest.raises(StoreUnavailable, match="not known") as caught:

@@ -5,14 +5,16 @@
     manifests/00000042.from-00000038.json       another way to it: a delta over several versions
     manifests/00000042.anchor.json              another way to it: all weights
 
-Each is written once and never changed. A signature, where there is one, is the first member of the object and covers
-all other bytes of the document, so that it can be checked without agreeing on a canonical form. See docs/format.md.
+Each is written once and never changed. Its first member is the SHA-256 of all bytes behind it, so that a bit that
+flips on the way is noticed; a signature, where there is one, stands before that and covers all bytes behind itself. So
+both can be checked without agreeing on a canonical form. See docs/format.md.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from deltawire.chain import Link
@@ -28,6 +30,7 @@ RUN_KEY = "run.json"
 MANIFESTS, DELTAS, ANCHORS, REPLICAS = "manifests/", "deltas/", "anchors/", "replicas/"
 
 _SIGNATURE = re.compile(rb'\{"signature":"([0-9a-f]{128})",')
+_CHECKSUM = re.compile(rb'\{"sha256":"([0-9a-f]{64})",')
 _KEY = re.compile(r"(anchors|deltas)(/[A-Za-z0-9_.+-]*[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)+")
 _FILE = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+ -]{0,254}")
 _DOCUMENT = re.compile(r"manifests/(\d{8})(\.anchor|\.from-(\d{8}))?\.json")
@@ -179,6 +182,7 @@ def read_run(data: bytes, verify: Verify | None = None) -> str:
 
 def _document(kind: str, fields: Mapping[str, Any], sign: Sign | None) -> bytes:
     body = json.dumps({"format": DOCUMENT_VERSION, "kind": kind, **fields}, separators=(",", ":")).encode()
+    body = b'{"sha256":"' + sha256(body).hexdigest().encode() + b'",' + body[1:]
     if sign is None:
         return body
     return b'{"signature":"' + sign(body).hex().encode() + b'",' + body[1:]
@@ -188,10 +192,13 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
     if len(data) > MOST_BYTES:
         raise LimitExceeded(f"a document of {len(data)} bytes is larger than {MOST_BYTES}")
     signature = _SIGNATURE.match(data)
+    if signature is not None:
+        data = b"{" + data[signature.end() :]
+    _check_sum(data)
     if verify is not None:
         if signature is None:
             raise SignatureMismatch("this is not signed, and a public key was given: nothing unsigned is taken")
-        if not verify(bytes.fromhex(signature[1].decode()), b"{" + data[signature.end() :]):
+        if not verify(bytes.fromhex(signature[1].decode()), data):
             raise SignatureMismatch("this is not signed by the key that was given")
     with _Reading("a document"):
         fields: dict[str, Any] = _typed(json.loads(data, object_pairs_hook=no_duplicates), dict)
@@ -204,6 +211,17 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
         if fields["kind"] != kind:
             raise CorruptObject(f"this document is about a {fields['kind']}, not a {kind}")
     return fields
+
+
+def _check_sum(data: bytes) -> None:
+    stated = _CHECKSUM.match(data)
+    if stated is None:
+        raise CorruptObject("a document does not start with its SHA-256")
+    actual = sha256(b"{" + data[stated.end() :]).hexdigest()
+    if stated[1].decode() != actual:
+        raise CorruptObject(
+            "a document is not what its SHA-256 says: it is damaged", expected=stated[1].decode(), actual=actual
+        )
 
 
 class _Reading:
@@ -253,11 +271,11 @@ def _read_way(fields: Mapping[str, Any]) -> Way:
 
 
 def _read_object(fields: Mapping[str, Any]) -> StoredObject:
-    key, file, sha256 = (_typed(fields[name], str) for name in ("key", "file", "sha256"))
+    key, file, content = (_typed(fields[name], str) for name in ("key", "file", "sha256"))
     # These become paths, in the store and on a disk.
-    if not _KEY.fullmatch(key) or not _FILE.fullmatch(file) or not re.fullmatch("[0-9a-f]{64}", sha256):
+    if not _KEY.fullmatch(key) or not _FILE.fullmatch(file) or not re.fullmatch("[0-9a-f]{64}", content):
         raise CorruptObject(f"an object has an impossible key, file name or hash: {key[:80]!r}, {file[:80]!r}")
-    return StoredObject(key, _count(fields["bytes"]), sha256, file)
+    return StoredObject(key, _count(fields["bytes"]), content, file)
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -134,16 +134,16 @@ class Mirror:
             self._finish_load()
 
     def _finish_load(self) -> None:
-        self._untell()
         self._unmap()
-        fresh = {file.name for file in self._incoming.iterdir()} | {STATE_NAME, self._own.name}
-        for file in self._incoming.iterdir():
-            if file.name != STATE_NAME:
-                file.replace(self.folder / file.name)
         told = self._incoming / STATE_NAME
+        # It is moved last: where it is no longer there, only the empty folder is left of it all.
         if told.exists():
-            # Shards of the layout before, of which a reader must not take one for the other.
-            kept = fresh | set(json.loads(told.read_text())["files"])
+            self._untell()
+            for file in self._incoming.iterdir():
+                if file != told:
+                    file.replace(self.folder / file.name)
+            # Shards of the layout before, which a reader must not take for part of this one.
+            kept = json.loads(told.read_text())["files"]
             for stale in self.folder.glob("*.safetensors*"):
                 if stale.name not in kept:
                     stale.unlink()
@@ -153,7 +153,7 @@ class Mirror:
 
     def _repair(self) -> None:
         """Finish what a process before this one had begun, and find out what the folder holds."""
-        for left in self._own.glob(".*.tmp"):
+        for left in [*self._own.glob(".*.tmp"), *self.folder.glob(f".{STATE_NAME}.*.tmp")]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         if self._incoming.exists():
             self._finish_load()

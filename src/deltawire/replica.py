@@ -129,7 +129,12 @@ class Replica:
         want = self.latest if version is None else version
         if want is None:
             raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
-        return self.run.manifest(want)
+        try:
+            return self.run.manifest(want)
+        except ObjectMissing:
+            # A version that was listed and is not there was a mistake on the way: look from the start next time.
+            self.latest = None
+            raise
 
     def _refresh(self) -> None:
         found = self.run.latest(after=-1 if self.latest is None else self.latest)

@@ -2,9 +2,10 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
+from typing import TypeVar
 
 from deltawire.chain import Link
 from deltawire.errors import BrokenChain, ChainError, Conflict, CorruptObject, Fenced, ObjectMissing
@@ -14,6 +15,7 @@ from deltawire.manifest import (
     MANIFESTS,
     RUN_KEY,
     Manifest,
+    Verify,
     Way,
     manifest_bytes,
     manifest_key,
@@ -27,6 +29,10 @@ from deltawire.manifest import (
 )
 from deltawire.signing import signer, verifier
 from deltawire.store import Store, open_store
+
+READ_ATTEMPTS = 3
+
+Document = TypeVar("Document")
 
 _DELTA_KEY = re.compile(r"deltas/(\d{8})-from-(\d{8})-([0-9a-f]+)(?:-\d{5}-of-\d{5})?\.safetensors")
 _ANCHOR_KEY = re.compile(r"anchors/(\d{8})-([0-9a-f]+)/[^/]+")
@@ -55,7 +61,7 @@ class Run:
         """The run's id, from `run.json`."""
         if self._id is None:
             try:
-                self._id = read_run(self.store.get(RUN_KEY), self._verify)
+                self._id = self._read(RUN_KEY, read_run)
             except ObjectMissing:
                 raise ObjectMissing(
                     f"there is no run at {self.store.url}: publish to it first, or check the URL", url=self.store.url
@@ -94,7 +100,7 @@ class Run:
         if known is not None:
             return known
         try:
-            manifest = read_manifest(self.store.get(manifest_key(version)), self._verify)
+            manifest = self._read(manifest_key(version), read_manifest)
         except ObjectMissing:
             raise ObjectMissing(
                 f"version {version} does not exist in {self.store.url}, or was removed", version=version
@@ -107,6 +113,15 @@ class Run:
         self._remember(manifest)
         return manifest
 
+    def _read(self, key: str, parse: Callable[[bytes, Verify | None], Document]) -> Document:
+        """A document, asked for again where it arrives damaged."""
+        for _ in range(READ_ATTEMPTS - 1):
+            try:
+                return parse(self.store.get(key), self._verify)
+            except CorruptObject:
+                continue
+        return parse(self.store.get(key), self._verify)
+
     def _remember(self, manifest: Manifest) -> None:
         if len(self._manifests) > 256:
             self._manifests.pop(min(self._manifests))
@@ -115,7 +130,7 @@ class Run:
     def way(self, link: Link) -> Way:
         """The way that a link stands for; BrokenChain where the documents do not confirm it."""
         try:
-            run, way = read_way(self.store.get(way_key(link)), self._verify)
+            run, way = self._read(way_key(link), read_way)
         except ObjectMissing:
             run, way = self.id, self.manifest(link.version).way
         if (run, way.version, way.base) != (self.id, link.version, link.base):

@@ -4,12 +4,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.store import LocalStore, MemoryStore
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 16 << 20
 QUICK_BYTES = 1 << 20
 MAX_PARTS_IN_FLIGHT = 8
-PUT_ATTEMPTS = 3
+ATTEMPTS = 3
 LIST_CHUNK = 1000
+
+Result = TypeVar("Result")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -80,14 +82,18 @@ class ObjectStore:
     def put(self, key: str, data: Buffer | Pieces) -> None:
         """Write an object, or replace it; pieces are sent in parts, some of them at once."""
         path = self._path(key)
-        for attempt in range(PUT_ATTEMPTS):
+        self._repeatedly(lambda: self._put_once(key, path, data))
+
+    def _repeatedly(self, work: Callable[[], Result]) -> Result:
+        """Do what may be done again, for failures that the client itself does not repeat."""
+        for attempt in range(ATTEMPTS - 1):
             try:
-                return self._put_once(key, path, data)
+                return work()
             except StoreUnavailable as error:
-                if error.fields["refused"] or attempt + 1 == PUT_ATTEMPTS:
+                if error.fields["refused"]:
                     raise
             time.sleep(0.5 * 2**attempt)
-        return None
+        return work()
 
     def _put_once(self, key: str, path: str, data: Buffer | Pieces) -> None:
         source = _Source(_slices(data))
@@ -147,6 +153,11 @@ class ObjectStore:
 
         Not every store keeps that order, so the listing is read to its end before the first is returned.
         """
+        found = self._repeatedly(lambda: self._list_once(prefix, after))
+        wanted = (each for each in found if each.key.startswith(prefix) and each.key > after)
+        return iter(sorted(wanted, key=lambda each: each.key))
+
+    def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
         with self._errors(prefix):
             pages = obstore.list(
                 self._clients.quick,
@@ -154,9 +165,7 @@ class ObjectStore:
                 offset=self._root + after if after else None,
                 chunk_size=LIST_CHUNK,
             )
-            found = [self._stat(each) for page in pages for each in page]
-        wanted = (each for each in found if each.key.startswith(prefix) and each.key > after)
-        return iter(sorted(wanted, key=lambda each: each.key))
+            return tuple(self._stat(each) for page in pages for each in page)
 
     def stat(self, key: str) -> Stat:
         """Size and time of an object."""

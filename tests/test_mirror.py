@@ -179,6 +179,25 @@ def test_a_patch_that_is_half_written_is_finished(run, tmp_path, monkeypatch):
     check(folder, states, 6)
 
 
+def test_a_journal_over_weights_that_someone_has_changed(run, tmp_path, monkeypatch):
+    url, states = run
+    folder = tmp_path / "mirror"
+    with Replica(url, folder) as replica:
+        replica.pull(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(Mirror, "_finish_apply", lambda *_: os.stat(tmp_path / "nothing"))
+            with pytest.raises(EngineRejected):
+                replica.pull(6)
+    shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 0x55
+    shard.write_bytes(data)
+    with Replica(url, folder) as replica:
+        assert replica.version is None
+        replica.pull()
+    check(folder, states, 9)
+
+
 def test_a_journal_that_a_disk_has_damaged(run, tmp_path):
     url, states = run
     folder = tmp_path / "mirror"

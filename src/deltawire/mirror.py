@@ -29,7 +29,7 @@ from deltawire.codec import COO, Encoded
 from deltawire.container import replacing
 from deltawire.delta import Delta
 from deltawire.dtypes import DTYPES, dtype_named
-from deltawire.errors import Conflict, EngineRejected, FormatError, ObjectMissing
+from deltawire.errors import Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.files import shards_of
 from deltawire.parts import save
 from deltawire.patches import Patch
@@ -107,13 +107,16 @@ class Mirror:
             ) from error
 
     def _finish_apply(self, patches: Sequence[Patch], state: State) -> None:
-        for patch in patches:
-            self._weights[patch.name].bits[patch.where] = patch.bits
+        self._write(patches)
         for each in self._maps:
             each.flush()
         self._tell(self.folder, state)
         self._journal.unlink()
         self._state = state
+
+    def _write(self, patches: Sequence[Patch]) -> None:
+        for patch in patches:
+            self._weights[patch.name].bits[patch.where] = patch.bits
 
     def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
         checkpoint = anchor.base
@@ -169,9 +172,12 @@ class Mirror:
             delta = Delta.load(self._journal)
             patches = list(delta.patches())
             self._map(Checkpoint(self.folder))
+            self._write(patches)
+            if digest(self._weights) != delta.digest:
+                raise CorruptObject(f"{self.folder} was changed by someone else since")
             self._finish_apply(patches, State(delta.run, delta.version, delta.digest))
         except (FormatError, ObjectMissing, KeyError):
-            # Damaged by a disk, not by a crash: nobody knows what the weights are, so they will be fetched anew.
+            # More than a crash: nobody knows what the weights are, so they will be fetched anew.
             self._unmap()
             self._journal.unlink(missing_ok=True)
 

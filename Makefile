@@ -43,7 +43,7 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/charts.py
 
 soak: setup           ## crashes, faults and races on a real S3 server, in full; the report goes to benchmarks/results
-	$(BIN)/python benchmarks/soak
+	$(BIN)/python benchmarks/soak --report benchmarks/results/soak.md
 
 docs: setup           ## generated parts of the documentation
 	$(BIN)/python docs/generate.py

@@ -30,14 +30,14 @@ LAYERS = [
     ["parts", "checkpoint", "patches"],
     ["delta"],
     ["inspection", "replay", "history", "chain", "store"],
-    ["files", "manifest"],
+    ["files", "manifest", "sources"],
     ["signing", "upload"],
     ["runs"],
     ["target", "fetch", "heartbeat", "lease", "routing"],
     ["mirror", "upkeep", "gc"],
     ["publisher", "replica"],
     ["compact", "audit"],
-    ["interop", "metrics"],
+    ["interop", "metrics", "trainers"],
     ["cli"],
 ]
 

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
@@ -119,7 +119,7 @@ class History:
 
     def __init__(self, weights: Mapping[str, Tensor], version: int, *, scratch: Path | None = None) -> None:
         self.forms = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-        self._snapshot = {name: tensor.bits.copy() for name, tensor in weights.items()}
+        self._snapshot = {name: np.array(tensor.bits[:]) for name, tensor in weights.items()}
         self._records: dict[int, Record] = {}
         self._scratch = scratch
         # A new one before a record is taken away or replaced, for readers to notice.
@@ -133,8 +133,10 @@ class History:
     def num_elements_of(self, name: str) -> int:
         return len(self._snapshot[name])
 
-    def stage(self, version: int, weights: Mapping[str, Tensor], workers: Workers) -> Staged:
-        """Move the snapshot to new weights, as the next version. What changed is recorded."""
+    def stage(
+        self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
+    ) -> Staged:
+        """Move the snapshot to new weights, as the next version. What changed is recorded; `fixed` has not changed."""
         from deltawire.kernels.cpu.blocks import changed_positions
 
         self._check(weights)
@@ -158,7 +160,8 @@ class History:
 
         self._records[version] = record
         try:
-            for _ in workers.spread(self._snapshot, lambda name: len(self._snapshot[name]), stage_tensor):
+            names = [name for name in self._snapshot if name not in fixed]
+            for _ in workers.spread(names, lambda name: len(self._snapshot[name]), stage_tensor):
                 pass
         except BaseException:
             self._undo(version)

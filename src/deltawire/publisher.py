@@ -4,9 +4,10 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from deltawire.manifest import Manifest, Way
 from deltawire.parts import MAX_FILE_BYTES
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
+from deltawire.sources import as_bits, source_of
 from deltawire.state import Digest, digest
 from deltawire.store import Store
 from deltawire.upkeep import Making, Upkeep
 from deltawire.upload import encode_delta, history_digest, is_worth_sending, put_anchor, put_delta, put_files
-from deltawire.weights import DTypeChoice, Viewed, Weights, tied_names
+from deltawire.weights import DTypeChoice, Weights, tied_names
 from deltawire.workers import Workers
-
-Source = Weights | Callable[[], Weights]
 
 
 class Publication:
@@ -112,7 +112,7 @@ class Publisher:
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
         if not (anchors in ("auto", None) or (isinstance(anchors, int) and anchors > 0)) or queue_size < 0:
             raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")
-        self._read: Callable[[], Weights] = _source(weights)
+        self._read = source_of(weights, dtype)
         now = self._read()
         self._dtype, self._tied = dtype, dict(tied_names(now) if tied is None else tied)
         self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
@@ -154,7 +154,7 @@ class Publisher:
         self.version, self._next, self._digest = latest, latest + 1, manifest.digest
         self._upkeep.note(*manifest.path, manifest.way)
         self._upkeep.beside = tuple(each for way in self._upkeep.path(latest) for each in way.beside)
-        if digest(weights, dtype=self._dtype, tied=self._tied, threads=self._threads) == manifest.digest:
+        if digest(as_bits(weights, self._dtype, self._tied), threads=self._threads) == manifest.digest:
             self._history = self._snapshot(weights, latest)
 
     @property
@@ -224,13 +224,14 @@ class Publisher:
             job = Job(version, step, metadata, [publication], True, self._history, before)
         else:
             with Workers(self._threads) as workers:
-                before.stage(version, Viewed(weights, self._dtype, self._tied), workers)
+                fresh = as_bits(weights, self._dtype, self._tied)
+                before.stage(version, fresh, workers, getattr(weights, "fixed", ()))
             job = Job(version, step, metadata, [publication], False, before, None)
         self._next = version + 1
         return job
 
     def _snapshot(self, weights: Weights, version: int) -> History:
-        return History(Viewed(weights, self._dtype, self._tied), version, scratch=self._scratch)
+        return History(as_bits(weights, self._dtype, self._tied), version, scratch=self._scratch)
 
     def _work(self) -> None:
         while True:
@@ -284,7 +285,7 @@ class Publisher:
             state = history_digest(job.history, job.version, workers)
         encoded = time.perf_counter()
         store = self.run.store
-        if self._files:
+        if self._files and not self._upkeep.beside:
             self._upkeep.beside = put_files(store, job.version, self._files)
         way = put_anchor(
             store, self.run.id, job.history, job.version, state, self._tied, self._upkeep.beside,
@@ -371,6 +372,22 @@ class Publisher:
         else:
             job.history.roll_back(job.version)
 
+    def attach(self, optimizer: Any, *, every: int = 1) -> Any:
+        """Publish after each `every`-th step of a torch optimizer, with its number as the step; a handle to remove it.
+
+        A step that a gradient scaler skips is none, and is not published.
+        """
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        steps = count(1)
+
+        def publish(*_: object) -> None:
+            step = next(steps)
+            if step % every == 0:
+                self.publish(step=step)
+
+        return optimizer.register_step_post_hook(publish)
+
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all that was published is committed or has failed, and further ways are made."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -403,17 +420,6 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _source(weights: Any) -> Callable[[], Weights]:
-    """What to call for the weights as they are."""
-    if hasattr(weights, "state_dict"):
-        return weights.state_dict  # type: ignore[no-any-return]
-    if isinstance(weights, Mapping):
-        return lambda: weights
-    if callable(weights):
-        return weights  # type: ignore[no-any-return]
-    raise TypeError(f"expected a mapping, a torch module or a function, got {type(weights).__name__}")
 
 
 def _files_of(weights: Weights) -> list[Path]:

@@ -151,5 +151,10 @@ def _torch_integer(itemsize: int) -> Any:
 def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     if hasattr(value, "to_local"):
         raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
-    flat = value.detach().contiguous().view(-1).view(_torch_integer(value.element_size()))
-    return flat.cpu().numpy(), str(value.dtype).removeprefix("torch.")
+    return torch_view(value.detach().contiguous().view(-1)), str(value.dtype).removeprefix("torch.")
+
+
+def torch_view(flat: Any) -> Bits:
+    """A flat tensor's bits; in host memory they are its own."""
+    bits: Bits = flat.view(_torch_integer(flat.element_size())).cpu().numpy().view(f"<u{flat.element_size()}")
+    return bits

@@ -1,0 +1,1 @@
+"""Publishing from trainers: where their loops call us."""

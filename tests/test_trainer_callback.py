@@ -1,0 +1,87 @@
+"""The callback in a real Trainer: a tiny Qwen3, real optimizer steps at an RL learning rate."""
+
+import numpy as np
+import pytest
+import torch
+
+from deltawire import Publisher, Replica
+from deltawire.sources import module_source
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+class Recorder(transformers.TrainerCallback):
+    """The bf16 weights after each step, by torch's own cast."""
+
+    def __init__(self):
+        self.states, self.logs = {}, []
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.logs.append(dict(logs))
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        self.states[state.global_step] = {
+            name: parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(-1).copy()
+            for name, parameter in model.named_parameters()
+        }
+
+    on_train_begin = on_step_end
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def train(model, callbacks, folder, steps):
+    tokens = torch.randint(0, 64, (40, 12), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-6,
+        report_to=[], logging_steps=2, save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+def test_every_version_is_what_the_model_was(tmp_path):
+    from deltawire.trainers.transformers import DeltawireCallback
+
+    recorder, callback = Recorder(), DeltawireCallback(tmp_path / "run", every=2, run="tiny", queue_size=9)
+    trainer = train(make_model(), [callback, recorder], tmp_path / "out", steps=7)
+    with Replica(tmp_path / "run", tmp_path / "mirror") as replica:
+        steps = []
+        for version in replica.run.versions():
+            replica.pull(version)
+            step = replica.run.manifest(version).step
+            steps.append(step)
+            weights = replica.target.weights()
+            assert weights.keys() == recorder.states[step].keys()
+            assert all(np.array_equal(weights[name].bits, bits) for name, bits in recorder.states[step].items())
+        assert steps == [0, 2, 4, 6, 7]
+        assert 0 < replica.run.manifest(1).way.num_changed < replica.run.manifest(1).num_elements / 4
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mirror", dtype=torch.bfloat16)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name).view(torch.int16), parameter.to(torch.bfloat16).view(torch.int16))
+    assert any("deltawire/publish/num_bytes" in line for line in recorder.logs)
+
+
+def test_a_restarted_training_takes_up_its_run(tmp_path):
+    from deltawire.trainers.transformers import DeltawireCallback
+
+    model = make_model()
+    train(model, [DeltawireCallback(tmp_path / "run")], tmp_path / "out", steps=3)
+    callback = DeltawireCallback(tmp_path / "run")
+    train(model, [callback], tmp_path / "out", steps=2)
+    assert callback.publisher.version == 5
+    assert [callback.publisher.run.manifest(version).way.base for version in range(6)] == [None, 0, 1, 2, 3, 4]
+    with Publisher(tmp_path / "run", module_source(model)) as publisher:
+        assert publisher.resumed
+    with pytest.raises(ValueError, match="every"):
+        DeltawireCallback(tmp_path / "run", every=0)

@@ -13,12 +13,10 @@ the peak of the publishing process beyond what it holds after its first version 
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -35,7 +33,7 @@ from deltawire.store import open_store
 from deltawire.store.transfer import Measured, download
 from deltawire.weights import Tensor
 from fault_proxy import FaultProxy
-from measure import write_csv
+from measure import peak_beyond, write_csv
 from recorded import recorded_like
 from servers import BUCKET, seaweedfs
 
@@ -115,10 +113,6 @@ def compare(server, port, models, rounds, proxy=None):
     return results
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def publisher_alone(num_weights, server_config):
     """In a process of its own: what a publish blocks, and the memory that it takes."""
     old, new = make_model(num_weights)
@@ -137,24 +131,16 @@ def publisher_alone(num_weights, server_config):
             publisher.flush()
             blocked.append((seconds / baseline, seconds, baseline))
         model_bytes = sum(tensor.bits.nbytes for tensor in live.values())
-        held, peak, running = resident_bytes(), 0, True
 
-        def watch():
-            nonlocal peak
-            while running:
-                peak = max(peak, resident_bytes())
-                time.sleep(0.0005)
+        def some_versions():
+            for number in range(8):  # through versions that also get skip deltas over 4 and 16
+                set_to(live, new if number % 2 == 0 else old)
+                publisher.publish().wait()
+            publisher.flush()
 
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        for number in range(8):  # through versions that also get skip deltas over 4 and 16
-            set_to(live, new if number % 2 == 0 else old)
-            publisher.publish().wait()
-        publisher.flush()
-        running = False
-        watcher.join()
+        _, beyond = peak_beyond(some_versions)
     median = [statistics.median(column) for column in zip(*blocked[1:], strict=True)]
-    print(json.dumps({"blocked": median, "memory": (peak - held) / model_bytes}))
+    print(json.dumps({"blocked": median, "memory": beyond / model_bytes}))
 
 
 def main():

@@ -8,47 +8,19 @@ inputs, in sizes of the tensor; it is also measured at densities of 50 and 100 %
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
 import numpy as np
 
 from deltawire.codec import allowed_encodings, decode, encode
 from deltawire.dtypes import DTYPES
 from deltawire.workers import Workers
-from measure import seconds, write_csv
+from measure import peak_beyond, seconds, write_csv
 from recorded import recorded_like
 
 BF16 = DTYPES["BF16"]
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak_beyond(work):
-    """Run and return how far the resident memory rose above where it was."""
-    before = resident_bytes()
-    peak = before
-    running = True
-
-    def watch():
-        nonlocal peak
-        while running:
-            peak = max(peak, resident_bytes())
-            time.sleep(0.0005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    result = work()
-    running = False
-    watcher.join()
-    return result, max(peak, resident_bytes()) - before
 
 
 def measure(num_weights, density, choice):

@@ -2,9 +2,11 @@
 
 import csv
 import platform
+import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,6 +30,32 @@ def ratios(work: Callable[[], Any], baseline: Callable[[], Any], rounds: int) ->
     rounds = max(rounds, min(40, int(1 / seconds(work))))
     pairs = [(seconds(baseline), seconds(work)) for _ in range(rounds)]
     return statistics.median(own for _, own in pairs), statistics.median(own / base for base, own in pairs)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_beyond(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What the work returns, and how far the resident memory rose above where it was."""
+    before = resident_bytes()
+    peak = before
+    running = True
+
+    def watch() -> None:
+        nonlocal peak
+        while running:
+            peak = max(peak, resident_bytes())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        result = work()
+    finally:
+        running = False
+        watcher.join()
+    return result, max(peak, resident_bytes()) - before
 
 
 def machine() -> str:

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from deltawire import Publisher
 from deltawire.dtypes import DTYPES
 from deltawire.store import open_store
 from deltawire.weights import Tensor
@@ -56,6 +57,18 @@ def same(weights, expected):
     return weights.keys() == expected.keys() and all(
         np.array_equal(weights[name].bits, expected[name]) for name in expected
     )
+
+
+def make_run(num_versions, url=None, **options):
+    """A run, and the weights of each of its versions."""
+    url, weights, states, rng = url or fresh_url(), make_weights(), [], np.random.default_rng(0)
+    with Publisher(url, weights, run="demo", **options) as publisher:
+        for _ in range(num_versions):
+            publisher.publish()
+            states.append(copy_of(weights))
+            publisher.flush()
+            step(weights, rng)
+    return url, states
 
 
 class Hooked:

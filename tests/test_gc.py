@@ -3,24 +3,13 @@
 import numpy as np
 import pytest
 
-from chains import Hooked, copy_of, fresh_url, make_weights, same, step
+from chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
 from deltawire import Publisher, Replica
 from deltawire.compact import compact, missing_links
 from deltawire.errors import ObjectMissing
 from deltawire.gc import collect, plan_gc
 from deltawire.runs import Run
 from deltawire.store import open_store
-
-
-def make_run(num_versions, **options):
-    url, weights, states, rng = fresh_url(), make_weights(), [], np.random.default_rng(0)
-    with Publisher(url, weights, **options) as publisher:
-        for _ in range(num_versions):
-            publisher.publish()
-            states.append(copy_of(weights))
-            publisher.flush()
-            step(weights, rng)
-    return url, states
 
 
 def keys(url):

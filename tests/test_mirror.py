@@ -6,10 +6,9 @@ import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 
-from chains import copy_of, make_weights, same, step
+from chains import make_run, same
 from deltawire import Checkpoint, Publisher, Replica
 from deltawire.errors import Conflict, EngineRejected
 from deltawire.mirror import Mirror
@@ -18,16 +17,9 @@ from deltawire.mirror import Mirror
 @pytest.fixture
 def run(tmp_path):
     """A run in a folder with anchors of several files, and the weights of each version."""
-    url, weights, states, rng = tmp_path / "run", make_weights(), [], np.random.default_rng(0)
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "none"}')
-    with Publisher(url, weights, run="demo", files=[config], max_file_bytes=20_000, anchors=4) as publisher:
-        for _ in range(10):
-            publisher.publish()
-            states.append(copy_of(weights))
-            publisher.flush()
-            step(weights, rng)
-    return url, states
+    return make_run(10, tmp_path / "run", files=[config], max_file_bytes=20_000, anchors=4)
 
 
 def check(folder, states, version):

@@ -8,7 +8,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from chains import BF16, Hooked, copy_of, fresh_url, make_weights, same, seal, step, unsealed
+from chains import BF16, Hooked, copy_of, fresh_url, make_run, make_weights, same, seal, step, unsealed
 from deltawire import Publisher, Replica
 from deltawire.errors import (
     BrokenChain,
@@ -27,18 +27,6 @@ from deltawire.weights import Tensor
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
-
-
-def make_run(rng, num_versions=6, url=None, **options):
-    """A run, and the weights of each of its versions."""
-    url, weights, states = url or fresh_url(), make_weights(), []
-    with Publisher(url, weights, run="demo", **options) as publisher:
-        for _ in range(num_versions):
-            publisher.publish()
-            states.append(copy_of(weights))
-            publisher.flush()
-            step(weights, rng)
-    return url, states
 
 
 def replica_of(url, target=None, **options):
@@ -61,7 +49,7 @@ def delta_key(url, version, base):
 
 
 def test_from_anywhere_to_anywhere(rng):
-    url, states = make_run(rng, 20)
+    url, states = make_run(20)
     for have in (None, 0, 3, 9, 19):
         with replica_of(url) as replica:
             if have is not None:
@@ -75,7 +63,7 @@ def test_from_anywhere_to_anywhere(rng):
 
 
 def test_pulling_what_one_has_does_nothing(rng):
-    url, _ = make_run(rng)
+    url, _ = make_run(6)
     with replica_of(url) as replica:
         replica.pull()
         again = replica.pull()
@@ -84,7 +72,7 @@ def test_pulling_what_one_has_does_nothing(rng):
 
 def test_weights_are_recognised_by_their_digest(rng):
     """A model loaded from the checkpoint that the run started with needs no anchor."""
-    url, states = make_run(rng)
+    url, states = make_run(6)
     for version in (0, 4, 5):
         weights = {name: Tensor(BF16, tensor.shape, states[version][name].copy())
                    for name, tensor in make_weights().items()}  # fmt: skip
@@ -97,7 +85,7 @@ def test_weights_are_recognised_by_their_digest(rng):
 
 @pytest.mark.parametrize("how", ["flip", "cut", "remove"])
 def test_a_damaged_object_is_gone_around(rng, how):
-    url, states = make_run(rng, 7)
+    url, states = make_run(7)
     damage(url, delta_key(url, 3, 2), how)
     with replica_of(url) as replica:
         replica.pull(2)
@@ -109,7 +97,7 @@ def test_a_damaged_object_is_gone_around(rng, how):
 
 @pytest.mark.parametrize(("how", "error"), [("flip", CorruptObject), ("cut", CorruptObject), ("remove", ObjectMissing)])
 def test_where_no_way_is_left_the_old_version_stays(rng, how, error):
-    url, states = make_run(rng, 7)
+    url, states = make_run(7)
     damage(url, delta_key(url, 6, 5), how)
     with replica_of(url) as replica:
         replica.pull(5)
@@ -121,7 +109,7 @@ def test_where_no_way_is_left_the_old_version_stays(rng, how, error):
 
 def test_a_wrong_delta_with_a_right_hash_is_refused(rng, monkeypatch):
     """A manifest that points at another version's delta."""
-    url, states = make_run(rng, 4, skips=())
+    url, states = make_run(4, skips=())
     store = open_store(url)
     one, two = (unsealed(store.get(f"manifests/0000000{version}.json")) for version in (2, 3))
     two["way"]["objects"] = one["way"]["objects"]
@@ -135,7 +123,7 @@ def test_a_wrong_delta_with_a_right_hash_is_refused(rng, monkeypatch):
 
 def test_a_delta_that_leads_elsewhere_is_refused(rng):
     """Stated digests that are wrong, with everything else in order."""
-    url, states = make_run(rng, 3, skips=())
+    url, states = make_run(3, skips=())
     store, wrong = open_store(url), "0" * 32
     manifest = unsealed(store.get("manifests/00000002.json"))
     right = manifest["digest"]
@@ -153,7 +141,7 @@ def test_a_delta_that_leads_elsewhere_is_refused(rng):
 
 
 def test_weights_that_someone_else_changed_are_replaced(rng):
-    url, states = make_run(rng, 8)
+    url, states = make_run(8)
     with replica_of(url) as replica:
         replica.pull(3)
         for tensor in replica.target.weights().values():
@@ -168,7 +156,7 @@ def test_missing_things_are_named(rng):
     url = fresh_url()
     with Publisher(url, make_weights()), replica_of(url) as replica, pytest.raises(ObjectMissing, match="no version"):
         replica.pull()
-    url, _ = make_run(rng, 3)
+    url, _ = make_run(3)
     with replica_of(url) as replica, pytest.raises(ObjectMissing, match="version 9 does not exist"):
         replica.pull(9)
     (anchor,) = [stat.key for stat in open_store(url).list("anchors/")]
@@ -178,7 +166,7 @@ def test_missing_things_are_named(rng):
 
 
 def test_a_target_of_another_model_is_refused(rng):
-    url, _ = make_run(rng, 2)
+    url, _ = make_run(2)
     fewer, other = make_weights(), make_weights()
     del fewer["norm"]
     other["norm"] = Tensor(BF16, (32,), np.zeros(32, np.uint16))
@@ -213,7 +201,7 @@ def test_an_apply_that_failed_half_way_is_repeated(rng):
                 raise RuntimeError("the device fell off")
             super().apply(patches, base, state, tied)
 
-    url, states = make_run(rng, 4)
+    url, states = make_run(4)
     target = Breaking({})
     with replica_of(url, target) as replica:
         replica.pull(2)
@@ -298,7 +286,7 @@ class Flipping(Hooked):
 
 @pytest.mark.parametrize("key", ["run.json", "manifests/"])
 def test_a_document_that_arrives_damaged_is_asked_for_again(rng, key):
-    url, states = make_run(rng, 3)
+    url, states = make_run(3)
     store = Flipping(url)
     store.flips = (key, key)
     with replica_of(store) as replica:
@@ -315,7 +303,7 @@ def test_a_document_that_arrives_damaged_is_asked_for_again(rng, key):
 
 def test_a_version_that_was_never_there(rng):
     """A listing that arrives damaged names a version 40; the replica does not wait for 41."""
-    url, states = make_run(rng, 3)
+    url, states = make_run(3)
     store = Hooked(url)
     listing = store.inner.list
 
@@ -333,7 +321,7 @@ def test_a_version_that_was_never_there(rng):
 
 
 def test_heartbeats_are_best_effort(rng):
-    url, states = make_run(rng, 2)
+    url, states = make_run(2)
     store = Hooked(url)
 
     def refuse(verb, key):

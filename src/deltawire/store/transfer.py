@@ -161,11 +161,3 @@ class Measured:
             num_bytes += memoryview(piece).nbytes
             yield piece
         self.num_bytes, self.sha256 = num_bytes, digest.hexdigest()
-
-
-def measure(pieces: Pieces) -> tuple[int, str]:
-    """Size and SHA-256 of an object, without keeping it."""
-    measured = Measured(pieces)
-    for _ in measured:
-        pass
-    return measured.num_bytes, measured.sha256

@@ -152,6 +152,16 @@ def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "manifests" / "00000001.json").exists()
 
 
+def test_the_examples_of_the_guide_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainers.md").read_text(), re.DOTALL)
+    names = {}
+    for program in programs:
+        exec(compile(program, "trainers.md", "exec"), names)
+    assert len(programs) == 3
+    assert names["publisher"].version == 1
+
+
 def test_every_exception_is_in_the_tree():
     from deltawire import errors
 

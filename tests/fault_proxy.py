@@ -77,6 +77,7 @@ class FaultProxy:
         self.port = 0
         self._chance = random.Random(seed)
         self._free_at = {"up": 0.0, "down": 0.0}
+        self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started = threading.Event()
@@ -108,14 +109,20 @@ class FaultProxy:
         self._started.set()
         await self._stopping.wait()
         server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        # A connection that is just being made, or ends, may start another task.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=1)
+        await self._loop.shutdown_asyncgens()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One client connection, with one connection to the server behind it."""
         self.stats.connections += 1
+        # Kept, since the event loop keeps no task alive that waits for a connection nobody holds any more.
+        task = asyncio.current_task()
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
         client = Peer(reader, writer)
         server: Peer | None = None
         try:

@@ -70,6 +70,25 @@ def test_pulling_what_one_has_does_nothing(rng):
     assert (again.num_bytes, again.num_objects, again.base) == (0, 0, 5)
 
 
+def test_what_has_arrived_is_kept_for_the_next_try(tmp_path):
+    url, states = make_run(4)
+    store = Hooked(url)
+
+    def fail(verb, key):
+        if verb == "get_range" and "00000003" in key:
+            raise StoreUnavailable("gone for a moment", refused=True)
+
+    store.before = fail
+    with replica_of(store, scratch=tmp_path) as replica, pytest.raises(StoreUnavailable):
+        replica.pull()
+    store.before = lambda verb, key: None
+    store.calls.clear()
+    with replica_of(store, scratch=tmp_path) as replica:
+        replica.pull()
+        assert same(replica.target.weights(), states[3])
+    assert {key for verb, key in store.calls if verb == "get_range"} == {delta_key(url, 3, 2)}
+
+
 def test_weights_are_recognised_by_their_digest(rng):
     """A model loaded from the checkpoint that the run started with needs no anchor."""
     url, states = make_run(6)

@@ -237,3 +237,15 @@ def test_measured_pieces():
         assert b"".join(bytes(piece) for piece in measured) == whole
         assert (measured.num_bytes, measured.sha256) == facts
     assert list(Measured([])) == []
+
+
+def test_what_is_there_already_is_checked_and_not_fetched_again(memory, tmp_path):
+    store = Watched(memory)
+    fetch(store, tmp_path / "file")
+    store.asked.clear()
+    fetch(store, tmp_path / "file")
+    assert store.asked == []
+    (tmp_path / "file").write_bytes(BLOB[:-1] + bytes([BLOB[-1] ^ 1]))  # someone has changed it
+    fetch(store, tmp_path / "file")
+    assert len(store.asked) == 11
+    assert (tmp_path / "file").read_bytes() == BLOB

@@ -56,7 +56,8 @@ class Replica:
     """Keeps a target at some version of a run.
 
     After any failure the target is at the version it was at, or at the new one, and `version` says which. A fault is
-    met by trying again, then by another way to the same version, then by an error.
+    met by trying again, then by another way to the same version, then by an error. Downloads go to `scratch`, which
+    outlives the process; without it to the mirror's own folder, or for weights in memory to a temporary one.
 
     >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
     ...     replica.pull()
@@ -70,6 +71,7 @@ class Replica:
         name: str | None = None,
         public_key: str | None = None,
         heartbeat_seconds: float | None = 15.0,
+        scratch: str | Path | None = None,
         threads: int | None = None,
     ) -> None:
         self.run = store if isinstance(store, Run) else Run(store, public_key=public_key)
@@ -82,7 +84,7 @@ class Replica:
         """The newest version that was seen in the store."""
         self.num_pulls = self.num_faults = 0
         self._threads = threads
-        self._fetcher = Fetcher(self.run.store, self.target.scratch)
+        self._fetcher = Fetcher(self.run.store, self.target.scratch if scratch is None else Path(scratch))
         self._unfinished: tuple[list[Patch], State, State, Mapping[str, str]] | None = None
         self._pulling = threading.Lock()
         self._changed = threading.Condition()

@@ -33,10 +33,15 @@ def download(
 ) -> None:
     """Fetch an object to `path`, where it appears only whole and with the right digest. One at a time for a path.
 
-    What has arrived lies in `NAME.part` beside it, always a sound beginning, and a later call goes on from there.
+    What is there already is checked, and not fetched again. What has arrived of it lies in `NAME.part` beside it,
+    always a sound beginning, and a later call goes on from there.
     `progress` is told how many bytes of the file are there. CorruptObject: the store has other bytes, or too few.
     """
     partial = path.with_name(path.name + ".part")
+    if _is_right(path, num_bytes, sha256):
+        if progress is not None:
+            progress(num_bytes)
+        return
     parts = _Parts(store, key, num_bytes, part_bytes, parallel)
     for _ in range(2):
         try:
@@ -53,6 +58,13 @@ def download(
     raise CorruptObject(
         f"{store.url}: {key} has SHA-256 {actual}, not {sha256}", key=key, expected=sha256, actual=actual
     )
+
+
+def _is_right(path: Path, num_bytes: int, sha256: str) -> bool:
+    if not path.is_file() or path.stat().st_size != num_bytes:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def _fetch(parts: "_Parts", partial: Path, progress: Progress | None) -> str:

@@ -371,3 +371,62 @@ def apply(delta: SecondDelta, weights: dict[str, Bits], forms: dict[str, Form]) 
         new[patch.name][positions] = bits
     check(digest(new, forms) == delta.digest, "the new weights do not have digest")
     return new
+
+
+def read_document(data: bytes, kind: str, public_key: bytes | None = None) -> dict[str, Any]:
+    """Section 8: a document of a run, its SHA-256 and (with a key) its signature checked."""
+    check(len(data) <= 16_000_000, "the document is too large")
+    signed = re.match(rb'\{"signature":"([0-9a-f]{128})",', data)
+    if signed:
+        data = b"{" + data[signed.end() :]
+    if public_key is not None:
+        check(signed is not None, "the document is not signed")
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+        Ed25519PublicKey.from_public_bytes(public_key).verify(bytes.fromhex(signed[1].decode()), data)
+    summed = re.match(rb'\{"sha256":"([0-9a-f]{64})",', data)
+    check(summed is not None, "the document does not start with its SHA-256")
+    check(hashlib.sha256(b"{" + data[summed.end() :]).hexdigest() == summed[1].decode(), "the SHA-256 is wrong")
+    fields: dict[str, Any] = json.loads(data, object_pairs_hook=unique)
+    check(fields["format"] == 1 and fields["kind"] == kind, "another format or kind")
+    return fields
+
+
+def follow_way(
+    get: Any, run: str, way: dict[str, Any], weights: dict[str, Bits], forms: dict[str, Form]
+) -> tuple[dict[str, Bits], dict[str, Form]]:
+    """Sections 7 and 8: the weights at the end of a way, from those of its base."""
+    files = {}
+    for each in way["objects"]:
+        key = each["key"]
+        check(key.split("/")[0] in ("deltas", "anchors") and not {".", "..", ""} & set(key.split("/")), "a bad key")
+        check("/" not in each["file"] and not each["file"].startswith("."), "a bad file name")
+        files[each["file"]] = get(key)
+        check(len(files[each["file"]]) == each["bytes"], "another size")
+        check(hashlib.sha256(files[each["file"]]).hexdigest() == each["sha256"], "another SHA-256")
+    if way["base"] is None:
+        weights, forms = {}, {}
+        for name, data in files.items():
+            if name.endswith(".safetensors"):
+                _, tensors, found = read_safetensors(data)
+                weights, forms = weights | tensors, forms | found
+    else:
+        delta = read_delta(list(files.values()))
+        stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
+        check(stated == (run, way["version"], way["base"], way["digest"], way["base_digest"]), "another delta")
+        weights = apply(delta, weights, forms)
+    check(digest(weights, forms) == way["digest"], "the weights do not have the digest of the way")
+    return weights, forms
+
+
+def read_version(get: Any, version: int, public_key: bytes | None = None) -> tuple[dict[str, Bits], dict[str, Form]]:
+    """All weights of a version, by the path in its manifest. `get` gives the bytes of a key."""
+    run = read_document(get("run.json"), "run", public_key)["run"]
+    manifest = read_document(get(f"manifests/{version:08}.json"), "version", public_key)
+    check((manifest["run"], manifest["version"]) == (run, version), "a manifest of something else")
+    weights: dict[str, Bits] = {}
+    forms: dict[str, Form] = {}
+    for way in [*manifest["path"], manifest["way"]]:
+        weights, forms = follow_way(get, run, way, weights, forms)
+    check(digest(weights, forms) == manifest["digest"], "the weights do not have the digest of the manifest")
+    return weights, forms

@@ -1,5 +1,6 @@
 """Files that every release must read, and a reader that knows only docs/format.md."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,37 @@ def test_golden_covers_every_encoding_and_several_tiles():
     used = {entry.encoding for name in NAMES for entry in Delta.load(GOLDEN / f"{name}.safetensors").entries}
     assert used == {"context", "gap", "coo", "dense"}
     assert any(not entry.box.is_whole for entry in Delta.load(GOLDEN / "shards.safetensors").entries)
+
+
+RUN = GOLDEN / "run"
+FACTS = json.loads((RUN / "facts.json").read_text())
+
+
+@pytest.mark.parametrize("version", range(6))
+def test_the_golden_run(version, tmp_path):
+    with deltawire.Replica(
+        RUN / "run", tmp_path / "mirror", public_key=FACTS["public_key"], heartbeat_seconds=None
+    ) as replica:
+        assert replica.run.id == "golden"
+        assert replica.run.manifest(version).step == 10 * version
+        replica.pull(version)
+        assert str(deltawire.digest(replica.target.weights())) == FACTS["digests"][version]
+    assert (tmp_path / "mirror" / "config.json").read_text() == '{"model_type": "golden"}'
+    assert {"00000004.from-00000000.json", "00000005.anchor.json"} <= {
+        path.name for path in (RUN / "run" / "manifests").iterdir()
+    }
+
+
+@pytest.mark.parametrize("version", range(6))
+def test_the_second_reader_agrees_on_the_golden_run(version):
+    def get(key):
+        return (RUN / "run" / key).read_bytes()
+
+    public_key = bytes.fromhex(FACTS["public_key"])
+    weights, forms = second_reader.read_version(get, version, public_key)
+    assert second_reader.digest(weights, forms) == FACTS["digests"][version]
+    for document in (RUN / "run" / "manifests").glob(f"{version:08}.*.json"):
+        way = second_reader.read_document(document.read_bytes(), "way", public_key)["way"]
+        base = ({}, {}) if way["base"] is None else second_reader.read_version(get, way["base"], public_key)
+        weights, forms = second_reader.follow_way(get, "golden", way, *base)
+        assert second_reader.digest(weights, forms) == FACTS["digests"][version]

@@ -142,7 +142,7 @@ def test_a_flipped_bit_is_caught_by_download(proxy, through, direct, tmp_path):
     assert (tmp_path / "file").read_bytes() == BLOB
     proxy.rules = [Rule("flip", method="GET", after_bytes=12345, count=-1)]
     with pytest.raises(CorruptObject):
-        download(through(), "a", tmp_path / "file", **facts)
+        download(through(), "a", tmp_path / "other", **facts)
 
 
 def test_a_lost_reply_to_a_create_is_a_success(proxy, through, direct):

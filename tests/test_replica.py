@@ -79,6 +79,7 @@ def test_what_has_arrived_is_kept_for_the_next_try(tmp_path):
             raise StoreUnavailable("gone for a moment", refused=True)
 
     store.before = fail
+    (tmp_path / "notes.txt").write_text("somebody's own")
     with replica_of(store, scratch=tmp_path) as replica, pytest.raises(StoreUnavailable):
         replica.pull()
     store.before = lambda verb, key: None
@@ -87,6 +88,8 @@ def test_what_has_arrived_is_kept_for_the_next_try(tmp_path):
         replica.pull()
         assert same(replica.target.weights(), states[3])
     assert {key for verb, key in store.calls if verb == "get_range"} == {delta_key(url, 3, 2)}
+    assert (tmp_path / "notes.txt").exists()
+    assert not any((tmp_path / "deltawire-downloads").iterdir())
 
 
 def test_weights_are_recognised_by_their_digest(rng):

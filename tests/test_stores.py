@@ -276,7 +276,6 @@ def test_the_environment_configures_azure(azure_server, monkeypatch):
 
 
 def test_profiles_of_boto3(s3_server, monkeypatch, tmp_path):
-    pytest.importorskip("boto3")
     secrets = f"aws_access_key_id={s3_server.access_key}\naws_secret_access_key={s3_server.secret}\n"
     (tmp_path / "credentials").write_text(f"[mine]\n{secrets}")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))

@@ -125,7 +125,7 @@ class Publisher:
         self._lease = Lease(self.run)
         self._lease.take()
         self._making = Making(self.run, self._tied, allowed, max_file_bytes)
-        self._upkeep = Upkeep(self._making, skips, anchors, ())
+        self._upkeep = Upkeep(self._making, skips, anchors)
         self._keeps_history = bool(skips) or anchors is not None
         self.version: int | None = None
         """The last version that was committed."""

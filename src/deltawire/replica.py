@@ -56,8 +56,8 @@ class Replica:
     """Keeps a target at some version of a run.
 
     After any failure the target is at the version it was at, or at the new one, and `version` says which. A fault is
-    met by trying again, then by another way to the same version, then by an error. Downloads go to `scratch`, which
-    outlives the process; without it to the mirror's own folder, or for weights in memory to a temporary one.
+    met by trying again, then by another way to the same version, then by an error. Downloads go to a folder in
+    `scratch`, which outlives the process and belongs to one replica; without it to the mirror's own folder, or for weights in memory to a temporary one.
 
     >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
     ...     replica.pull()
@@ -84,7 +84,9 @@ class Replica:
         """The newest version that was seen in the store."""
         self.num_pulls = self.num_faults = 0
         self._threads = threads
-        self._fetcher = Fetcher(self.run.store, self.target.scratch if scratch is None else Path(scratch))
+        # A folder of its own in there, since it is emptied when a pull is done.
+        own = self.target.scratch if scratch is None else Path(scratch) / "deltawire-downloads"
+        self._fetcher = Fetcher(self.run.store, own)
         self._unfinished: tuple[list[Patch], State, State, Mapping[str, str]] | None = None
         self._pulling = threading.Lock()
         self._changed = threading.Condition()

@@ -42,11 +42,10 @@ class Making:
 class Upkeep:
     """Follows the commits of a publisher and adds ways to the versions that it has published."""
 
-    def __init__(
-        self, making: Making, skips: Sequence[int], anchors: int | str | None, beside: Sequence[StoredObject]
-    ) -> None:
+    def __init__(self, making: Making, skips: Sequence[int], anchors: int | str | None) -> None:
         self._making, self._skips, self._anchors = making, tuple(skips), anchors
-        self.beside = tuple(beside)
+        self.beside: tuple[StoredObject, ...] = ()
+        """What lies beside the weights in every anchor."""
         self.ways: dict[tuple[int, int | None], Way] = {}
         self.digests: dict[int, Digest] = {}
         self.error: Exception | None = None

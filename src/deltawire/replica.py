@@ -56,8 +56,10 @@ class Replica:
     """Keeps a target at some version of a run.
 
     After any failure the target is at the version it was at, or at the new one, and `version` says which. A fault is
-    met by trying again, then by another way to the same version, then by an error. Downloads go to a folder in
-    `scratch`, which outlives the process and belongs to one replica; without it to the mirror's own folder, or for weights in memory to a temporary one.
+    met by trying again, then by another way to the same version, then by an error.
+
+    Downloads go to a folder in `scratch`, which outlives the process and belongs to one replica; without it to the
+    mirror's own folder, or for weights in memory to a temporary one.
 
     >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
     ...     replica.pull()

@@ -1,7 +1,7 @@
 """The snapshot of many tensors on a device, and the weights that are held against it where they lie."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,28 +9,19 @@ import torch
 import triton.language as tl
 
 from deltawire.kernels.gpu import compare
-from deltawire.kernels.gpu.compare import BLOCK, NO_ROOM
+from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.encode import SLOTS, Record
 
 CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# One block in so many tells how many changes to expect.
+# One block in so many tells how many changes to expect, the first time; then the last time does, with a margin.
 SAMPLE = 64
-POOL_BYTES = 10
+MARGIN = 1.25
+
+# The pool of changed words: its share of the snapshot.
+PLACE_BYTES = 10
+POOL_SHARE = 64
 LEAST_POOL_BYTES = 16 << 20
-WORDS = BLOCK // 4
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The changes of a stretch of blocks, from `first` on."""
-
-    first: int
-    record: Record
-
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.record.begins) - 1
 
 
 class Arena:
@@ -49,12 +40,10 @@ class Arena:
         ordinals = np.arange(self.num_blocks) - (ends - num_blocks)[tensors]
         lengths = np.minimum(np.array(sizes, np.int64)[tensors] - ordinals * BLOCK, BLOCK)
         self._tensors = self._to_device(tensors)
-        self._ordinals, self._lengths = self._to_device(ordinals.astype(np.int32)), self._to_device(
-            lengths.astype(np.int32)
-        )
+        self._ordinals = self._to_device(ordinals.astype(np.int32))
+        self._lengths = self._to_device(lengths.astype(np.int32))
         self._blocks = torch.arange(self.num_blocks, dtype=torch.int32, device=device)
-        self._sampled = self._blocks[SAMPLE // 2 :: SAMPLE].contiguous()
-        self._num_sampled = max(len(self._sampled), 1)
+        self._expected: tuple[float, float] | None = None
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
         self._pointers: tuple[int, ...] = ()
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
@@ -84,11 +73,11 @@ class Arena:
             self._kinds.append((first, stop, cast))
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies in one piece, on a whole word, in a dtype that the kernels take."""
+        """A tensor that lies in one piece, on a whole pair of words, in a dtype that the kernels take."""
         if tensor.dtype not in (self._dtype, torch.float32):
             tensor = tensor.to(self._dtype)
         tensor = tensor.contiguous()
-        return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
+        return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
     def _kinds_in(self, first: int, stop: int) -> Iterator[tuple[int, int, Any]]:
         for begin, end, cast in self._kinds:
@@ -106,55 +95,55 @@ class Arena:
             )
 
     def estimate(self) -> tuple[float, float]:
-        """About how many words and how many elements of a block have changed."""
-        words = torch.zeros(self._num_sampled, dtype=torch.int32, device=self._device)
-        changes = torch.zeros_like(words)
+        """About how many words and how many elements of a block have changed, from some of the blocks."""
+        counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+        num_blocks = 0
         for first, stop, cast in self._kinds_in(0, self.num_blocks):
-            begin, end = (-(-(at - SAMPLE // 2) // SAMPLE) for at in (first, stop))
-            if begin < end:
-                compare.count_changes[(end - begin,)](
-                    self._sampled[begin:end], self._addresses, self._lengths, self._words(), words[begin:],
-                    changes[begin:], CAST=cast,
+            sampled = self._blocks[first:stop:SAMPLE].contiguous()
+            num_blocks += len(sampled)
+            compare.count_changes[(len(sampled),)](
+                sampled, self._addresses, self._lengths, self._words(), counts, CAST=cast
+            )
+        words, changes = counts.tolist()
+        return words / num_blocks, changes / num_blocks
+
+    def find(self) -> tuple[Record, bool]:
+        """Move the snapshot to the weights; what it was, and whether that is all.
+
+        How many changes there will be is guessed from the last time. Blocks for which there was no room stay as they
+        were, for another call.
+        """
+        if self._expected is None:
+            self._expected = self.estimate()
+        words_per_block, changes_per_block = self._expected
+        capacity = max(self.snapshot.nbytes // POOL_SHARE, LEAST_POOL_BYTES) // PLACE_BYTES
+        step = max(int(capacity / (MARGIN * words_per_block + 1)), 1)
+        room = int(MARGIN * changes_per_block * self.num_blocks) + 16 * BLOCK
+        new = partial(torch.empty, device=self._device)
+        begins = new(self.num_blocks + 1, dtype=torch.int64)
+        positions, olds = new(room, dtype=torch.int32), new(room, dtype=torch.int16)
+        places, words = new(capacity, dtype=torch.int16), new(capacity, dtype=torch.int64)
+        starts, ends = new((2, self.num_blocks), dtype=torch.int64)
+        num_words, num_changes = new((2, self.num_blocks), dtype=torch.int32)
+        firsts = range(0, self.num_blocks, step)
+        # Changes, and the places that each stretch takes.
+        counts = torch.zeros(1 + len(firsts), dtype=torch.int64, device=self._device)
+        begins[0] = 0
+        for i, first in enumerate(firsts, 1):
+            stretch = slice(first, min(first + step, self.num_blocks))
+            for begin, end, cast in self._kinds_in(first, stretch.stop):
+                part = slice(begin, end)
+                compare.find_changes[(end - begin,)](
+                    self._blocks[part], self._addresses, self._lengths, self._words(), counts[i:], capacity, counts,
+                    room, places, words, starts[part], num_words[part], num_changes[part], CAST=cast,
                 )  # fmt: skip
-        total = torch.stack([words.sum(), changes.sum()]).tolist()
-        return total[0] / self._num_sampled, total[1] / self._num_sampled
-
-    def find(self) -> Record:
-        """Move the snapshot to the weights; what it was."""
-        words_per_block, changes_per_block = self.estimate()
-        pool_bytes = max(self.snapshot.nbytes // 64, LEAST_POOL_BYTES)
-        capacity = pool_bytes // POOL_BYTES
-        step = max(int(capacity / (1.2 * words_per_block + 1)), 1)
-        room = int(1.1 * changes_per_block * self.num_blocks) + 16 * WORDS
-        begins = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=self._device)
-        positions = torch.empty(room, dtype=torch.int32, device=self._device)
-        olds = torch.empty(room, dtype=torch.int16, device=self._device)
-        places = torch.empty(capacity, dtype=torch.int16, device=self._device)
-        words = torch.empty(capacity, dtype=torch.int64, device=self._device)
-        found = 0
-        for first in range(0, self.num_blocks, step):
-            stop = min(first + step, self.num_blocks)
-            found = self._find(first, stop, begins, positions, olds, places, words, found)
-        return Record(begins, positions[:found], olds[:found])
-
-    def _find(
-        self, first: int, stop: int, begins: Any, positions: Any, olds: Any, places: Any, words: Any, found: int
-    ) -> int:
-        count = stop - first
-        cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
-        starts = torch.empty(count, dtype=torch.int64, device=self._device)
-        num_words, num_changes = torch.empty((2, count), dtype=torch.int32, device=self._device)
-        for begin, end, cast in self._kinds_in(first, stop):
-            part = slice(begin - first, end - first)
-            compare.find_changes[(end - begin,)](
-                self._blocks[begin:end], self._addresses, self._lengths, self._words(), cursor, len(places),
-                places, words, starts[part], num_words[part], num_changes[part], CAST=cast,
+            torch.cumsum(num_changes[stretch], 0, out=ends[stretch])
+            compare.list_changes[(stretch.stop - first,)](
+                self._blocks[stretch], self._ordinals, places, words, starts[stretch], num_words[stretch],
+                ends[stretch], num_changes[stretch], begins[first:], positions, olds, CHUNK=self._chunk, SLOTS=SLOTS,
             )  # fmt: skip
-        ends = torch.cumsum(num_changes, 0)
-        begins[first + 1 : stop + 1] = ends + begins[first]
-        compare.list_changes[(count,)](
-            self._blocks[first:stop], self._ordinals, places, words, starts, num_words, ends, num_changes,
-            begins[first:], positions, olds, CHUNK=self._chunk, SLOTS=SLOTS,
-        )  # fmt: skip
-        assert int(cursor) <= len(places), NO_ROOM
-        return int(begins[stop])
+        found, *taken = counts.tolist()
+        self._expected = sum(taken) / self.num_blocks, found / self.num_blocks
+        complete = found <= room and max(taken) <= capacity
+        total = found if complete else int(begins[-1])
+        return Record(begins, positions[:total], olds[:total]), complete

@@ -5,8 +5,8 @@ any number of tensors at once: a table has the address of each block. The snapsh
 starts at a whole block. It is compared four elements at a time, as 64-bit words, which is what a GPU needs to keep up with
 its memory.
 
-A block that has changes takes room for its changed words from a pool by one atomic addition, and keeps where it starts.
-A block that finds no room changes nothing and says so; it is looked at again when the pool is free.
+A block takes room for its changed words from a pool by one atomic addition, and keeps where it starts. A block that finds
+no room stays as it was, so that a later look at it finds the same.
 """
 
 import triton
@@ -16,124 +16,128 @@ BLOCK = 4096
 ELEMENTS = tl.constexpr(BLOCK)
 WORDS = tl.constexpr(BLOCK // 4)
 
-# What `starts` says of a block that found no room in the pool.
-NO_ROOM = -1
-
 # A kept word is its place in the block and, above that, one bit for each of its four elements that changed.
 PLACE_BITS = tl.constexpr(10)
 
 
 @triton.jit
-def _block_words(address, length, CAST: tl.constexpr):
+def block_words(address, length, CAST: tl.constexpr):
     """A block of weights as words of four 16-bit patterns; what lies behind the end of the tensor is 0."""
     index = tl.arange(0, WORDS)
+    lane = tl.arange(0, 4)[None, :]
+    at = index[:, None] * 4 + lane
     if CAST is not None:
-        lane = tl.arange(0, 4)[None, :]
-        at = index[:, None] * 4 + lane
-        values = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=at < length, other=0.0)
+        weights = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+        if length == ELEMENTS:
+            values = tl.load(weights + at)
+        else:
+            values = tl.load(weights + at, mask=at < length, other=0.0)
         bits = values.to(CAST).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
         words = tl.sum(bits << (16 * lane), 1)
     elif length == ELEMENTS:
-        words = tl.load(address.to(tl.pointer_type(tl.int64)) + index)
+        words = tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + index)
     else:
         # The last block of a tensor need not end with a whole word.
-        lane = tl.arange(0, 4)[None, :]
-        at = index[:, None] * 4 + lane
         bits = tl.load(address.to(tl.pointer_type(tl.int16)) + at, mask=at < length, other=0).to(tl.int64) & 0xFFFF
         words = tl.sum(bits << (16 * lane), 1)
     return words
 
 
 @triton.jit
-def _changed_lanes(difference):
+def changed_lanes(difference):
     """One bit for each of the four 16-bit lanes of a word that is not 0."""
-    low = 0x7FFF7FFF7FFF7FFF
-    marks = (((difference & low) + low) | difference) & ~low
-    # The marks lie at bits 15, 31, 47 and 63; a multiplication would bring them together, shifts of constants are cheaper.
-    return (((marks >> 15) & 1) | ((marks >> 30) & 2) | ((marks >> 45) & 4) | ((marks >> 60) & 8)).to(tl.int32)
+    low, high = difference.to(tl.int32), (difference >> 32).to(tl.int32)
+    first = tl.where((low & 0xFFFF) != 0, 1, 0) | tl.where((low & -0x10000) != 0, 2, 0)
+    return first | tl.where((high & 0xFFFF) != 0, 4, 0) | tl.where((high & -0x10000) != 0, 8, 0)
+
+
+@triton.jit
+def num_lanes(lanes):
+    """How many of four bits are set."""
+    pairs = (lanes & 5) + ((lanes >> 1) & 5)
+    return (pairs & 3) + (pairs >> 2)
 
 
 @triton.jit
 def find_changes(
-    blocks, addresses, lengths, snapshot, cursor, capacity,
-    places, words, starts, num_words, num_changes, CAST: tl.constexpr,
+    blocks, addresses, lengths, snapshot, taken, num_places, found, room, places, words, starts, num_words, num_changes,
+    CAST: tl.constexpr,
 ):  # fmt: skip
-    """For the blocks of a list: changed words to the pool, new bits to the snapshot, and how many of each."""
+    """For the blocks of a list: changed words to the pool, new bits to the snapshot, and how many of each.
+
+    `taken` counts places of the pool, and `found` changes; both go on where a block finds no room and stays as it was.
+    """
     program = tl.program_id(0)
     block = tl.load(blocks + program).to(tl.int64)
-    new = _block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
+    new = block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
     index = tl.arange(0, WORDS)
-    here = snapshot + block * WORDS + index
-    old = tl.load(here)
+    here = snapshot + block * WORDS
+    old = tl.load(here + index)
     changed = new != old
-    rank = tl.cumsum(changed.to(tl.int32), 0)
-    count = tl.max(rank, 0)
-    start = tl.atomic_add(cursor, count.to(tl.int64), sem="relaxed")
-    fits = start + count <= capacity
-    lanes = _changed_lanes(new ^ old)
+    lanes = changed_lanes(new ^ old)
+    order = tl.cumsum(changed.to(tl.int32), 0)
+    count = tl.max(order, 0)
+    changes = tl.sum(num_lanes(lanes), 0)
+    start = tl.atomic_add(taken, count.to(tl.int64), sem="relaxed")
+    before = tl.atomic_add(found, changes.to(tl.int64), sem="relaxed")
+    fits = (start + count <= num_places) & (before + changes <= room)
     write = changed & fits
-    at = start + rank - 1
-    tl.store(places + at, (index | (lanes << PLACE_BITS)).to(tl.int16), mask=write)
-    tl.store(words + at, old, mask=write)
-    tl.store(here, new, mask=write)
-    pairs = (lanes & 5) + ((lanes >> 1) & 5)
-    tl.store(starts + program, tl.where(fits, start, -1))
+    tl.store((places + start) + (order - 1), (index | (lanes << PLACE_BITS)).to(tl.int16), mask=write)
+    tl.store((words + start) + (order - 1), old, mask=write)
+    tl.store(here + index, new, mask=write)
+    tl.store(starts + program, start)
     tl.store(num_words + program, tl.where(fits, count, 0))
-    tl.store(num_changes + program, tl.where(fits, tl.sum((pairs & 3) + (pairs >> 2), 0), 0))
+    tl.store(num_changes + program, tl.where(fits, changes, 0))
 
 
 @triton.jit
-def count_changes(
-    blocks, addresses, lengths, snapshot, num_words, num_changes, CAST: tl.constexpr
-):
-    """How many words and elements of some blocks differ; nothing is changed."""
-    program = tl.program_id(0)
-    block = tl.load(blocks + program).to(tl.int64)
-    new = _block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
-    old = tl.load(snapshot + block * WORDS + tl.arange(0, WORDS))
-    lanes = _changed_lanes(new ^ old)
-    pairs = (lanes & 5) + ((lanes >> 1) & 5)
-    tl.store(num_words + program, tl.sum((lanes != 0).to(tl.int32), 0))
-    tl.store(num_changes + program, tl.sum((pairs & 3) + (pairs >> 2), 0))
+def count_changes(blocks, addresses, lengths, snapshot, counts, CAST: tl.constexpr):
+    """Add up how many words and elements of some blocks differ; nothing is changed."""
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
+    new = block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
+    lanes = changed_lanes(new ^ tl.load(snapshot + block * WORDS + tl.arange(0, WORDS)))
+    tl.atomic_add(counts, tl.sum((lanes != 0).to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(counts + 1, tl.sum(num_lanes(lanes).to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit
 def take_all(blocks, addresses, lengths, snapshot, CAST: tl.constexpr):
     """Copy blocks of weights to the snapshot."""
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
-    new = _block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
+    new = block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
     tl.store(snapshot + block * WORDS + tl.arange(0, WORDS), new)
 
 
 @triton.jit
 def list_changes(
-    blocks, ordinals, places, words, starts, num_words, ends, num_changes,
-    first, positions, olds, CHUNK: tl.constexpr, SLOTS: tl.constexpr,
+    blocks, ordinals, places, words, starts, num_words, ends, num_changes, begins, positions, olds,
+    CHUNK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """From changed words in the pool to changed elements, in the order of blocks: position in the chunk, old bits.
 
-    Block `i` of the list writes behind `first + ends[i] - num_changes[i]`.
+    `ends` are the sums of `num_changes`; those of all blocks go on from `begins[0]`.
     """
     program = tl.program_id(0)
     start = tl.load(starts + program)
     count = tl.load(num_words + program)
     ordinal = tl.load(ordinals + tl.load(blocks + program)).to(tl.int64)
     base = ((ordinal * ELEMENTS) & (CHUNK - 1)).to(tl.int32)
-    at = tl.load(first) + tl.load(ends + program) - tl.load(num_changes + program)
+    end = tl.load(begins) + tl.load(ends + program)
+    tl.store(begins + 1 + program, end)
+    at = end - tl.load(num_changes + program)
     for slot in range(0, count, SLOTS):
         each = slot + tl.arange(0, SLOTS)
         live = each < count
         place = tl.load(places + start + each, mask=live, other=0).to(tl.int32)
         word = tl.load(words + start + each, mask=live, other=0)
         lanes = place >> PLACE_BITS
-        pairs = (lanes & 5) + ((lanes >> 1) & 5)
-        found = (pairs & 3) + (pairs >> 2)
+        found = num_lanes(lanes)
         behind = tl.cumsum(found, 0)
         element = base + (place & (WORDS - 1)) * 4
-        out = at + behind - found
+        out = behind - found
         for lane in tl.static_range(4):
             changed = ((lanes >> lane) & 1) != 0
-            tl.store(positions + out, element + lane, mask=changed)
-            tl.store(olds + out, (word >> (16 * lane)).to(tl.int16), mask=changed)
-            out += changed.to(tl.int64)
+            tl.store((positions + at) + out, element + lane, mask=changed)
+            tl.store((olds + at) + out, (word >> (16 * lane)).to(tl.int16), mask=changed)
+            out += changed.to(tl.int32)
         at += tl.max(behind, 0)

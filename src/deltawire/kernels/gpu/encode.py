@@ -117,20 +117,20 @@ class Encoder:
 
     def context_rows(self, tiles: Tiles, surveyed: Surveyed) -> Rows:
         record, layout = self._record, {"SHIFT": self._layout.shift, "MASK": self._layout.mask}
-        in_block = self._new(tiles.num_changes, dtype=torch.int16)
-        totals = self._new(tiles.num_blocks, CONTEXT_CLASSES)
-        populations = self._new(tiles.num_tiles, CONTEXT_CLASSES)
+        in_blocks, orders, sorted_steps = self._new(3, tiles.num_changes, dtype=torch.int16)
+        totals = self._new(tiles.num_blocks, CONTEXT_CLASSES, dtype=torch.int64)
+        populations, num_members = self._new(2, tiles.num_tiles, CONTEXT_CLASSES)
         ranks.rank_in_blocks[(tiles.num_blocks,)](
             tiles.block_tiles, tiles.first_block, surveyed.firsts, record.begins, tiles.origin, record.positions,
-            record.olds, self._snapshot, in_block, totals, SLOTS=SLOTS, **layout,
+            record.olds, self._snapshot, in_blocks, orders, totals, SLOTS=SLOTS, **layout,
         )  # fmt: skip
-        ranks.add_up_blocks[(tiles.num_tiles,)](tiles.table, tiles.first_block, totals, populations, ROWS=ROWS)
+        ranks.add_up_blocks[(tiles.num_tiles,)](
+            tiles.table, tiles.first_block, totals, populations, num_members, ROWS=ROWS
+        )
         members = self._new(tiles.num_changes)
-        sorted_steps = self._new(tiles.num_changes, dtype=torch.int16)
-        num_members = torch.empty_like(populations)
         ranks.sort_by_class[(tiles.num_tiles,)](
-            tiles.table, tiles.first_block, record.begins, tiles.origin, record.positions, record.olds, self._snapshot,
-            surveyed.steps, surveyed.firsts, in_block, totals, populations, members, sorted_steps, num_members,
+            tiles.table, tiles.first_block, record.begins, tiles.origin, record.positions, record.olds, surveyed.steps,
+            surveyed.firsts, in_blocks, orders, totals, num_members, members, sorted_steps,
             CHUNK=self._chunk, VECTOR=VECTOR, **layout,
         )  # fmt: skip
         return self._rows(tiles, CONTEXT_CLASSES, members, sorted_steps, num_members, populations)

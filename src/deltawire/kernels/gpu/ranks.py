@@ -21,6 +21,7 @@ FIRST_BLOCK, SIZE, START, SEED, RUN_LENGTH, RUN_STRIDE, RUN_OFFSET = (tl.constex
 FIELDS = tl.constexpr(7)
 
 SUB = tl.constexpr(64)
+SUB_WORDS = tl.constexpr(16)
 SUBS = tl.constexpr(ELEMENTS.value // 64)
 
 
@@ -88,67 +89,120 @@ def survey(
 
 
 @triton.jit
-def rank_in_blocks(
-    block_tiles, first_block, firsts, begins, origin, positions, olds, snapshot,
-    ranks, totals, SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """For each change how many elements before it in its block have its class; and each block's totals.
+def replicate(bits):
+    """A 16-bit pattern in each lane of a word."""
+    pair = bits.to(tl.int64) | (bits.to(tl.int64) << 16)
+    return pair | (pair << 32)
 
-    Both count the classes of new bits.
+
+@triton.jit
+def four_counters(eights):
+    """Counters of four bits, class by class, to four words of counters of sixteen: word w has classes w modulo 4."""
+    even = tl.sum(eights & 0x0F0F0F0F0F0F0F0F, 1)
+    odd = tl.sum((eights >> 4) & 0x0F0F0F0F0F0F0F0F, 1)
+    low = 0x00FF00FF00FF00FF
+    return even & low, odd & low, (even >> 8) & low, (odd >> 8) & low
+
+
+@triton.jit
+def pick_counter(word0, word1, word2, word3, group):
+    """The counter of a class, of those that four words hold."""
+    even = tl.where((group & 2) == 0, word0, word2)
+    odd = tl.where((group & 2) == 0, word1, word3)
+    word = tl.where((group & 1) == 0, even, odd)
+    return (word >> (16 * (group >> 2)).to(tl.int64)).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def count_before(old_group, new_group, live):
+    """For each change how many before it have its class by old bits, and how many by new bits.
+
+    Counters of eight bits, sixteen in two words, so there are at most 128 changes.
+    """
+    one = live.to(tl.int64)
+    old_shift, new_shift = (8 * (old_group & 7)).to(tl.int64), (8 * (new_group & 7)).to(tl.int64)
+    old_low, old_high = tl.where(old_group < 8, one, 0) << old_shift, tl.where(old_group < 8, 0, one) << old_shift
+    new_low, new_high = tl.where(new_group < 8, one, 0) << new_shift, tl.where(new_group < 8, 0, one) << new_shift
+    by_old = tl.where(old_group < 8, tl.cumsum(old_low, 0) - old_low, tl.cumsum(old_high, 0) - old_high)
+    by_new = tl.where(old_group < 8, tl.cumsum(new_low, 0) - new_low, tl.cumsum(new_high, 0) - new_high)
+    return (by_old >> old_shift).to(tl.int32) & 0xFF, (by_new >> old_shift).to(tl.int32) & 0xFF
+
+
+@triton.jit
+def rank_in_blocks(
+    block_tiles, first_block, firsts, begins, origin, positions, olds, snapshot, in_blocks, orders, totals,
+    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """For each change its rank among the elements of its class in its block, and its place among the changes of it.
+
+    For each block and class how many elements it has, and how many of them changed: in one number, the latter above.
     """
     program = tl.program_id(0)
-    block = (first_block + program).to(tl.int64)
+    block = first_block + program
     begin, end = tl.load(begins + block), tl.load(begins + block + 1)
     first = tl.load(firsts + tl.load(block_tiles + program))
     base = snapshot + block * ELEMENTS
-    at = tl.arange(0, SUBS)[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
-    words = tl.load(base.to(tl.pointer_type(tl.int64)) + at)
-    fours = tl.zeros((SUBS, SUB // 4), tl.int64)
-    one = tl.full((SUBS, SUB // 4), 1, tl.int64)
+    wide = base.to(tl.pointer_type(tl.int64))
+    words = tl.load(wide + tl.arange(0, SUBS)[:, None] * SUB_WORDS + tl.arange(0, SUB_WORDS)[None, :])
+    fours = tl.zeros((SUBS, SUB_WORDS), tl.int64)
+    one = tl.full((SUBS, SUB_WORDS), 1, tl.int64)
     for element in tl.static_range(4):
         exponent = (words >> (16 * element + SHIFT)).to(tl.int32) & MASK
         nibble = 4 * tl.minimum(tl.maximum(exponent - first, 0), CLASSES - 1)
         fours += one << nibble.to(tl.int64)
-    eights = tl.sum(tl.reshape(fours, (SUBS, SUB // 8, 2)), 2)
-    even = tl.sum(eights & 0x0F0F0F0F0F0F0F0F, 1)
-    odd = tl.sum((eights >> 4) & 0x0F0F0F0F0F0F0F0F, 1)
-    # Four words of four counters: word w has the classes that are w modulo 4.
-    word0, word2 = even & 0x00FF00FF00FF00FF, (even >> 8) & 0x00FF00FF00FF00FF
-    word1, word3 = odd & 0x00FF00FF00FF00FF, (odd >> 8) & 0x00FF00FF00FF00FF
-    before0, before1 = tl.cumsum(word0, 0) - word0, tl.cumsum(word1, 0) - word1
-    before2, before3 = tl.cumsum(word2, 0) - word2, tl.cumsum(word3, 0) - word3
-    field = tl.arange(0, 4)
-    out = totals + program * CLASSES + 4 * field
-    tl.store(out, ((tl.sum(word0, 0) >> (16 * field)) & 0xFFFF).to(tl.int32))
-    tl.store(out + 1, ((tl.sum(word1, 0) >> (16 * field)) & 0xFFFF).to(tl.int32))
-    tl.store(out + 2, ((tl.sum(word2, 0) >> (16 * field)) & 0xFFFF).to(tl.int32))
-    tl.store(out + 3, ((tl.sum(word3, 0) >> (16 * field)) & 0xFFFF).to(tl.int32))
-    near = tl.arange(0, SUB)[None, :]
+    word0, word1, word2, word3 = four_counters(tl.sum(tl.reshape(fours, (SUBS, SUB_WORDS // 2, 2)), 2))
+    sum0, sum1, sum2, sum3 = tl.sum(word0, 0), tl.sum(word1, 0), tl.sum(word2, 0), tl.sum(word3, 0)
+    word0, word1 = tl.cumsum(word0, 0) - word0, tl.cumsum(word1, 0) - word1
+    word2, word3 = tl.cumsum(word2, 0) - word2, tl.cumsum(word3, 0) - word3
+
+    classes = tl.arange(0, CLASSES)
+    num_old = tl.zeros((CLASSES,), tl.int32)
+    num_new = tl.zeros((CLASSES,), tl.int32)
+    near = tl.arange(0, SUB_WORDS)[None, :]
     for slot in range(begin, end, SLOTS):
         each = slot + tl.arange(0, SLOTS)
         live = each < end
         place = tl.load(positions + each, mask=live, other=0) & (ELEMENTS - 1)
-        own = class_of(tl.load(olds + each, mask=live, other=0).to(tl.int32) & 0xFFFF, first, SHIFT, MASK)
+        old = tl.load(olds + each, mask=live, other=0).to(tl.int32) & 0xFFFF
+        new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
+        group = class_of(old, first, SHIFT, MASK)
+        new_group = class_of(new, first, SHIFT, MASK)
         sub = place // SUB
-        even_word = tl.where((own & 2) == 0, tl.gather(before0, sub, 0), tl.gather(before2, sub, 0))
-        odd_word = tl.where((own & 2) == 0, tl.gather(before1, sub, 0), tl.gather(before3, sub, 0))
-        counters = tl.where((own & 1) == 0, even_word, odd_word)
-        rank = (counters >> (16 * (own >> 2)).to(tl.int64)).to(tl.int32) & 0xFFFF
-        there = base + (sub * SUB)[:, None] + near
-        bits = tl.load(there, mask=live[:, None], other=0).to(tl.int32) & 0xFFFF
-        same = (class_of(bits, first, SHIFT, MASK) == own[:, None]) & (near < (place & (SUB - 1))[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
-        tl.store(ranks + (each - origin), rank.to(tl.int16), mask=live)
+        rank = pick_counter(
+            tl.gather(word0, sub, 0), tl.gather(word1, sub, 0), tl.gather(word2, sub, 0), tl.gather(word3, sub, 0), group
+        )
+        # The elements of the same class before it among these 64: patterns without sign from `least` to `most`.
+        least = tl.where(group > 0, (first + group) << SHIFT, 0)
+        most = tl.where(group < CLASSES - 1, (first + group) << SHIFT, MASK << SHIFT)
+        least, most = replicate(0x8000 - least), replicate(0x8000 + most)
+        around = tl.load(wide + (sub * SUB_WORDS)[:, None] + near, mask=live[:, None], other=0) & replicate(tl.full((1, 1), MASK << SHIFT, tl.int32))
+        same = (around + least[:, None]) & (most[:, None] - around)
+        lanes = tl.minimum(tl.maximum((place & (SUB - 1))[:, None] - 4 * near, 0), 4)
+        # One bit a lane, for those that count: the lanes before the element's own.
+        keep = tl.where(lanes == 4, -1, (tl.full((SLOTS, SUB_WORDS), 1, tl.int64) << (16 * lanes).to(tl.int64)) - 1)
+        found = tl.sum(((same >> 15) & 0x0001000100010001) & keep, 1)
+        found = found + (found >> 32)
+        rank += (found + (found >> 16)).to(tl.int32) & 0xFFFF
+        by_old, by_new = count_before(group, new_group, live)
+        by_old += tl.gather(num_old, group, 0)
+        by_new += tl.gather(num_new, group, 0)
+        tl.store(in_blocks + (each - origin), (rank + by_old - by_new).to(tl.int16), mask=live)
+        tl.store(orders + (each - origin), by_old.to(tl.int16), mask=live)
+        num_old += tl.sum(((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
+        num_new += tl.sum(((new_group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
+    total = pick_counter(sum0, sum1, sum2, sum3, classes) + num_old - num_new
+    tl.store(totals + program * CLASSES + classes, total.to(tl.int64) | (num_old.to(tl.int64) << 32))
 
 
 @triton.jit
-def add_up_blocks(tiles, first_block, totals, populations, ROWS: tl.constexpr):
+def add_up_blocks(tiles, first_block, totals, populations, num_members, ROWS: tl.constexpr):
     """Turn the totals of a tile's blocks into those of the blocks before each; and the tile's own."""
     tile = tl.program_id(0)
     block = tl.load(tiles + tile * FIELDS + FIRST_BLOCK) - first_block
-    num_blocks = tl.cdiv(tl.load(tiles + tile * FIELDS + SIZE), ELEMENTS)
+    size = tl.load(tiles + tile * FIELDS + SIZE)
+    num_blocks = tl.cdiv(size, ELEMENTS)
     classes = tl.arange(0, CLASSES)
-    so_far = tl.zeros((CLASSES,), tl.int32)
+    so_far = tl.zeros((CLASSES,), tl.int64)
     for row in range(0, num_blocks, ROWS):
         each = row + tl.arange(0, ROWS)[:, None]
         here = totals + (block + each) * CLASSES + classes[None, :]
@@ -156,63 +210,34 @@ def add_up_blocks(tiles, first_block, totals, populations, ROWS: tl.constexpr):
         tl.store(here, so_far[None, :] + tl.cumsum(counts, 0) - counts, mask=each < num_blocks)
         so_far += tl.sum(counts, 0)
     # The zeros behind the end of a tensor were counted too, in class 0.
-    missing = num_blocks * ELEMENTS - tl.load(tiles + tile * FIELDS + SIZE)
-    tl.store(populations + tile * CLASSES + classes, so_far - tl.where(classes == 0, missing, 0).to(tl.int32))
+    missing = tl.where(classes == 0, num_blocks * ELEMENTS - size, 0)
+    tl.store(populations + tile * CLASSES + classes, ((so_far & 0xFFFFFFFF) - missing).to(tl.int32))
+    tl.store(num_members + tile * CLASSES + classes, (so_far >> 32).to(tl.int32))
 
 
 @triton.jit
 def sort_by_class(
-    tiles, first_block, begins, origin, positions, olds, snapshot, steps,
-    firsts, ranks, totals, populations, members, sorted_steps, num_members,
-    SHIFT: tl.constexpr, MASK: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    tiles, first_block, begins, origin, positions, olds, steps, firsts, in_blocks, orders, totals, num_members, members,
+    sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Ranks and steps of a tile's changes, by class; how many changes each has; populations of old bits."""
+    """Ranks and steps of a tile's changes, by class, and in the order of positions within each."""
     tile = tl.program_id(0)
     block, begin, end = tile_changes(tiles, begins, tile)
-    start = tl.load(tiles + tile * FIELDS + START) & (CHUNK - 1)
+    start = (tl.load(tiles + tile * FIELDS + START) & (CHUNK - 1)).to(tl.int32)
     first = tl.load(firsts + tile)
     lane = tl.arange(0, VECTOR)
-    classes = tl.arange(0, CLASSES)
-    # How many changes each class has, by old bits and (above) by new ones.
-    counts = tl.zeros((CLASSES,), tl.int64)
+    counts = tl.load(num_members + tile * CLASSES + tl.arange(0, CLASSES))
+    class_begins = tl.cumsum(counts, 0) - counts
     for at in range(begin, end, VECTOR):
         live = at + lane < end
+        place = tl.load(positions + at + lane, mask=live, other=0) - start
         old = tl.load(olds + at + lane, mask=live, other=0).to(tl.int32) & 0xFFFF
-        step = tl.load(steps + (at - origin) + lane, mask=live, other=0).to(tl.int32)
-        counts += tl.sum(_by_class(old, step, live, first, classes, SHIFT, MASK).to(tl.int64), 0)
-    num_old = (counts & 0xFFFFFFFF).to(tl.int32)
-    num_new = (counts >> 32).to(tl.int32)
-    tl.store(num_members + tile * CLASSES + classes, num_old)
-    population = populations + tile * CLASSES + classes
-    tl.store(population, tl.load(population) + num_old - num_new)
-    begin_of_class = tl.cumsum(num_old, 0) - num_old
-    so_far = tl.zeros((CLASSES,), tl.int64)
-    for at in range(begin, end, VECTOR):
-        live = at + lane < end
-        place = tl.load(positions + at + lane, mask=live, other=0) - start.to(tl.int32)
-        old = tl.load(olds + at + lane, mask=live, other=0).to(tl.int32) & 0xFFFF
-        step = tl.load(steps + (at - origin) + lane, mask=live, other=0).to(tl.int32)
-        own = class_of(old, first, SHIFT, MASK)
-        ones = _by_class(old, step, live, first, classes, SHIFT, MASK).to(tl.int64)
-        before = tl.cumsum(ones, 0) - ones + so_far[None, :]
-        so_far += tl.sum(ones, 0)
-        is_own = own[:, None] == classes[None, :]
-        mine = tl.sum(tl.where(is_own, before, 0), 1)
-        index = (mine & 0xFFFFFFFF).to(tl.int32)
-        elsewhere = (mine >> 32).to(tl.int32)
-        to = (begin - origin) + tl.sum(tl.where(is_own, begin_of_class[None, :], 0), 1) + index
-        here = (block - first_block) + place // ELEMENTS
-        rank = tl.load(totals + here * CLASSES + own, mask=live, other=0)
-        rank += tl.load(ranks + (at - origin) + lane, mask=live, other=0).to(tl.int32)
-        tl.store(members + to, rank + index - elsewhere, mask=live)
-        tl.store(sorted_steps + to, step.to(tl.int16), mask=live)
-
-
-@triton.jit
-def _by_class(old, step, live, first, classes, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """For each change and class: 1 where its old bits have the class, and 2^32 where its new bits have."""
-    place = (place_on_line(old) + step) & 0xFFFF
-    new = tl.where(place >= 0x8000, place - 0x8000, 0xFFFF - place)
-    by_old = (class_of(old, first, SHIFT, MASK)[:, None] == classes[None, :]) & live[:, None]
-    by_new = (class_of(new, first, SHIFT, MASK)[:, None] == classes[None, :]) & live[:, None]
-    return by_old.to(tl.int64) + (by_new.to(tl.int64) << 32)
+        step = tl.load(steps + (at - origin) + lane, mask=live, other=0)
+        group = class_of(old, first, SHIFT, MASK)
+        here = (block - first_block) * CLASSES + (place // ELEMENTS) * CLASSES + group
+        before = tl.load(totals + here, mask=live, other=0)
+        order = tl.load(orders + (at - origin) + lane, mask=live, other=0).to(tl.int32)
+        to = (begin - origin) + (tl.gather(class_begins, group, 0) + (before >> 32).to(tl.int32) + order)
+        rank = tl.load(in_blocks + (at - origin) + lane, mask=live, other=0).to(tl.int32)
+        tl.store(members + to, rank + before.to(tl.int32), mask=live)
+        tl.store(sorted_steps + to, step, mask=live)

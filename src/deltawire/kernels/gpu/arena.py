@@ -16,11 +16,12 @@ CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # One block in so many tells how many changes to expect, the first time; then the last time does, with a margin.
 SAMPLE = 64
-MARGIN = 1.25
+MARGIN = 1.1
 
-# The pool of changed words: its share of the snapshot.
+# The pools of changed words: their share of the snapshot.
 PLACE_BYTES = 10
 POOL_SHARE = 64
+POOLS = 256
 LEAST_POOL_BYTES = 16 << 20
 
 
@@ -30,8 +31,8 @@ class Arena:
     Weights may be of that dtype, or float32, to be cast.
     """
 
-    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: Any, chunk: int) -> None:
-        self._dtype, self._device, self._chunk = dtype, device, chunk
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: Any) -> None:
+        self._dtype, self._device = dtype, device
         num_blocks = np.array([-(-size // BLOCK) for size in sizes], np.int64)
         ends = np.cumsum(num_blocks)
         self.first_blocks: list[int] = [int(first) for first in ends - num_blocks]
@@ -116,34 +117,36 @@ class Arena:
         if self._expected is None:
             self._expected = self.estimate()
         words_per_block, changes_per_block = self._expected
-        capacity = max(self.snapshot.nbytes // POOL_SHARE, LEAST_POOL_BYTES) // PLACE_BYTES
-        step = max(int(capacity / (MARGIN * words_per_block + 1)), 1)
+        pool = max(self.snapshot.nbytes // POOL_SHARE, LEAST_POOL_BYTES) // (PLACE_BYTES * POOLS)
+        step = max(int(POOLS * pool / (MARGIN * words_per_block + 1)), 1)
         room = int(MARGIN * changes_per_block * self.num_blocks) + 16 * BLOCK
         new = partial(torch.empty, device=self._device)
         begins = new(self.num_blocks + 1, dtype=torch.int64)
-        positions, olds = new(room, dtype=torch.int32), new(room, dtype=torch.int16)
-        places, words = new(capacity, dtype=torch.int16), new(capacity, dtype=torch.int64)
+        changes = new(room, dtype=torch.int32)
+        places, words = new(POOLS * pool, dtype=torch.int16), new(POOLS * pool, dtype=torch.int64)
         starts, ends = new((2, self.num_blocks), dtype=torch.int64)
         num_words, num_changes = new((2, self.num_blocks), dtype=torch.int32)
         firsts = range(0, self.num_blocks, step)
-        # Changes, and the places that each stretch takes.
-        counts = torch.zeros(1 + len(firsts), dtype=torch.int64, device=self._device)
+        taken = torch.zeros((len(firsts), POOLS), dtype=torch.int32, device=self._device)
         begins[0] = 0
-        for i, first in enumerate(firsts, 1):
+        for i, first in enumerate(firsts):
             stretch = slice(first, min(first + step, self.num_blocks))
             for begin, end, cast in self._kinds_in(first, stretch.stop):
                 part = slice(begin, end)
                 compare.find_changes[(end - begin,)](
-                    self._blocks[part], self._addresses, self._lengths, self._words(), counts[i:], capacity, counts,
-                    room, places, words, starts[part], num_words[part], num_changes[part], CAST=cast,
+                    self._blocks[part], self._addresses, self._lengths, self._words(), taken[i], pool, places, words,
+                    starts[part], num_words[part], num_changes[part], CAST=cast, POOLS=POOLS,
                 )  # fmt: skip
             torch.cumsum(num_changes[stretch], 0, out=ends[stretch])
             compare.list_changes[(stretch.stop - first,)](
-                self._blocks[stretch], self._ordinals, places, words, starts[stretch], num_words[stretch],
-                ends[stretch], num_changes[stretch], begins[first:], positions, olds, CHUNK=self._chunk, SLOTS=SLOTS,
+                self._blocks[stretch], self._words(), places, words, starts[stretch], num_words[stretch],
+                ends[stretch], num_changes[stretch], begins[first:], changes, room, SLOTS=SLOTS, num_warps=1,
             )  # fmt: skip
-        found, *taken = counts.tolist()
-        self._expected = sum(taken) / self.num_blocks, found / self.num_blocks
-        complete = found <= room and max(taken) <= capacity
-        total = found if complete else int(begins[-1])
-        return Record(begins, positions[:total], olds[:total]), complete
+        num_taken, most_taken, found = torch.stack([taken.sum(), taken.max(), begins[-1]]).tolist()
+        self._expected = num_taken / self.num_blocks, found / self.num_blocks
+        complete = most_taken <= pool and found <= room
+        if found > room:
+            # The blocks that did not fit have none.
+            found = int(begins[begins <= room].max())
+            begins.clamp_(max=found)
+        return Record(begins, changes[:found]), complete

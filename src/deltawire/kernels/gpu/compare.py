@@ -5,8 +5,8 @@ any number of tensors at once: a table has the address of each block. The snapsh
 starts at a whole block. It is compared four elements at a time, as 64-bit words, which is what a GPU needs to keep up with
 its memory.
 
-A block takes room for its changed words from a pool by one atomic addition, and keeps where it starts. A block that finds
-no room stays as it was, so that a later look at it finds the same.
+A block takes room for its changed words from a pool by one atomic addition, and keeps where it starts. From there they are
+listed in the order of blocks. A block that finds no room stays as it was, so that a later look finds the same changes.
 """
 
 import triton
@@ -60,12 +60,13 @@ def num_lanes(lanes):
 
 @triton.jit
 def find_changes(
-    blocks, addresses, lengths, snapshot, taken, num_places, found, room, places, words, starts, num_words, num_changes,
-    CAST: tl.constexpr,
+    blocks, addresses, lengths, snapshot, taken, pool, places, words, starts, num_words, num_changes,
+    CAST: tl.constexpr, POOLS: tl.constexpr,
 ):  # fmt: skip
-    """For the blocks of a list: changed words to the pool, new bits to the snapshot, and how many of each.
+    """For the blocks of a list: changed words to a pool, new bits to the snapshot, and how many words and elements.
 
-    `taken` counts places of the pool, and `found` changes; both go on where a block finds no room and stays as it was.
+    There are `POOLS` pools of `pool` places, since one counter for all would be what everything waits for. `taken` counts
+    the places of each; it goes on where a block finds no room and stays as it was.
     """
     program = tl.program_id(0)
     block = tl.load(blocks + program).to(tl.int64)
@@ -77,17 +78,17 @@ def find_changes(
     lanes = changed_lanes(new ^ old)
     order = tl.cumsum(changed.to(tl.int32), 0)
     count = tl.max(order, 0)
-    changes = tl.sum(num_lanes(lanes), 0)
-    start = tl.atomic_add(taken, count.to(tl.int64), sem="relaxed")
-    before = tl.atomic_add(found, changes.to(tl.int64), sem="relaxed")
-    fits = (start + count <= num_places) & (before + changes <= room)
+    own = program % POOLS
+    start = tl.atomic_add(taken + own, count, sem="relaxed")
+    fits = start + count <= pool
+    start = own.to(tl.int64) * pool + start
     write = changed & fits
     tl.store((places + start) + (order - 1), (index | (lanes << PLACE_BITS)).to(tl.int16), mask=write)
     tl.store((words + start) + (order - 1), old, mask=write)
     tl.store(here + index, new, mask=write)
     tl.store(starts + program, start)
     tl.store(num_words + program, tl.where(fits, count, 0))
-    tl.store(num_changes + program, tl.where(fits, changes, 0))
+    tl.store(num_changes + program, tl.where(fits, tl.sum(num_lanes(lanes), 0), 0))
 
 
 @triton.jit
@@ -110,34 +111,35 @@ def take_all(blocks, addresses, lengths, snapshot, CAST: tl.constexpr):
 
 @triton.jit
 def list_changes(
-    blocks, ordinals, places, words, starts, num_words, ends, num_changes, begins, positions, olds,
-    CHUNK: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """From changed words in the pool to changed elements, in the order of blocks: position in the chunk, old bits.
+    blocks, snapshot, places, words, starts, num_words, ends, num_changes, begins, changes, room, SLOTS: tl.constexpr
+):
+    """From changed words in the pools to changed elements, in the order of blocks: old bits above the place in the block.
 
-    `ends` are the sums of `num_changes`; those of all blocks go on from `begins[0]`.
+    `ends` are the sums of `num_changes`; those of all blocks go on from `begins[0]`. A block for which `changes` has no
+    room gets its old words back.
     """
     program = tl.program_id(0)
     start = tl.load(starts + program)
     count = tl.load(num_words + program)
-    ordinal = tl.load(ordinals + tl.load(blocks + program)).to(tl.int64)
-    base = ((ordinal * ELEMENTS) & (CHUNK - 1)).to(tl.int32)
     end = tl.load(begins) + tl.load(ends + program)
     tl.store(begins + 1 + program, end)
     at = end - tl.load(num_changes + program)
+    fits = end <= room
+    here = snapshot + tl.load(blocks + program).to(tl.int64) * WORDS
     for slot in range(0, count, SLOTS):
         each = slot + tl.arange(0, SLOTS)
         live = each < count
         place = tl.load(places + start + each, mask=live, other=0).to(tl.int32)
         word = tl.load(words + start + each, mask=live, other=0)
+        index = place & (WORDS - 1)
+        tl.store(here + index, word, mask=live & (fits == 0))
         lanes = place >> PLACE_BITS
         found = num_lanes(lanes)
         behind = tl.cumsum(found, 0)
-        element = base + (place & (WORDS - 1)) * 4
         out = behind - found
         for lane in tl.static_range(4):
-            changed = ((lanes >> lane) & 1) != 0
-            tl.store((positions + at) + out, element + lane, mask=changed)
-            tl.store((olds + at) + out, (word >> (16 * lane)).to(tl.int16), mask=changed)
+            changed = (((lanes >> lane) & 1) != 0) & fits
+            old = (word >> (16 * lane)).to(tl.int32) << 16
+            tl.store((changes + at) + out, old | (index * 4 + lane), mask=changed)
             out += changed.to(tl.int32)
         at += tl.max(behind, 0)

@@ -13,8 +13,9 @@ from deltawire.kernels.gpu.compare import BLOCK
 
 GAP_CLASSES, CONTEXT_CLASSES = 1, 16
 
-# Programs per launch parameter; all powers of two.
-VECTOR, SLOTS, ROWS = 512, 64, 32
+# How many changes a program takes at a time: one warp those of a block, several those of a row.
+SLOTS, VECTOR, ROWS = 32, 512, 32
+SUBS = BLOCK // 64
 
 
 class Layout(NamedTuple):
@@ -26,11 +27,10 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a version changed: for each block where its changes begin; their positions in the chunk; their old bits."""
+    """What a version changed: for each block where its changes begin; of each change its place in the block, old bits."""
 
     begins: torch.Tensor
-    positions: torch.Tensor
-    olds: torch.Tensor
+    changes: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,10 @@ def tile_table(rows: npt.NDArray[np.int64], origin: int, num_changes: int, devic
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """The changes of some tiles as steps, in the order of positions."""
+    """The changes of some tiles, in the order of positions: steps, and positions in the tile."""
 
     steps: torch.Tensor
+    positions: torch.Tensor
     firsts: torch.Tensor
     digests: torch.Tensor
     """For each tile what its digest gains, low and high."""
@@ -91,8 +92,9 @@ class Rows:
 class Encoder:
     """The changes between a snapshot, which has moved on, and the old bits in a record."""
 
-    def __init__(self, snapshot: torch.Tensor, record: Record, layout: Layout, chunk: int) -> None:
-        self._snapshot, self._record, self._layout, self._chunk = snapshot, record, layout, chunk
+    def __init__(self, snapshot: torch.Tensor, record: Record, layout: Layout) -> None:
+        self._snapshot, self._record = snapshot, record
+        self._layout = {"SHIFT": layout.shift, "MASK": layout.mask}
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._snapshot.device)
@@ -101,37 +103,44 @@ class Encoder:
         record = self._record
         surveyed = Surveyed(
             self._new(tiles.num_changes, dtype=torch.int16),
+            self._new(tiles.num_changes),
             self._new(tiles.num_tiles),
-            self._new(tiles.num_tiles, 2, dtype=torch.int64),
+            self._new(tiles.num_tiles, 2, dtype=torch.int64).zero_(),
         )
-        ranks.survey[(tiles.num_tiles,)](
-            tiles.table, record.begins, tiles.origin, record.positions, record.olds, self._snapshot,
-            surveyed.steps, surveyed.firsts, surveyed.digests,
-            SHIFT=self._layout.shift, MASK=self._layout.mask, CHUNK=self._chunk, VECTOR=VECTOR,
+        exponents = self._new(tiles.num_tiles, self._layout["MASK"] + 1).zero_()
+        ranks.survey[(tiles.num_blocks,)](
+            tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.changes,
+            self._snapshot, surveyed.steps, surveyed.positions, exponents, surveyed.digests,
+            SLOTS=SLOTS, num_warps=1, **self._layout,
         )  # fmt: skip
+        ranks.choose_first[(tiles.num_tiles,)](exponents, surveyed.firsts, MASK=self._layout["MASK"])
         return surveyed
 
     def gap_rows(self, tiles: Tiles, surveyed: Surveyed) -> Rows:
         nothing = surveyed.firsts
-        return self._rows(tiles, GAP_CLASSES, self._record.positions, surveyed.steps, nothing, nothing)
+        return self._rows(tiles, GAP_CLASSES, surveyed.positions, surveyed.steps, nothing, nothing)
 
     def context_rows(self, tiles: Tiles, surveyed: Surveyed) -> Rows:
-        record, layout = self._record, {"SHIFT": self._layout.shift, "MASK": self._layout.mask}
-        in_blocks, orders, sorted_steps = self._new(3, tiles.num_changes, dtype=torch.int16)
+        record, firsts = self._record, surveyed.firsts
+        counters = self._new(tiles.num_blocks, 4, SUBS, dtype=torch.int64)
         totals = self._new(tiles.num_blocks, CONTEXT_CLASSES, dtype=torch.int64)
-        populations, num_members = self._new(2, tiles.num_tiles, CONTEXT_CLASSES)
+        ranks.count_classes[(tiles.num_blocks,)](
+            tiles.block_tiles, tiles.first_block, firsts, self._snapshot, counters, totals, **self._layout
+        )
+        in_blocks, orders, sorted_steps = self._new(3, tiles.num_changes, dtype=torch.int16)
         ranks.rank_in_blocks[(tiles.num_blocks,)](
-            tiles.block_tiles, tiles.first_block, surveyed.firsts, record.begins, tiles.origin, record.positions,
-            record.olds, self._snapshot, in_blocks, orders, totals, SLOTS=SLOTS, **layout,
+            tiles.block_tiles, tiles.first_block, firsts, record.begins, tiles.origin, record.changes, self._snapshot,
+            counters, in_blocks, orders, totals, SLOTS=SLOTS, num_warps=1, **self._layout,
         )  # fmt: skip
+        populations, num_members = self._new(2, tiles.num_tiles, CONTEXT_CLASSES)
         ranks.add_up_blocks[(tiles.num_tiles,)](
             tiles.table, tiles.first_block, totals, populations, num_members, ROWS=ROWS
         )
         members = self._new(tiles.num_changes)
-        ranks.sort_by_class[(tiles.num_tiles,)](
-            tiles.table, tiles.first_block, record.begins, tiles.origin, record.positions, record.olds, surveyed.steps,
-            surveyed.firsts, in_blocks, orders, totals, num_members, members, sorted_steps,
-            CHUNK=self._chunk, VECTOR=VECTOR, **layout,
+        ranks.sort_by_class[(tiles.num_blocks,)](
+            tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.changes,
+            surveyed.steps, firsts, in_blocks, orders, totals, num_members, members, sorted_steps,
+            SLOTS=SLOTS, num_warps=1, **self._layout,
         )  # fmt: skip
         return self._rows(tiles, CONTEXT_CLASSES, members, sorted_steps, num_members, populations)
 
@@ -145,7 +154,7 @@ class Encoder:
         begins = self._record.begins
         kernels.make_rows[(tiles.num_tiles, num_classes)](
             tiles.table, begins, tiles.origin, members, steps, num_members, populations, values, rows,
-            C=num_classes, CHUNK=self._chunk, VECTOR=VECTOR,
+            C=num_classes, VECTOR=VECTOR,
         )  # fmt: skip
         kernels.measure[(tiles.num_tiles,)](tiles.table, begins, rows, sizes, C=num_classes, ROWS=4 * num_classes)
         return Rows(num_classes, num_members, values, rows, sizes)

@@ -1,8 +1,8 @@
 """From changed elements to steps, and for `context` to ranks: an element's place among those of its class in its tile.
 
-The changes of a tile lie together, in the order of positions. One program goes through a tile; only the ranks need a look
-at every element, by one program for each block: it counts the block's elements by class, 64 at a time, in counters of four,
-then eight, then sixteen bits that share 64-bit words, and then counts within those 64 for the changed elements alone.
+One program goes through the changes of a block, with a single warp, which then never waits for another. Only the ranks need a
+look at every element: a pass counts them by class, 64 at a time, in counters of four, then eight, then sixteen bits that
+share 64-bit words. Within those 64 they are counted for the changed elements alone.
 
 Ranks are over old weights, but the snapshot has the new ones already. So it is the classes of new bits that are counted, and the
 changes before an element, which are known by both their classes, make up for the difference.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from deltawire.kernels.gpu.compare import ELEMENTS
-from deltawire.kernels.gpu.digest import mix
+from deltawire.kernels.gpu.digest import gain
 
 CLASSES = tl.constexpr(16)
 
@@ -45,46 +45,63 @@ def class_of(bits, first, SHIFT: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
+def tile_of(tiles, block_tiles, first_block, program):
+    """Of the block of a program: itself, its tile, and how many elements of the tile lie before it."""
+    block = first_block + program
+    tile = tl.load(block_tiles + program)
+    return block, tile, (block - tl.load(tiles + tile * FIELDS + FIRST_BLOCK)) * ELEMENTS
+
+
+@triton.jit
 def survey(
-    tiles, begins, origin, positions, olds, snapshot,
-    steps, firsts, digests,
-    SHIFT: tl.constexpr, MASK: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    tiles, block_tiles, first_block, begins, origin, changes, snapshot, steps, members, exponents, digests,
+    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """For each change of a tile its step; for the tile its first exponent and what its digest gains."""
+    """For each change of a block its step, and its place in the tile; for the tile its exponents and the digest's gain."""
+    program = tl.program_id(0)
+    block, tile, before = tile_of(tiles, block_tiles, first_block, program)
+    begin, end = tl.load(begins + block), tl.load(begins + block + 1)
+    if end > begin:
+        row = tiles + tile * FIELDS
+        seed = tl.load(row + SEED).to(tl.uint64, bitcast=True)
+        run_length, run_stride = tl.load(row + RUN_LENGTH), tl.load(row + RUN_STRIDE)
+        run_offset = tl.load(row + RUN_OFFSET)
+        start = tl.load(row + START) + before
+        base = snapshot + block * ELEMENTS
+        bins = tl.arange(0, MASK + 1)
+        histogram = tl.zeros((MASK + 1,), tl.int32)
+        low = tl.zeros((SLOTS,), tl.uint64)
+        high = tl.zeros((SLOTS,), tl.uint64)
+        for slot in range(begin, end, SLOTS):
+            each = slot + tl.arange(0, SLOTS)
+            live = each < end
+            change = tl.load(changes + each, mask=live, other=0)
+            place, old = change & (ELEMENTS - 1), (change >> 16) & 0xFFFF
+            new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
+            tl.store(steps + (each - origin), (place_on_line(new) - place_on_line(old)).to(tl.int16), mask=live)
+            tl.store(members + (each - origin), before.to(tl.int32) + place, mask=live)
+            histogram += tl.histogram((old >> SHIFT) & MASK, MASK + 1, mask=live)
+            element = start + place
+            position = element + run_offset
+            if run_length != run_stride:
+                position = element // run_length * run_stride + run_offset + element % run_length
+            add_low, add_high = gain(seed, position, old.to(tl.uint64), new.to(tl.uint64), live)
+            low += add_low
+            high += add_high
+        tl.atomic_add(exponents + tile * (MASK + 1) + bins, histogram, mask=histogram > 0, sem="relaxed")
+        tl.atomic_add(digests + 2 * tile, tl.sum(low, 0).to(tl.int64, bitcast=True), sem="relaxed")
+        tl.atomic_add(digests + 2 * tile + 1, tl.sum(high, 0).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def choose_first(exponents, firsts, MASK: tl.constexpr):
+    """The exponent of class 0, so that all but 1/256 of the changes lie in the 16 classes from there, or below."""
     tile = tl.program_id(0)
-    block, begin, end = tile_changes(tiles, begins, tile)
-    row = tiles + tile * FIELDS
-    start = tl.load(row + START)
-    seed = tl.load(row + SEED).to(tl.uint64, bitcast=True)
-    run_length, run_stride, run_offset = tl.load(row + RUN_LENGTH), tl.load(row + RUN_STRIDE), tl.load(row + RUN_OFFSET)
-    chunk = start - (start & (CHUNK - 1))
-    first_element = block * ELEMENTS - (start & (CHUNK - 1))
-    lane = tl.arange(0, VECTOR)
-    exponents = tl.arange(0, MASK + 1)
-    histogram = tl.zeros((MASK + 1,), tl.int32)
-    low = tl.zeros((VECTOR,), tl.uint64)
-    high = tl.zeros((VECTOR,), tl.uint64)
-    for at in range(begin, end, VECTOR):
-        live = at + lane < end
-        position = tl.load(positions + at + lane, mask=live, other=0).to(tl.int64)
-        old = tl.load(olds + at + lane, mask=live, other=0).to(tl.int32) & 0xFFFF
-        new = tl.load(snapshot + first_element + position, mask=live, other=0).to(tl.int32) & 0xFFFF
-        tl.store(steps + (at - origin) + lane, (place_on_line(new) - place_on_line(old)).to(tl.int16), mask=live)
-        histogram += tl.histogram((old >> SHIFT) & MASK, MASK + 1, mask=live)
-        element = chunk + position
-        absolute = element + run_offset
-        if run_length != run_stride:
-            absolute = element // run_length * run_stride + run_offset + element % run_length
-        absolute = absolute.to(tl.uint64)
-        low_old, high_old = mix(seed, absolute, old.to(tl.uint64))
-        low_new, high_new = mix(seed, absolute, new.to(tl.uint64))
-        low += tl.where(live, low_new - low_old, 0)
-        high += tl.where(live, high_new - high_old, 0)
-    tl.store(digests + 2 * tile, tl.sum(low, 0).to(tl.int64, bitcast=True))
-    tl.store(digests + 2 * tile + 1, tl.sum(high, 0).to(tl.int64, bitcast=True))
-    # All but 1/256 of the changes lie in the 16 classes from `first` on, or below.
-    above = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
-    top = tl.max(tl.where(above.to(tl.int64) * 256 > end - begin, exponents, 0), 0)
+    bins = tl.arange(0, MASK + 1)
+    counts = tl.load(exponents + tile * (MASK + 1) + bins)
+    total = tl.sum(counts, 0)
+    above = total - tl.cumsum(counts, 0) + counts
+    top = tl.max(tl.where(above.to(tl.int64) * 256 > total, bins, 0), 0)
     tl.store(firsts + tile, tl.maximum(top - (CLASSES - 1), 0))
 
 
@@ -105,15 +122,6 @@ def four_counters(eights):
 
 
 @triton.jit
-def pick_counter(word0, word1, word2, word3, group):
-    """The counter of a class, of those that four words hold."""
-    even = tl.where((group & 2) == 0, word0, word2)
-    odd = tl.where((group & 2) == 0, word1, word3)
-    word = tl.where((group & 1) == 0, even, odd)
-    return (word >> (16 * (group >> 2)).to(tl.int64)).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
 def count_before(old_group, new_group, live):
     """For each change how many before it have its class by old bits, and how many by new bits.
 
@@ -129,20 +137,15 @@ def count_before(old_group, new_group, live):
 
 
 @triton.jit
-def rank_in_blocks(
-    block_tiles, first_block, firsts, begins, origin, positions, olds, snapshot, in_blocks, orders, totals,
-    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
+def count_classes(
+    block_tiles, first_block, firsts, snapshot, counters, totals,
+    SHIFT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """For each change its rank among the elements of its class in its block, and its place among the changes of it.
-
-    For each block and class how many elements it has, and how many of them changed: in one number, the latter above.
-    """
+    """How many elements of a block have each class, by new bits: before each 64 of them, and in all."""
     program = tl.program_id(0)
     block = first_block + program
-    begin, end = tl.load(begins + block), tl.load(begins + block + 1)
     first = tl.load(firsts + tl.load(block_tiles + program))
-    base = snapshot + block * ELEMENTS
-    wide = base.to(tl.pointer_type(tl.int64))
+    wide = (snapshot + block * ELEMENTS).to(tl.pointer_type(tl.int64))
     words = tl.load(wide + tl.arange(0, SUBS)[:, None] * SUB_WORDS + tl.arange(0, SUB_WORDS)[None, :])
     fours = tl.zeros((SUBS, SUB_WORDS), tl.int64)
     one = tl.full((SUBS, SUB_WORDS), 1, tl.int64)
@@ -151,47 +154,72 @@ def rank_in_blocks(
         nibble = 4 * tl.minimum(tl.maximum(exponent - first, 0), CLASSES - 1)
         fours += one << nibble.to(tl.int64)
     word0, word1, word2, word3 = four_counters(tl.sum(tl.reshape(fours, (SUBS, SUB_WORDS // 2, 2)), 2))
-    sum0, sum1, sum2, sum3 = tl.sum(word0, 0), tl.sum(word1, 0), tl.sum(word2, 0), tl.sum(word3, 0)
-    word0, word1 = tl.cumsum(word0, 0) - word0, tl.cumsum(word1, 0) - word1
-    word2, word3 = tl.cumsum(word2, 0) - word2, tl.cumsum(word3, 0) - word3
-
+    out = counters + program.to(tl.int64) * 4 * SUBS + tl.arange(0, SUBS)
+    tl.store(out, tl.cumsum(word0, 0) - word0)
+    tl.store(out + SUBS, tl.cumsum(word1, 0) - word1)
+    tl.store(out + 2 * SUBS, tl.cumsum(word2, 0) - word2)
+    tl.store(out + 3 * SUBS, tl.cumsum(word3, 0) - word3)
     classes = tl.arange(0, CLASSES)
-    num_old = tl.zeros((CLASSES,), tl.int32)
-    num_new = tl.zeros((CLASSES,), tl.int32)
-    near = tl.arange(0, SUB_WORDS)[None, :]
-    for slot in range(begin, end, SLOTS):
-        each = slot + tl.arange(0, SLOTS)
-        live = each < end
-        place = tl.load(positions + each, mask=live, other=0) & (ELEMENTS - 1)
-        old = tl.load(olds + each, mask=live, other=0).to(tl.int32) & 0xFFFF
-        new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
-        group = class_of(old, first, SHIFT, MASK)
-        new_group = class_of(new, first, SHIFT, MASK)
-        sub = place // SUB
-        rank = pick_counter(
-            tl.gather(word0, sub, 0), tl.gather(word1, sub, 0), tl.gather(word2, sub, 0), tl.gather(word3, sub, 0), group
-        )
-        # The elements of the same class before it among these 64: patterns without sign from `least` to `most`.
-        least = tl.where(group > 0, (first + group) << SHIFT, 0)
-        most = tl.where(group < CLASSES - 1, (first + group) << SHIFT, MASK << SHIFT)
-        least, most = replicate(0x8000 - least), replicate(0x8000 + most)
-        around = tl.load(wide + (sub * SUB_WORDS)[:, None] + near, mask=live[:, None], other=0) & replicate(tl.full((1, 1), MASK << SHIFT, tl.int32))
-        same = (around + least[:, None]) & (most[:, None] - around)
-        lanes = tl.minimum(tl.maximum((place & (SUB - 1))[:, None] - 4 * near, 0), 4)
-        # One bit a lane, for those that count: the lanes before the element's own.
-        keep = tl.where(lanes == 4, -1, (tl.full((SLOTS, SUB_WORDS), 1, tl.int64) << (16 * lanes).to(tl.int64)) - 1)
-        found = tl.sum(((same >> 15) & 0x0001000100010001) & keep, 1)
-        found = found + (found >> 32)
-        rank += (found + (found >> 16)).to(tl.int32) & 0xFFFF
-        by_old, by_new = count_before(group, new_group, live)
-        by_old += tl.gather(num_old, group, 0)
-        by_new += tl.gather(num_new, group, 0)
-        tl.store(in_blocks + (each - origin), (rank + by_old - by_new).to(tl.int16), mask=live)
-        tl.store(orders + (each - origin), by_old.to(tl.int16), mask=live)
-        num_old += tl.sum(((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
-        num_new += tl.sum(((new_group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
-    total = pick_counter(sum0, sum1, sum2, sum3, classes) + num_old - num_new
-    tl.store(totals + program * CLASSES + classes, total.to(tl.int64) | (num_old.to(tl.int64) << 32))
+    even = tl.where((classes & 2) == 0, tl.sum(word0, 0), tl.sum(word2, 0))
+    odd = tl.where((classes & 2) == 0, tl.sum(word1, 0), tl.sum(word3, 0))
+    total = tl.where((classes & 1) == 0, even, odd) >> (16 * (classes >> 2)).to(tl.int64)
+    tl.store(totals + program * CLASSES + classes, total & 0xFFFF)
+
+
+@triton.jit
+def rank_in_blocks(
+    block_tiles, first_block, firsts, begins, origin, changes, snapshot, counters, in_blocks, orders, totals,
+    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """For each change its rank among the elements of its class in its block, and its place among the changes of it.
+
+    The totals of the block become those of old bits, and have the number of changes above.
+    """
+    program = tl.program_id(0)
+    block = first_block + program
+    begin, end = tl.load(begins + block), tl.load(begins + block + 1)
+    if end > begin:
+        first = tl.load(firsts + tl.load(block_tiles + program))
+        base = snapshot + block * ELEMENTS
+        wide = base.to(tl.pointer_type(tl.int64))
+        counters += program.to(tl.int64) * 4 * SUBS
+        classes = tl.arange(0, CLASSES)
+        num_old = tl.zeros((CLASSES,), tl.int32)
+        num_new = tl.zeros((CLASSES,), tl.int32)
+        near = tl.arange(0, SUB_WORDS)[None, :]
+        for slot in range(begin, end, SLOTS):
+            each = slot + tl.arange(0, SLOTS)
+            live = each < end
+            change = tl.load(changes + each, mask=live, other=0)
+            place, old = change & (ELEMENTS - 1), (change >> 16) & 0xFFFF
+            new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
+            group = class_of(old, first, SHIFT, MASK)
+            new_group = class_of(new, first, SHIFT, MASK)
+            sub = place // SUB
+            counter = tl.load(counters + (group & 3) * SUBS + sub, mask=live, other=0)
+            rank = (counter >> (16 * (group >> 2)).to(tl.int64)).to(tl.int32) & 0xFFFF
+            # The elements of its class before it among these 64: patterns without sign from `least` to `most`.
+            least = tl.where(group > 0, (first + group) << SHIFT, 0)
+            most = tl.where(group < CLASSES - 1, (first + group) << SHIFT, MASK << SHIFT)
+            least, most = replicate(0x8000 - least), replicate(0x8000 + most)
+            around = tl.load(wide + (sub * SUB_WORDS)[:, None] + near, mask=live[:, None], other=0)
+            around &= replicate(tl.full((1, 1), MASK << SHIFT, tl.int32))
+            same = (around + least[:, None]) & (most[:, None] - around)
+            lanes = tl.minimum(tl.maximum((place & (SUB - 1))[:, None] - 4 * near, 0), 4)
+            # One bit a lane, for those that count: the lanes before the element's own.
+            keep = tl.where(lanes == 4, -1, (tl.full((SLOTS, SUB_WORDS), 1, tl.int64) << (16 * lanes).to(tl.int64)) - 1)
+            found = tl.sum(((same >> 15) & 0x0001000100010001) & keep, 1)
+            found = found + (found >> 32)
+            rank += (found + (found >> 16)).to(tl.int32) & 0xFFFF
+            by_old, by_new = count_before(group, new_group, live)
+            by_old += tl.gather(num_old, group, 0)
+            by_new += tl.gather(num_new, group, 0)
+            tl.store(in_blocks + (each - origin), (rank + by_old - by_new).to(tl.int16), mask=live)
+            tl.store(orders + (each - origin), by_old.to(tl.int16), mask=live)
+            num_old += tl.sum(((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
+            num_new += tl.sum(((new_group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
+        total = totals + program * CLASSES + classes
+        tl.store(total, tl.load(total) + (num_old - num_new) + (num_old.to(tl.int64) << 32))
 
 
 @triton.jit
@@ -217,27 +245,27 @@ def add_up_blocks(tiles, first_block, totals, populations, num_members, ROWS: tl
 
 @triton.jit
 def sort_by_class(
-    tiles, first_block, begins, origin, positions, olds, steps, firsts, in_blocks, orders, totals, num_members, members,
-    sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    tiles, block_tiles, first_block, begins, origin, changes, steps, firsts, in_blocks, orders, totals, num_members,
+    members, sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Ranks and steps of a tile's changes, by class, and in the order of positions within each."""
-    tile = tl.program_id(0)
-    block, begin, end = tile_changes(tiles, begins, tile)
-    start = (tl.load(tiles + tile * FIELDS + START) & (CHUNK - 1)).to(tl.int32)
-    first = tl.load(firsts + tile)
-    lane = tl.arange(0, VECTOR)
-    counts = tl.load(num_members + tile * CLASSES + tl.arange(0, CLASSES))
-    class_begins = tl.cumsum(counts, 0) - counts
-    for at in range(begin, end, VECTOR):
-        live = at + lane < end
-        place = tl.load(positions + at + lane, mask=live, other=0) - start
-        old = tl.load(olds + at + lane, mask=live, other=0).to(tl.int32) & 0xFFFF
-        step = tl.load(steps + (at - origin) + lane, mask=live, other=0)
-        group = class_of(old, first, SHIFT, MASK)
-        here = (block - first_block) * CLASSES + (place // ELEMENTS) * CLASSES + group
-        before = tl.load(totals + here, mask=live, other=0)
-        order = tl.load(orders + (at - origin) + lane, mask=live, other=0).to(tl.int32)
-        to = (begin - origin) + (tl.gather(class_begins, group, 0) + (before >> 32).to(tl.int32) + order)
-        rank = tl.load(in_blocks + (at - origin) + lane, mask=live, other=0).to(tl.int32)
-        tl.store(members + to, rank + before.to(tl.int32), mask=live)
-        tl.store(sorted_steps + to, step, mask=live)
+    """Ranks and steps of a block's changes, to their places by class in the tile."""
+    program = tl.program_id(0)
+    block, tile, _before = tile_of(tiles, block_tiles, first_block, program)
+    begin, end = tl.load(begins + block), tl.load(begins + block + 1)
+    if end > begin:
+        first = tl.load(firsts + tile)
+        classes = tl.arange(0, CLASSES)
+        counts = tl.load(num_members + tile * CLASSES + classes)
+        before = tl.load(totals + program * CLASSES + classes)
+        to_class = tl.cumsum(counts, 0) - counts + (before >> 32).to(tl.int32)
+        tile_begin = tl.load(begins + tl.load(tiles + tile * FIELDS + FIRST_BLOCK)) - origin
+        for slot in range(begin, end, SLOTS):
+            each = slot + tl.arange(0, SLOTS)
+            live = each < end
+            old = (tl.load(changes + each, mask=live, other=0) >> 16) & 0xFFFF
+            group = class_of(old, first, SHIFT, MASK)
+            order = tl.load(orders + (each - origin), mask=live, other=0).to(tl.int32)
+            to = tile_begin + (tl.gather(to_class, group, 0) + order)
+            rank = tl.load(in_blocks + (each - origin), mask=live, other=0).to(tl.int32)
+            tl.store(members + to, tl.gather(before.to(tl.int32), group, 0) + rank, mask=live)
+            tl.store(sorted_steps + to, tl.load(steps + (each - origin), mask=live, other=0), mask=live)

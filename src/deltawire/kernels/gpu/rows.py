@@ -10,7 +10,7 @@ between which the gaps lie. Bits are put into zeroed memory by atomic or, so tha
 import triton
 import triton.language as tl
 
-from deltawire.kernels.gpu.ranks import FIELDS, SIZE, START, tile_changes
+from deltawire.kernels.gpu.ranks import FIELDS, SIZE, tile_changes
 
 # A row of the table of rows.
 MEMBERS, OTHERS, INVERTED, CODES, PARAMETER, HEADER_BITS, REMAINDER_BITS, QUOTIENT_BITS = (
@@ -130,7 +130,7 @@ def rice_quotient_bits(numbers, codes, parameter, VECTOR: tl.constexpr):
 @triton.jit
 def make_rows(
     tiles, begins, origin, members, steps, num_members, populations, values, rows,
-    C: tl.constexpr, CHUNK: tl.constexpr, VECTOR: tl.constexpr,
+    C: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """List the codes of a class, and describe its three rows.
 
@@ -172,13 +172,9 @@ def make_rows(
     length_parameter = (tl.sum(length_bits.to(tl.int64), 0) // tl.maximum(num_longer, 1)).to(tl.int32)
 
     population = tl.load(tiles + tile * FIELDS + SIZE)
-    offset = tl.zeros((), tl.int32)
     source = members + start
     if C > 1:
         population = tl.load(populations + tile * C + group).to(tl.int64)
-    else:
-        offset = (tl.load(tiles + tile * FIELDS + START) & (CHUNK - 1)).to(tl.int32)
-        source = members + begin
     spared = count > population - count
     position_codes = tl.where(spared, population - count, count)
     if spared:
@@ -190,14 +186,14 @@ def make_rows(
             for _halving in range(0, HALVINGS):
                 middle = (low + high) // 2
                 searching = low < high
-                others_before = tl.load(source + middle, mask=searching, other=0) - offset - middle
+                others_before = tl.load(source + middle, mask=searching, other=0) - middle
                 low = tl.where(searching & (others_before <= other), middle + 1, low)
                 high = tl.where(searching & (others_before > other), middle, high)
             tl.store(position_values + other, (other + low).to(tl.int32), mask=other < position_codes)
     else:
         for i in range(0, count, VECTOR):
             live = i + lane < count
-            tl.store(position_values + i + lane, tl.load(source + i + lane, mask=live, other=0) - offset, mask=live)
+            tl.store(position_values + i + lane, tl.load(source + i + lane, mask=live, other=0), mask=live)
     # What the other threads of the program have listed is read from here on.
     tl.debug_barrier()
     last = tl.load(position_values + position_codes - 1, mask=position_codes > 0, other=-1)

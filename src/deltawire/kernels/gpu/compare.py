@@ -24,9 +24,9 @@ PLACE_BITS = tl.constexpr(10)
 def block_words(address, length, CAST: tl.constexpr):
     """A block of weights as words of four 16-bit patterns; what lies behind the end of the tensor is 0."""
     index = tl.arange(0, WORDS)
-    lane = tl.arange(0, 4)[None, :]
-    at = index[:, None] * 4 + lane
     if CAST is not None:
+        lane = tl.arange(0, 4)[None, :]
+        at = index[:, None] * 4 + lane
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
         if length == ELEMENTS:
             values = tl.load(weights + at)
@@ -34,12 +34,19 @@ def block_words(address, length, CAST: tl.constexpr):
             values = tl.load(weights + at, mask=at < length, other=0.0)
         bits = values.to(CAST).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
         words = tl.sum(bits << (16 * lane), 1)
-    elif length == ELEMENTS:
-        words = tl.load(tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16) + index)
     else:
-        # The last block of a tensor need not end with a whole word.
-        bits = tl.load(address.to(tl.pointer_type(tl.int16)) + at, mask=at < length, other=0).to(tl.int64) & 0xFFFF
-        words = tl.sum(bits << (16 * lane), 1)
+        weights = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+        if length == ELEMENTS:
+            words = tl.load(weights + index)
+        else:
+            # The last block of a tensor need not end with a whole word.
+            words = tl.load(weights + index, mask=index < length // 4, other=0)
+            last = tl.zeros((), tl.int64)
+            for lane in tl.static_range(3):
+                at = length // 4 * 4 + lane
+                bits = tl.load(address.to(tl.pointer_type(tl.int16)) + at, mask=at < length, other=0).to(tl.int64)
+                last |= (bits & 0xFFFF) << (16 * lane)
+            words = tl.where(index == length // 4, last, words)
     return words
 
 

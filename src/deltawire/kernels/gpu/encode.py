@@ -125,22 +125,18 @@ class Encoder:
         counters = self._new(tiles.num_blocks, 4, SUBS, dtype=torch.int64)
         totals = self._new(tiles.num_blocks, CONTEXT_CLASSES, dtype=torch.int64)
         ranks.count_classes[(tiles.num_blocks,)](
-            tiles.block_tiles, tiles.first_block, firsts, self._snapshot, counters, totals, **self._layout
-        )
-        in_blocks, orders, sorted_steps = self._new(3, tiles.num_changes, dtype=torch.int16)
-        ranks.rank_in_blocks[(tiles.num_blocks,)](
-            tiles.block_tiles, tiles.first_block, firsts, record.begins, tiles.origin, record.changes, self._snapshot,
-            counters, in_blocks, orders, totals, SLOTS=SLOTS, num_warps=1, **self._layout,
+            tiles.block_tiles, tiles.first_block, firsts, record.begins, record.changes, self._snapshot, counters, totals,
+            SLOTS=2 * SLOTS, num_warps=2, **self._layout,
         )  # fmt: skip
         populations, num_members = self._new(2, tiles.num_tiles, CONTEXT_CLASSES)
         ranks.add_up_blocks[(tiles.num_tiles,)](
             tiles.table, tiles.first_block, totals, populations, num_members, ROWS=ROWS
         )
-        members = self._new(tiles.num_changes)
-        ranks.sort_by_class[(tiles.num_blocks,)](
-            tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.changes,
-            surveyed.steps, firsts, in_blocks, orders, totals, num_members, members, sorted_steps,
-            SLOTS=SLOTS, num_warps=1, **self._layout,
+        members, sorted_steps = self._new(tiles.num_changes), self._new(tiles.num_changes, dtype=torch.int16)
+        ranks.rank_changes[(tiles.num_blocks,)](
+            tiles.table, tiles.block_tiles, tiles.first_block, firsts, record.begins, tiles.origin, record.changes,
+            surveyed.steps, self._snapshot, counters, totals, num_members, members, sorted_steps,
+            SLOTS=SLOTS // 2, num_warps=1, **self._layout,
         )  # fmt: skip
         return self._rows(tiles, CONTEXT_CLASSES, members, sorted_steps, num_members, populations)
 

@@ -122,37 +122,26 @@ def four_counters(eights):
 
 
 @triton.jit
-def count_before(old_group, new_group, live):
-    """For each change how many before it have its class by old bits, and how many by new bits.
-
-    Counters of eight bits, sixteen in two words, so there are at most 128 changes.
-    """
-    one = live.to(tl.int64)
-    old_shift, new_shift = (8 * (old_group & 7)).to(tl.int64), (8 * (new_group & 7)).to(tl.int64)
-    old_low, old_high = tl.where(old_group < 8, one, 0) << old_shift, tl.where(old_group < 8, 0, one) << old_shift
-    new_low, new_high = tl.where(new_group < 8, one, 0) << new_shift, tl.where(new_group < 8, 0, one) << new_shift
-    by_old = tl.where(old_group < 8, tl.cumsum(old_low, 0) - old_low, tl.cumsum(old_high, 0) - old_high)
-    by_new = tl.where(old_group < 8, tl.cumsum(new_low, 0) - new_low, tl.cumsum(new_high, 0) - new_high)
-    return (by_old >> old_shift).to(tl.int32) & 0xFF, (by_new >> old_shift).to(tl.int32) & 0xFF
-
-
-@triton.jit
 def count_classes(
-    block_tiles, first_block, firsts, snapshot, counters, totals,
-    SHIFT: tl.constexpr, MASK: tl.constexpr,
+    block_tiles, first_block, firsts, begins, changes, snapshot, counters, totals,
+    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """How many elements of a block have each class, by new bits: before each 64 of them, and in all."""
+    """How many elements of a block have each class: by new bits before each 64 of them; by old bits, in all.
+
+    Above the latter, how many of them changed.
+    """
     program = tl.program_id(0)
     block = first_block + program
     first = tl.load(firsts + tl.load(block_tiles + program))
-    wide = (snapshot + block * ELEMENTS).to(tl.pointer_type(tl.int64))
+    base = snapshot + block * ELEMENTS
+    wide = base.to(tl.pointer_type(tl.int64))
     words = tl.load(wide + tl.arange(0, SUBS)[:, None] * SUB_WORDS + tl.arange(0, SUB_WORDS)[None, :])
     fours = tl.zeros((SUBS, SUB_WORDS), tl.int64)
     one = tl.full((SUBS, SUB_WORDS), 1, tl.int64)
     for element in tl.static_range(4):
-        exponent = (words >> (16 * element + SHIFT)).to(tl.int32) & MASK
-        nibble = 4 * tl.minimum(tl.maximum(exponent - first, 0), CLASSES - 1)
-        fours += one << nibble.to(tl.int64)
+        # Four times the exponent, so that it is a place in a word of sixteen counters.
+        exponent = (words >> (16 * element + SHIFT - 2)).to(tl.int32) & (4 * MASK)
+        fours += one << tl.minimum(tl.maximum(exponent - 4 * first, 0), 4 * (CLASSES - 1)).to(tl.int64)
     word0, word1, word2, word3 = four_counters(tl.sum(tl.reshape(fours, (SUBS, SUB_WORDS // 2, 2)), 2))
     out = counters + program.to(tl.int64) * 4 * SUBS + tl.arange(0, SUBS)
     tl.store(out, tl.cumsum(word0, 0) - word0)
@@ -162,35 +151,58 @@ def count_classes(
     classes = tl.arange(0, CLASSES)
     even = tl.where((classes & 2) == 0, tl.sum(word0, 0), tl.sum(word2, 0))
     odd = tl.where((classes & 2) == 0, tl.sum(word1, 0), tl.sum(word3, 0))
-    total = tl.where((classes & 1) == 0, even, odd) >> (16 * (classes >> 2)).to(tl.int64)
-    tl.store(totals + program * CLASSES + classes, total & 0xFFFF)
+    total = (tl.where((classes & 1) == 0, even, odd) >> (16 * (classes >> 2)).to(tl.int64)) & 0xFFFF
+    end = tl.load(begins + block + 1)
+    for slot in range(tl.load(begins + block), end, SLOTS):
+        each = slot + tl.arange(0, SLOTS)
+        live = each < end
+        change = tl.load(changes + each, mask=live, other=0)
+        new = tl.load(base + (change & (ELEMENTS - 1)), mask=live, other=0).to(tl.int32) & 0xFFFF
+        group = class_of((change >> 16) & 0xFFFF, first, SHIFT, MASK)
+        by_old = ((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32)
+        new_group = class_of(new, first, SHIFT, MASK)
+        by_new = ((new_group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32)
+        total += tl.sum(by_old - by_new, 0) + (tl.sum(by_old, 0).to(tl.int64) << 32)
+    tl.store(totals + program * CLASSES + classes, total)
 
 
 @triton.jit
-def rank_in_blocks(
-    block_tiles, first_block, firsts, begins, origin, changes, snapshot, counters, in_blocks, orders, totals,
-    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """For each change its rank among the elements of its class in its block, and its place among the changes of it.
+def count_before(group, live):
+    """For each change how many before it have its class; at most 128 changes, in counters of eight bits."""
+    shift = (8 * (group & 7)).to(tl.int64)
+    one = live.to(tl.int64) << shift
+    low, high = tl.where(group < 8, one, 0), tl.where(group < 8, 0, one)
+    counters = tl.where(group < 8, tl.cumsum(low, 0), tl.cumsum(high, 0)) - one
+    return (counters >> shift).to(tl.int32) & 0xFF
 
-    The totals of the block become those of old bits, and have the number of changes above.
-    """
+
+@triton.jit
+def rank_changes(
+    tiles, block_tiles, first_block, firsts, begins, origin, changes, steps, snapshot, counters, totals, num_members,
+    members, sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """For each change of a block its rank among the elements of its class in the tile; ranks and steps by class."""
     program = tl.program_id(0)
     block = first_block + program
     begin, end = tl.load(begins + block), tl.load(begins + block + 1)
     if end > begin:
-        first = tl.load(firsts + tl.load(block_tiles + program))
+        tile = tl.load(block_tiles + program)
+        first = tl.load(firsts + tile)
         base = snapshot + block * ELEMENTS
         wide = base.to(tl.pointer_type(tl.int64))
         counters += program.to(tl.int64) * 4 * SUBS
         classes = tl.arange(0, CLASSES)
-        num_old = tl.zeros((CLASSES,), tl.int32)
-        num_new = tl.zeros((CLASSES,), tl.int32)
+        counts = tl.load(num_members + tile * CLASSES + classes)
+        before = tl.load(totals + program * CLASSES + classes)
+        # For each class: where its next change goes; and how many elements there are before the block, and moved since.
+        to_class = tl.cumsum(counts, 0) - counts + (before >> 32).to(tl.int32)
+        rank_in_class = before.to(tl.int32)
+        out = tl.load(begins + tl.load(tiles + tile * FIELDS + FIRST_BLOCK)) - origin
         near = tl.arange(0, SUB_WORDS)[None, :]
+        lane = tl.arange(0, SLOTS)
         for slot in range(begin, end, SLOTS):
-            each = slot + tl.arange(0, SLOTS)
-            live = each < end
-            change = tl.load(changes + each, mask=live, other=0)
+            live = lane < end - slot
+            change = tl.load((changes + slot) + lane, mask=live, other=0)
             place, old = change & (ELEMENTS - 1), (change >> 16) & 0xFFFF
             new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
             group = class_of(old, first, SHIFT, MASK)
@@ -198,6 +210,7 @@ def rank_in_blocks(
             sub = place // SUB
             counter = tl.load(counters + (group & 3) * SUBS + sub, mask=live, other=0)
             rank = (counter >> (16 * (group >> 2)).to(tl.int64)).to(tl.int32) & 0xFFFF
+            rank += tl.gather(rank_in_class, group, 0)
             # The elements of its class before it among these 64: patterns without sign from `least` to `most`.
             least = tl.where(group > 0, (first + group) << SHIFT, 0)
             most = tl.where(group < CLASSES - 1, (first + group) << SHIFT, MASK << SHIFT)
@@ -205,21 +218,28 @@ def rank_in_blocks(
             around = tl.load(wide + (sub * SUB_WORDS)[:, None] + near, mask=live[:, None], other=0)
             around &= replicate(tl.full((1, 1), MASK << SHIFT, tl.int32))
             same = (around + least[:, None]) & (most[:, None] - around)
-            lanes = tl.minimum(tl.maximum((place & (SUB - 1))[:, None] - 4 * near, 0), 4)
-            # One bit a lane, for those that count: the lanes before the element's own.
-            keep = tl.where(lanes == 4, -1, (tl.full((SLOTS, SUB_WORDS), 1, tl.int64) << (16 * lanes).to(tl.int64)) - 1)
-            found = tl.sum(((same >> 15) & 0x0001000100010001) & keep, 1)
+            # One bit for each element, of those before its own.
+            own = (place & (SUB - 1)) >> 2
+            partial = (tl.full((SLOTS,), 1, tl.int64) << (16 * (place & 3)).to(tl.int64)) - 1
+            keep = tl.where(near < own[:, None], -1, tl.where(near == own[:, None], partial[:, None], 0))
+            found = tl.sum(((same & keep) >> 15) & 0x0001000100010001, 1)
             found = found + (found >> 32)
             rank += (found + (found >> 16)).to(tl.int32) & 0xFFFF
-            by_old, by_new = count_before(group, new_group, live)
-            by_old += tl.gather(num_old, group, 0)
-            by_new += tl.gather(num_new, group, 0)
-            tl.store(in_blocks + (each - origin), (rank + by_old - by_new).to(tl.int16), mask=live)
-            tl.store(orders + (each - origin), by_old.to(tl.int16), mask=live)
-            num_old += tl.sum(((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
-            num_new += tl.sum(((new_group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
-        total = totals + program * CLASSES + classes
-        tl.store(total, tl.load(total) + (num_old - num_new) + (num_old.to(tl.int64) << 32))
+            moved = live & (group != new_group)
+            if tl.max(moved.to(tl.int32), 0) > 0:
+                # Changes from one class to another: those before were counted in their new ones.
+                earlier = (lane[None, :] < lane[:, None]) & moved[None, :]
+                from_here = (earlier & (group[None, :] == group[:, None])).to(tl.int32)
+                to_here = (earlier & (new_group[None, :] == group[:, None])).to(tl.int32)
+                rank += tl.sum(from_here - to_here, 1)
+                from_class = (moved[:, None] & (group[:, None] == classes[None, :])).to(tl.int32)
+                into_class = (moved[:, None] & (new_group[:, None] == classes[None, :])).to(tl.int32)
+                rank_in_class += tl.sum(from_class - into_class, 0)
+            to = tl.gather(to_class, group, 0) + count_before(group, live)
+            tl.store((members + out) + to, rank, mask=live)
+            step = tl.load((steps + (slot - origin)) + lane, mask=live, other=0)
+            tl.store((sorted_steps + out) + to, step, mask=live)
+            to_class += tl.sum(((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
 
 
 @triton.jit
@@ -241,31 +261,3 @@ def add_up_blocks(tiles, first_block, totals, populations, num_members, ROWS: tl
     missing = tl.where(classes == 0, num_blocks * ELEMENTS - size, 0)
     tl.store(populations + tile * CLASSES + classes, ((so_far & 0xFFFFFFFF) - missing).to(tl.int32))
     tl.store(num_members + tile * CLASSES + classes, (so_far >> 32).to(tl.int32))
-
-
-@triton.jit
-def sort_by_class(
-    tiles, block_tiles, first_block, begins, origin, changes, steps, firsts, in_blocks, orders, totals, num_members,
-    members, sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Ranks and steps of a block's changes, to their places by class in the tile."""
-    program = tl.program_id(0)
-    block, tile, _before = tile_of(tiles, block_tiles, first_block, program)
-    begin, end = tl.load(begins + block), tl.load(begins + block + 1)
-    if end > begin:
-        first = tl.load(firsts + tile)
-        classes = tl.arange(0, CLASSES)
-        counts = tl.load(num_members + tile * CLASSES + classes)
-        before = tl.load(totals + program * CLASSES + classes)
-        to_class = tl.cumsum(counts, 0) - counts + (before >> 32).to(tl.int32)
-        tile_begin = tl.load(begins + tl.load(tiles + tile * FIELDS + FIRST_BLOCK)) - origin
-        for slot in range(begin, end, SLOTS):
-            each = slot + tl.arange(0, SLOTS)
-            live = each < end
-            old = (tl.load(changes + each, mask=live, other=0) >> 16) & 0xFFFF
-            group = class_of(old, first, SHIFT, MASK)
-            order = tl.load(orders + (each - origin), mask=live, other=0).to(tl.int32)
-            to = tile_begin + (tl.gather(to_class, group, 0) + order)
-            rank = tl.load(in_blocks + (each - origin), mask=live, other=0).to(tl.int32)
-            tl.store(members + to, tl.gather(before.to(tl.int32), group, 0) + rank, mask=live)
-            tl.store(sorted_steps + to, tl.load(steps + (each - origin), mask=live, other=0), mask=live)

@@ -1,7 +1,6 @@
 """The snapshot of many tensors on a device, and the weights that are held against it where they lie."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import triton.language as tl
 
 from deltawire.kernels.gpu import compare
 from deltawire.kernels.gpu.compare import BLOCK
-from deltawire.kernels.gpu.encode import SLOTS, Record
+from deltawire.kernels.gpu.encode import Record
 
 CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -18,11 +17,10 @@ CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 SAMPLE = 64
 MARGIN = 1.1
 
-# The pools of changed words: their share of the snapshot.
-PLACE_BYTES = 10
-POOL_SHARE = 64
-POOLS = 256
-LEAST_POOL_BYTES = 16 << 20
+# The changes of many blocks go into each pool, so that there are about as many in all.
+MOST_POOLS = 256
+BLOCKS_PER_POOL = 256
+FIND_WARPS = 4
 
 
 class Arena:
@@ -43,8 +41,7 @@ class Arena:
         self._tensors = self._to_device(tensors)
         self._ordinals = self._to_device(ordinals.astype(np.int32))
         self._lengths = self._to_device(lengths.astype(np.int32))
-        self._blocks = torch.arange(self.num_blocks, dtype=torch.int32, device=device)
-        self._expected: tuple[float, float] | None = None
+        self._expected: float | None = None
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
         self._pointers: tuple[int, ...] = ()
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
@@ -80,33 +77,25 @@ class Arena:
         tensor = tensor.contiguous()
         return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
-    def _kinds_in(self, first: int, stop: int) -> Iterator[tuple[int, int, Any]]:
-        for begin, end, cast in self._kinds:
-            if max(begin, first) < min(end, stop):
-                yield max(begin, first), min(end, stop), cast
-
     def _words(self) -> torch.Tensor:
         return self.snapshot.view(torch.int64)
 
     def take_all(self) -> None:
         """Make the snapshot equal to the weights."""
-        for first, stop, cast in self._kinds_in(0, self.num_blocks):
-            compare.take_all[(stop - first,)](
-                self._blocks[first:stop], self._addresses, self._lengths, self._words(), CAST=cast
-            )
+        for first, stop, cast in self._kinds:
+            compare.take_all[(stop - first,)](first, self._addresses, self._lengths, self._words(), CAST=cast)
 
-    def estimate(self) -> tuple[float, float]:
-        """About how many words and how many elements of a block have changed, from some of the blocks."""
-        counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+    def estimate(self) -> float:
+        """About how many elements of a block have changed, from some of the blocks."""
+        total = torch.zeros(1, dtype=torch.int64, device=self._device)
         num_blocks = 0
-        for first, stop, cast in self._kinds_in(0, self.num_blocks):
-            sampled = self._blocks[first:stop:SAMPLE].contiguous()
-            num_blocks += len(sampled)
-            compare.count_changes[(len(sampled),)](
-                sampled, self._addresses, self._lengths, self._words(), counts, CAST=cast
+        for first, stop, cast in self._kinds:
+            sampled = -(-(stop - first) // SAMPLE)
+            num_blocks += sampled
+            compare.count_changes[(sampled,)](
+                first, SAMPLE, self._addresses, self._lengths, self._words(), total, CAST=cast
             )
-        words, changes = counts.tolist()
-        return words / num_blocks, changes / num_blocks
+        return int(total) / num_blocks
 
     def find(self) -> tuple[Record, bool]:
         """Move the snapshot to the weights; what it was, and whether that is all.
@@ -116,37 +105,20 @@ class Arena:
         """
         if self._expected is None:
             self._expected = self.estimate()
-        words_per_block, changes_per_block = self._expected
-        pool = max(self.snapshot.nbytes // POOL_SHARE, LEAST_POOL_BYTES) // (PLACE_BYTES * POOLS)
-        step = max(int(POOLS * pool / (MARGIN * words_per_block + 1)), 1)
-        room = int(MARGIN * changes_per_block * self.num_blocks) + 16 * BLOCK
-        new = partial(torch.empty, device=self._device)
-        begins = new(self.num_blocks + 1, dtype=torch.int64)
-        changes = new(room, dtype=torch.int32)
-        places, words = new(POOLS * pool, dtype=torch.int16), new(POOLS * pool, dtype=torch.int64)
-        starts, ends = new((2, self.num_blocks), dtype=torch.int64)
-        num_words, num_changes = new((2, self.num_blocks), dtype=torch.int32)
-        firsts = range(0, self.num_blocks, step)
-        taken = torch.zeros((len(firsts), POOLS), dtype=torch.int32, device=self._device)
-        begins[0] = 0
-        for i, first in enumerate(firsts):
-            stretch = slice(first, min(first + step, self.num_blocks))
-            for begin, end, cast in self._kinds_in(first, stretch.stop):
-                part = slice(begin, end)
-                compare.find_changes[(end - begin,)](
-                    self._blocks[part], self._addresses, self._lengths, self._words(), taken[i], pool, places, words,
-                    starts[part], num_words[part], num_changes[part], CAST=cast, POOLS=POOLS,
-                )  # fmt: skip
-            torch.cumsum(num_changes[stretch], 0, out=ends[stretch])
-            compare.list_changes[(stretch.stop - first,)](
-                self._blocks[stretch], self._words(), places, words, starts[stretch], num_words[stretch],
-                ends[stretch], num_changes[stretch], begins[first:], changes, room, SLOTS=SLOTS, num_warps=1,
+        num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
+        blocks_per_pool = -(-self.num_blocks // num_pools)
+        pool = int(MARGIN * self._expected * blocks_per_pool) + BLOCK
+        changes = torch.empty(num_pools * pool, dtype=torch.int32, device=self._device)
+        taken = torch.zeros(num_pools, dtype=torch.int32, device=self._device)
+        starts = torch.empty(self.num_blocks, dtype=torch.int64, device=self._device)
+        counts = torch.empty(self.num_blocks, dtype=torch.int32, device=self._device)
+        for first, stop, cast in self._kinds:
+            compare.find_changes[(stop - first,)](
+                first, self._addresses, self._lengths, self._words(), taken, pool, changes, starts, counts,
+                CAST=cast, POOLS=num_pools, num_warps=FIND_WARPS,
             )  # fmt: skip
-        num_taken, most_taken, found = torch.stack([taken.sum(), taken.max(), begins[-1]]).tolist()
-        self._expected = num_taken / self.num_blocks, found / self.num_blocks
-        complete = most_taken <= pool and found <= room
-        if found > room:
-            # The blocks that did not fit have none.
-            found = int(begins[begins <= room].max())
-            begins.clamp_(max=found)
-        return Record(begins, changes[:found]), complete
+        begins = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=self._device)
+        torch.cumsum(counts, 0, out=begins[1:])
+        found, most = torch.stack([taken.sum(), taken.max()]).tolist()
+        self._expected = found / self.num_blocks
+        return Record(begins, starts, changes), most <= pool

@@ -27,9 +27,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a version changed: for each block where its changes begin; of each change its place in the block, old bits."""
+    """What a version changed: for each block how many changes the blocks before it have, and where its own start.
+
+    A change is one number: old bits above the place in the block.
+    """
 
     begins: torch.Tensor
+    starts: torch.Tensor
     changes: torch.Tensor
 
 
@@ -109,7 +113,7 @@ class Encoder:
         )
         exponents = self._new(tiles.num_tiles, self._layout["MASK"] + 1).zero_()
         ranks.survey[(tiles.num_blocks,)](
-            tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.changes,
+            tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.starts, record.changes,
             self._snapshot, surveyed.steps, surveyed.positions, exponents, surveyed.digests,
             SLOTS=SLOTS, num_warps=1, **self._layout,
         )  # fmt: skip
@@ -125,8 +129,8 @@ class Encoder:
         counters = self._new(tiles.num_blocks, 4, SUBS, dtype=torch.int64)
         totals = self._new(tiles.num_blocks, CONTEXT_CLASSES, dtype=torch.int64)
         ranks.count_classes[(tiles.num_blocks,)](
-            tiles.block_tiles, tiles.first_block, firsts, record.begins, record.changes, self._snapshot, counters, totals,
-            SLOTS=2 * SLOTS, num_warps=2, **self._layout,
+            tiles.block_tiles, tiles.first_block, firsts, record.begins, record.starts, record.changes, self._snapshot,
+            counters, totals, SLOTS=2 * SLOTS, num_warps=2, **self._layout,
         )  # fmt: skip
         populations, num_members = self._new(2, tiles.num_tiles, CONTEXT_CLASSES)
         ranks.add_up_blocks[(tiles.num_tiles,)](
@@ -134,8 +138,8 @@ class Encoder:
         )
         members, sorted_steps = self._new(tiles.num_changes), self._new(tiles.num_changes, dtype=torch.int16)
         ranks.rank_changes[(tiles.num_blocks,)](
-            tiles.table, tiles.block_tiles, tiles.first_block, firsts, record.begins, tiles.origin, record.changes,
-            surveyed.steps, self._snapshot, counters, totals, num_members, members, sorted_steps,
+            tiles.table, tiles.block_tiles, tiles.first_block, firsts, record.begins, tiles.origin, record.starts,
+            record.changes, surveyed.steps, self._snapshot, counters, totals, num_members, members, sorted_steps,
             SLOTS=SLOTS // 2, num_warps=1, **self._layout,
         )  # fmt: skip
         return self._rows(tiles, CONTEXT_CLASSES, members, sorted_steps, num_members, populations)

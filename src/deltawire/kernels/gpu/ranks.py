@@ -54,7 +54,7 @@ def tile_of(tiles, block_tiles, first_block, program):
 
 @triton.jit
 def survey(
-    tiles, block_tiles, first_block, begins, origin, changes, snapshot, steps, members, exponents, digests,
+    tiles, block_tiles, first_block, begins, origin, starts, changes, snapshot, steps, members, exponents, digests,
     SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """For each change of a block its step, and its place in the tile; for the tile its exponents and the digest's gain."""
@@ -72,14 +72,17 @@ def survey(
         histogram = tl.zeros((MASK + 1,), tl.int32)
         low = tl.zeros((SLOTS,), tl.uint64)
         high = tl.zeros((SLOTS,), tl.uint64)
-        for slot in range(begin, end, SLOTS):
+        changes += tl.load(starts + block)
+        steps += begin - origin
+        members += begin - origin
+        for slot in range(0, (end - begin).to(tl.int32), SLOTS):
             each = slot + tl.arange(0, SLOTS)
-            live = each < end
+            live = each < end - begin
             change = tl.load(changes + each, mask=live, other=0)
             place, old = change & (ELEMENTS - 1), (change >> 16) & 0xFFFF
             new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
-            tl.store(steps + (each - origin), (place_on_line(new) - place_on_line(old)).to(tl.int16), mask=live)
-            tl.store(members + (each - origin), before.to(tl.int32) + place, mask=live)
+            tl.store(steps + each, (place_on_line(new) - place_on_line(old)).to(tl.int16), mask=live)
+            tl.store(members + each, before.to(tl.int32) + place, mask=live)
             histogram += tl.histogram((old >> SHIFT) & MASK, MASK + 1, mask=live)
             element = start + place
             position = element + run_offset
@@ -123,7 +126,7 @@ def four_counters(eights):
 
 @triton.jit
 def count_classes(
-    block_tiles, first_block, firsts, begins, changes, snapshot, counters, totals,
+    block_tiles, first_block, firsts, begins, starts, changes, snapshot, counters, totals,
     SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """How many elements of a block have each class: by new bits before each 64 of them; by old bits, in all.
@@ -152,10 +155,11 @@ def count_classes(
     even = tl.where((classes & 2) == 0, tl.sum(word0, 0), tl.sum(word2, 0))
     odd = tl.where((classes & 2) == 0, tl.sum(word1, 0), tl.sum(word3, 0))
     total = (tl.where((classes & 1) == 0, even, odd) >> (16 * (classes >> 2)).to(tl.int64)) & 0xFFFF
-    end = tl.load(begins + block + 1)
-    for slot in range(tl.load(begins + block), end, SLOTS):
+    count = (tl.load(begins + block + 1) - tl.load(begins + block)).to(tl.int32)
+    changes += tl.load(starts + block)
+    for slot in range(0, count, SLOTS):
         each = slot + tl.arange(0, SLOTS)
-        live = each < end
+        live = each < count
         change = tl.load(changes + each, mask=live, other=0)
         new = tl.load(base + (change & (ELEMENTS - 1)), mask=live, other=0).to(tl.int32) & 0xFFFF
         group = class_of((change >> 16) & 0xFFFF, first, SHIFT, MASK)
@@ -178,8 +182,8 @@ def count_before(group, live):
 
 @triton.jit
 def rank_changes(
-    tiles, block_tiles, first_block, firsts, begins, origin, changes, steps, snapshot, counters, totals, num_members,
-    members, sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
+    tiles, block_tiles, first_block, firsts, begins, origin, starts, changes, steps, snapshot, counters, totals,
+    num_members, members, sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """For each change of a block its rank among the elements of its class in the tile; ranks and steps by class."""
     program = tl.program_id(0)
@@ -198,11 +202,16 @@ def rank_changes(
         to_class = tl.cumsum(counts, 0) - counts + (before >> 32).to(tl.int32)
         rank_in_class = before.to(tl.int32)
         out = tl.load(begins + tl.load(tiles + tile * FIELDS + FIRST_BLOCK)) - origin
+        members += out
+        sorted_steps += out
+        changes += tl.load(starts + block)
+        steps += begin - origin
+        count = (end - begin).to(tl.int32)
         near = tl.arange(0, SUB_WORDS)[None, :]
         lane = tl.arange(0, SLOTS)
-        for slot in range(begin, end, SLOTS):
-            live = lane < end - slot
-            change = tl.load((changes + slot) + lane, mask=live, other=0)
+        for slot in range(0, count, SLOTS):
+            live = slot + lane < count
+            change = tl.load(changes + slot + lane, mask=live, other=0)
             place, old = change & (ELEMENTS - 1), (change >> 16) & 0xFFFF
             new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
             group = class_of(old, first, SHIFT, MASK)
@@ -236,9 +245,8 @@ def rank_changes(
                 into_class = (moved[:, None] & (new_group[:, None] == classes[None, :])).to(tl.int32)
                 rank_in_class += tl.sum(from_class - into_class, 0)
             to = tl.gather(to_class, group, 0) + count_before(group, live)
-            tl.store((members + out) + to, rank, mask=live)
-            step = tl.load((steps + (slot - origin)) + lane, mask=live, other=0)
-            tl.store((sorted_steps + out) + to, step, mask=live)
+            tl.store(members + to, rank, mask=live)
+            tl.store(sorted_steps + to, tl.load(steps + slot + lane, mask=live, other=0), mask=live)
             to_class += tl.sum(((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
 
 

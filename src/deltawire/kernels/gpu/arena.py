@@ -1,6 +1,7 @@
 """The snapshot of many tensors on a device, and the weights that are held against it where they lie."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from deltawire.kernels.gpu import compare
 from deltawire.kernels.gpu.compare import BLOCK
-from deltawire.kernels.gpu.encode import Record
+from deltawire.kernels.gpu.encode import SLOTS, Record
 
 CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -20,6 +21,11 @@ MARGIN = 1.1
 # The changes of many blocks go into each pool, so that there are about as many in all.
 MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
+
+# The pools of changed words: bytes for each, and their share of the snapshot.
+WORD_BYTES = 10
+WORDS_SHARE = 64
+LEAST_WORDS_BYTES = 16 << 20
 FIND_WARPS = 4
 
 
@@ -41,7 +47,7 @@ class Arena:
         self._tensors = self._to_device(tensors)
         self._ordinals = self._to_device(ordinals.astype(np.int32))
         self._lengths = self._to_device(lengths.astype(np.int32))
-        self._expected: float | None = None
+        self._expected: tuple[float, float] | None = None
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
         self._pointers: tuple[int, ...] = ()
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
@@ -85,17 +91,18 @@ class Arena:
         for first, stop, cast in self._kinds:
             compare.take_all[(stop - first,)](first, self._addresses, self._lengths, self._words(), CAST=cast)
 
-    def estimate(self) -> float:
-        """About how many elements of a block have changed, from some of the blocks."""
-        total = torch.zeros(1, dtype=torch.int64, device=self._device)
+    def estimate(self) -> tuple[float, float]:
+        """About how many words and how many elements of a block have changed, from some of the blocks."""
+        totals = torch.zeros(2, dtype=torch.int64, device=self._device)
         num_blocks = 0
         for first, stop, cast in self._kinds:
             sampled = -(-(stop - first) // SAMPLE)
             num_blocks += sampled
             compare.count_changes[(sampled,)](
-                first, SAMPLE, self._addresses, self._lengths, self._words(), total, CAST=cast
+                first, SAMPLE, self._addresses, self._lengths, self._words(), totals, CAST=cast
             )
-        return int(total) / num_blocks
+        words, changes = totals.tolist()
+        return words / num_blocks, changes / num_blocks
 
     def find(self) -> tuple[Record, bool]:
         """Move the snapshot to the weights; what it was, and whether that is all.
@@ -105,20 +112,36 @@ class Arena:
         """
         if self._expected is None:
             self._expected = self.estimate()
+        words_per_block, changes_per_block = self._expected
         num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
-        blocks_per_pool = -(-self.num_blocks // num_pools)
-        pool = int(MARGIN * self._expected * blocks_per_pool) + BLOCK
-        changes = torch.empty(num_pools * pool, dtype=torch.int32, device=self._device)
-        taken = torch.zeros(num_pools, dtype=torch.int32, device=self._device)
-        starts = torch.empty(self.num_blocks, dtype=torch.int64, device=self._device)
-        counts = torch.empty(self.num_blocks, dtype=torch.int32, device=self._device)
-        for first, stop, cast in self._kinds:
-            compare.find_changes[(stop - first,)](
-                first, self._addresses, self._lengths, self._words(), taken, pool, changes, starts, counts,
-                CAST=cast, POOLS=num_pools, num_warps=FIND_WARPS,
+        per_pool = -(-self.num_blocks // num_pools)
+        word_pool = max(self.snapshot.nbytes // WORDS_SHARE, LEAST_WORDS_BYTES) // (WORD_BYTES * num_pools)
+        step = max(int(num_pools * word_pool / (MARGIN * words_per_block + 1)), 1)
+        pool = int(MARGIN * changes_per_block * per_pool) + BLOCK
+        new = partial(torch.empty, device=self._device)
+        changes = new(num_pools * pool, dtype=torch.int32)
+        starts, counts = new(self.num_blocks, dtype=torch.int64), new(self.num_blocks, dtype=torch.int32)
+        places, words = new(num_pools * word_pool, dtype=torch.int16), new(num_pools * word_pool, dtype=torch.int64)
+        word_starts, word_counts = new(step, dtype=torch.int64), new(step, dtype=torch.int32)
+        stretches = [
+            (at, min(at + step, stop), cast) for first, stop, cast in self._kinds for at in range(first, stop, step)
+        ]
+        # How much of the pools is taken: by changes, and by the words of each stretch.
+        taken = torch.zeros((1 + len(stretches), num_pools), dtype=torch.int32, device=self._device)
+        for i, (first, stop, cast) in enumerate(stretches, 1):
+            compare.find_words[(stop - first,)](
+                first, self._addresses, self._lengths, self._words(), taken[i], word_pool, places, words, word_starts,
+                word_counts, CAST=cast, POOLS=num_pools, num_warps=FIND_WARPS,
             )  # fmt: skip
-        begins = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=self._device)
+            compare.split_words[(stop - first,)](
+                first, self._words(), places, words, word_starts, word_counts, taken, pool, changes, starts, counts,
+                POOLS=num_pools, SLOTS=SLOTS, num_warps=1,
+            )  # fmt: skip
+        begins = new(self.num_blocks + 1, dtype=torch.int64)
+        begins[:1] = 0
         torch.cumsum(counts, 0, out=begins[1:])
-        found, most = torch.stack([taken.sum(), taken.max()]).tolist()
-        self._expected = found / self.num_blocks
-        return Record(begins, starts, changes), most <= pool
+        most_words, most, num_words, found = torch.stack(
+            [taken[1:].max(), taken[0].max(), taken[1:].sum(), taken[0].sum()]
+        ).tolist()
+        self._expected = num_words / self.num_blocks, found / self.num_blocks
+        return Record(begins, starts, changes), most_words <= word_pool and most <= pool

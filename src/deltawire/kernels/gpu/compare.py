@@ -1,11 +1,12 @@
-"""Finds what changed between weights and their snapshot, keeps the old bits, and moves the snapshot, in one pass.
+"""Finds what changed between weights and their snapshot, keeps the old bits, and moves the snapshot.
 
 Weights are taken where they lie, as blocks of 4096 elements of two bytes (or four, cast on the way), from any number of
 tensors at once: a table has the address of each block. The snapshot is one flat array in which every tensor starts at a
 whole block. It is compared four elements at a time, as 64-bit words, which is what a GPU needs to keep up with its memory.
 
-A block takes room for its changes from a pool by one atomic addition, and keeps where they start. A change is one number:
-the old bits above the place in the block. A block that finds no room stays as it was, so that a later look finds the same.
+A block takes room for its changed words from a pool by one atomic addition, and keeps where they start; those few words are
+then split into changes. A change is one number: the old bits above the place in the block. A block that finds no room
+stays as it was, so that a later look finds the same.
 """
 
 import triton
@@ -47,21 +48,30 @@ def block_words(address, length, CAST: tl.constexpr):
 
 
 @triton.jit
-def lane_changed(difference, lane: tl.constexpr):
-    """Whether one of the four elements of a word differs."""
-    return ((difference >> (16 * lane)).to(tl.int32) & 0xFFFF) != 0
+def changed_lanes(difference):
+    """One bit for each of the four elements of a word that differ."""
+    low, high = difference.to(tl.int32), (difference >> 32).to(tl.int32)
+    first = tl.where((low & 0xFFFF) != 0, 1, 0) | tl.where((low & -0x10000) != 0, 2, 0)
+    return first | tl.where((high & 0xFFFF) != 0, 4, 0) | tl.where((high & -0x10000) != 0, 8, 0)
+
+
+@triton.jit
+def num_lanes(lanes):
+    """How many of four bits are set."""
+    pairs = (lanes & 5) + ((lanes >> 1) & 5)
+    return (pairs & 3) + (pairs >> 2)
 
 
 # A word for each lane: with wider loads all that is stored at scattered places would have to change lanes first.
 @triton.jit(do_not_specialize_on_alignment=["snapshot"])
-def find_changes(
-    first_block, addresses, lengths, snapshot, taken, pool, changes, starts, counts,
+def find_words(
+    first_block, addresses, lengths, snapshot, taken, pool, places, words, starts, counts,
     CAST: tl.constexpr, POOLS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks from a first one on: their changes to a pool, new bits to the snapshot; where they start, how many they are.
+    """Blocks from a first one on: their changed words to a pool, new bits to the snapshot; where they start, how many.
 
     There are `POOLS` pools of `pool` places, since one counter for all would be what everything waits for. `taken` counts
-    the places of each; it goes on where a block finds no room.
+    the places of each; it goes on where a block finds no room, and then says that it has no changes.
     """
     program = tl.program_id(0)
     block = first_block + program
@@ -69,37 +79,79 @@ def find_changes(
     here = snapshot + block.to(tl.int64) * WORDS
     old = tl.load(here + index)
     new = block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
-    difference = new ^ old
-    found = tl.zeros((WORDS,), tl.int32)
-    for lane in tl.static_range(4):
-        found += lane_changed(difference, lane).to(tl.int32)
-    behind = tl.cumsum(found, 0)
-    count = tl.max(behind, 0)
+    changed = new != old
+    order = tl.cumsum(changed.to(tl.int32), 0)
+    count = tl.max(order, 0)
     own = program % POOLS
     start = tl.atomic_add(taken + own, count, sem="relaxed")
     fits = start + count <= pool
     start = own.to(tl.int64) * pool + start
-    to = behind - found
-    for lane in tl.static_range(4):
-        changed = lane_changed(difference, lane)
-        bits = (old >> (16 * lane)).to(tl.int32) << 16
-        tl.store((changes + start) + to, bits | (4 * index + lane), mask=changed & fits)
-        to += changed.to(tl.int32)
-    tl.store(here + index, new, mask=(difference != 0) & fits)
-    tl.store(starts + block, start)
-    tl.store(counts + block, tl.where(fits, count, 0))
+    write = changed & fits
+    tl.store((places - 1 + start) + order, index.to(tl.int16), mask=write)
+    tl.store((words - 1 + start) + order, old, mask=write)
+    tl.store(here + index, new, mask=write)
+    tl.store(starts + program, start)
+    tl.store(counts + program, tl.where(fits, count, 0))
 
 
 @triton.jit
-def count_changes(first_block, stride, addresses, lengths, snapshot, total, CAST: tl.constexpr):
-    """Add up how many elements of every so many blocks differ; nothing is changed."""
+def split_words(
+    first_block, snapshot, places, words, word_starts, word_counts, taken, pool, changes, starts, counts,
+    POOLS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """From the changed words of blocks to their changes, in pools of the same kind.
+
+    Where they find no room, the block gets its old words back.
+    """
+    program = tl.program_id(0)
+    block = first_block + program
+    num_words = tl.load(word_counts + program)
+    here = snapshot + block.to(tl.int64) * WORDS
+    first = tl.load(word_starts + program)
+    places += first
+    words += first
+    total = tl.zeros((SLOTS,), tl.int32)
+    for slot in range(0, num_words, SLOTS):
+        each = slot + tl.arange(0, SLOTS)
+        live = each < num_words
+        index = tl.load(places + each, mask=live, other=0).to(tl.int32)
+        old, new = tl.load(words + each, mask=live, other=0), tl.load(here + index, mask=live, other=0)
+        total += tl.where(live, num_lanes(changed_lanes(old ^ new)), 0)
+    count = tl.sum(total, 0)
+    own = block % POOLS
+    start = tl.atomic_add(taken + own, count, sem="relaxed")
+    fits = start + count <= pool
+    start = own.to(tl.int64) * pool + start
+    tl.store(starts + block, start)
+    tl.store(counts + block, tl.where(fits, count, 0))
+    changes += start
+    for slot in range(0, num_words, SLOTS):
+        each = slot + tl.arange(0, SLOTS)
+        live = each < num_words
+        index = tl.load(places + each, mask=live, other=0).to(tl.int32)
+        old, new = tl.load(words + each, mask=live, other=0), tl.load(here + index, mask=live, other=0)
+        lanes = tl.where(live, changed_lanes(old ^ new), 0)
+        found = num_lanes(lanes)
+        behind = tl.cumsum(found, 0)
+        to = behind - found
+        for lane in tl.static_range(4):
+            changed = ((lanes >> lane) & 1) != 0
+            bits = (old >> (16 * lane)).to(tl.int32) << 16
+            tl.store(changes + to, bits | (4 * index + lane), mask=changed & fits)
+            to += changed.to(tl.int32)
+        changes += tl.max(behind, 0)
+        tl.store(here + index, old, mask=live & (fits == 0))
+
+
+@triton.jit
+def count_changes(first_block, stride, addresses, lengths, snapshot, totals, CAST: tl.constexpr):
+    """Add up how many words and elements of every so many blocks differ; nothing is changed."""
     block = first_block + tl.program_id(0) * stride
     old = tl.load(snapshot + block.to(tl.int64) * WORDS + tl.arange(0, WORDS))
     difference = old ^ block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
-    found = tl.zeros((WORDS,), tl.int64)
-    for lane in tl.static_range(4):
-        found += lane_changed(difference, lane).to(tl.int64)
-    tl.atomic_add(total, tl.sum(found, 0), sem="relaxed")
+    lanes = changed_lanes(difference)
+    tl.atomic_add(totals, tl.sum((lanes != 0).to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(totals + 1, tl.sum(num_lanes(lanes).to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit

@@ -163,10 +163,11 @@ def count_classes(
         change = tl.load(changes + each, mask=live, other=0)
         new = tl.load(base + (change & (ELEMENTS - 1)), mask=live, other=0).to(tl.int32) & 0xFFFF
         group = class_of((change >> 16) & 0xFFFF, first, SHIFT, MASK)
-        by_old = ((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32)
+        total += tl.histogram(group, CLASSES, mask=live).to(tl.int64) << 32
         new_group = class_of(new, first, SHIFT, MASK)
-        by_new = ((new_group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32)
-        total += tl.sum(by_old - by_new, 0) + (tl.sum(by_old, 0).to(tl.int64) << 32)
+        moved = live & (group != new_group)
+        if tl.max(moved.to(tl.int32), 0) > 0:
+            total += tl.histogram(group, CLASSES, mask=moved) - tl.histogram(new_group, CLASSES, mask=moved)
     tl.store(totals + program * CLASSES + classes, total)
 
 
@@ -241,13 +242,12 @@ def rank_changes(
                 from_here = (earlier & (group[None, :] == group[:, None])).to(tl.int32)
                 to_here = (earlier & (new_group[None, :] == group[:, None])).to(tl.int32)
                 rank += tl.sum(from_here - to_here, 1)
-                from_class = (moved[:, None] & (group[:, None] == classes[None, :])).to(tl.int32)
-                into_class = (moved[:, None] & (new_group[:, None] == classes[None, :])).to(tl.int32)
-                rank_in_class += tl.sum(from_class - into_class, 0)
+                rank_in_class += tl.histogram(group, CLASSES, mask=moved) - tl.histogram(new_group, CLASSES, mask=moved)
             to = tl.gather(to_class, group, 0) + count_before(group, live)
             tl.store(members + to, rank, mask=live)
             tl.store(sorted_steps + to, tl.load(steps + slot + lane, mask=live, other=0), mask=live)
-            to_class += tl.sum(((group[:, None] == classes[None, :]) & live[:, None]).to(tl.int32), 0)
+            if slot + SLOTS < count:
+                to_class += tl.histogram(group, CLASSES, mask=live)
 
 
 @triton.jit

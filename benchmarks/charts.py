@@ -4,6 +4,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from measure import RESULTS, read_csv
 
@@ -45,6 +47,37 @@ def bars(rows: list[dict[str, str]], name: str, value: str, label: str, file: st
     axes.spines[["left", "bottom"]].set_color(faint)
     axes.tick_params(colors=ink)
     axes.margins(x=0.12)
+    return save(figure, file, theme)
+
+
+def steps(theme: str) -> Path:
+    """Density and bytes per change over the steps of the GRPO runs, a line for each learning rate."""
+    ink, faint, ours, _ = THEMES[theme]
+    rows = read_csv("grpo.csv")
+    figure, panels = plt.subplots(1, 2, figsize=(8.6, 2.9))
+    for axes, column, scale, label in (
+        (panels[0], "density", 100, "weights changed by a step, %, log scale"),
+        (panels[1], "bytes_per_change", 1, "bytes sent per changed weight"),
+    ):
+        for lr, color in zip(sorted({row["lr"] for row in rows}, key=float), (ours, faint), strict=True):
+            own = [row for row in rows if row["lr"] == lr]
+            values = [scale * float(row[column]) for row in own]
+            axes.plot([int(row["step"]) for row in own], values, color=color, label="lr " + lr.replace("e-0", "e-"))
+        axes.set_title(label, color=ink, fontsize=10, loc="left")
+        axes.set_xlabel("step", color=faint)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(faint)
+        axes.tick_params(which="both", colors=ink)
+    panels[0].set_yscale("log")
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[0].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    panels[0].yaxis.set_minor_formatter(NullFormatter())
+    panels[1].set_ylim(0, 1.15 * panels[1].get_ylim()[1])
+    panels[1].legend(frameon=False, labelcolor=ink)
+    return save(figure, "grpo", theme)
+
+
+def save(figure: Figure, file: str, theme: str) -> Path:
     figure.tight_layout()
     path = RESULTS / f"{file}-{theme}.svg"
     figure.savefig(path, transparent=True, metadata={"Date": None})
@@ -56,3 +89,6 @@ if __name__ == "__main__":
     for theme in THEMES:
         print(sizes(theme))
         print(speeds(theme))
+        # Made on a GPU, so not by `make bench`.
+        if (RESULTS / "grpo.csv").exists():
+            print(steps(theme))

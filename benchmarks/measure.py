@@ -3,12 +3,13 @@
 import csv
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,29 @@ def machine() -> str:
 
 
 def commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent
     )
     return done.stdout.strip() or "unknown"
 
 
-def write_csv(name: str, header: list[str], rows: Iterable[list[Any]]) -> Path:
-    """Keep results with the command, the machine and the commit that made them."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / name
+def write_csv(
+    name: str,
+    header: list[str],
+    rows: Iterable[list[Any]],
+    *,
+    folder: Path = RESULTS,
+    notes: Mapping[str, str] | None = None,
+) -> Path:
+    """Keep results with the command, the machine and the commit that made them; `notes` add to these or replace one."""
+    command = f"python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".rstrip()
+    folder.mkdir(exist_ok=True)
+    path = folder / name
     with path.open("w", newline="") as file:
-        file.write(f"# command: python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".rstrip() + "\n")
-        file.write(f"# machine: {machine()}\n# commit: {commit()}\n")
+        for key, text in ({"command": command, "machine": machine(), "commit": commit()} | dict(notes or {})).items():
+            file.write(f"# {key}: {text}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

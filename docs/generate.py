@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from statistics import median
 
 from click.testing import CliRunner
 
@@ -70,7 +71,7 @@ Where a delta's time goes, in seconds: {phases}
 
 The part of `publish` that blocks the caller takes {blocking} times `np.flatnonzero(old != new)` on the same weights,
 and the publisher needs {memory} % of the model's size beyond weights and snapshot, while it also makes skip deltas.
-
+{grpo}
 ## Where it does not help
 
 - **On a fast, shared network** (NVLink, 400 Gb/s InfiniBand) broadcasting all weights takes a second or two for models
@@ -80,6 +81,27 @@ and the publisher needs {memory} % of the model's size beyond weights and snapsh
   steps of a run 4 to 13 %.
 - **fp32 weights** change nearly everywhere at every step. Publish bf16.
 - **Tiny tensors**: norms and biases cost 200 to 300 bytes of header each, more than their payload.
+"""
+
+
+GRPO = """
+## A GRPO run, step by step
+
+{steps} steps at each learning rate, from the same start and with a fresh optimizer, each published and counted as it
+lies in the store, headers included. In the end a replica has the same bits. Made by `benchmarks/grpo.py`, which says
+what is rewarded; all steps are in [`grpo.csv`](../benchmarks/results/grpo.csv).
+
+- Machine: {machine}.
+- Model: {model}.
+- Pretrained from scratch for this: {pretraining}.
+- GRPO: {grpo}.
+
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="../benchmarks/results/grpo-dark.svg">
+  <img src="../benchmarks/results/grpo-light.svg" alt="Share of weights changed and bytes per change, step by step">
+</picture>
+
+{table}
 """
 
 
@@ -105,6 +127,29 @@ def read(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def grpo_section() -> str:
+    """The GRPO runs, where they were made: that takes a GPU."""
+    if not (RESULTS / "grpo.csv").exists():
+        return ""
+    notes, rows = read("grpo.csv")
+    lines = []
+    for lr in sorted({row["lr"] for row in rows}, key=float):
+        own = [row for row in rows if row["lr"] == lr]
+        later = [row for row in own if int(row["step"]) >= 10]
+        for name, some in (("first step", own[:1]), ("median from step 10", later), ("last step", own[-1:])):
+            density, num_bytes, each, ratio, score = (
+                median(float(row[column]) for row in some)
+                for column in ("density", "num_bytes", "bytes_per_change", "ratio_to_full", "reward")
+            )
+            lines.append([lr.replace("e-0", "e-"), name, f"{100 * density:.2f} %", f"{num_bytes:,.0f}", f"{each:.3f}",
+                          f"1/{1 / ratio:.0f}", f"{score:.3f}"])  # fmt: skip
+    header = ["lr", "", "changed", "payload, bytes", "bytes per change", "of all weights", "reward"]
+    return GRPO.format(
+        machine=notes["machine"], model=notes["model"], pretraining=notes["pretraining"], grpo=notes["grpo"],
+        steps=max(int(row["step"]) for row in rows), table=markdown_table(header, lines),
+    )  # fmt: skip
 
 
 def performance_page() -> str:
@@ -151,6 +196,7 @@ def performance_page() -> str:
         "times faster",
     ]
     return PERFORMANCE.format(
+        grpo=grpo_section(),
         chain_weights=f"{int(chain[0]['weights']):,}",
         chain=markdown_table(chain_names, chain_rows),
         phases="; ".join(f"{row['line']}: {row['phases_seconds'].replace(' ', ' ')}" for row in chain),

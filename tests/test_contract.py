@@ -34,9 +34,12 @@ LAYERS = [
     ["signing", "upload"],
     ["runs"],
     ["target", "fetch", "heartbeat", "lease", "routing"],
-    ["mirror", "upkeep", "gc"],
-    ["publisher", "replica"],
-    ["compact", "audit"],
+    ["mirror", "upkeep", "gc", "commits", "publication"],
+    ["publisher", "replica", "ranks"],
+    ["compact", "audit", "exchange"],
+    ["holder"],
+    ["leader"],
+    ["sharded"],
     ["interop", "metrics", "trainers"],
     ["cli"],
 ]
@@ -67,6 +70,7 @@ def test_public_names():
         "Publisher",
         "Pull",
         "Replica",
+        "ShardedPublisher",
         "__version__",
         "apply",
         "diff",
@@ -158,7 +162,7 @@ def test_the_examples_of_the_guide_run(tmp_path, monkeypatch):
     names = {}
     for program in programs:
         exec(compile(program, "trainers.md", "exec"), names)
-    assert len(programs) == 3
+    assert len(programs) == 4
     assert names["publisher"].version == 1
 
 

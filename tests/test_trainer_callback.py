@@ -1,11 +1,15 @@
 """The callback in a real Trainer: a tiny Qwen3, real optimizer steps at an RL learning rate."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from deltawire import Publisher, Replica
 from deltawire.sources import module_source
+from processes import gathered, run_ranks, same_bits
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -85,3 +89,45 @@ def test_a_restarted_training_takes_up_its_run(tmp_path):
         assert publisher.resumed
     with pytest.raises(ValueError, match="every"):
         DeltawireCallback(tmp_path / "run", every=0)
+
+
+def publish_with_callback(rank, url):
+    """What the Trainer calls, on every rank."""
+    from deltawire import ShardedPublisher
+    from deltawire.trainers.transformers import DeltawireCallback
+
+    model = fully_shard(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    state = SimpleNamespace(is_world_process_zero=rank == 0, global_step=0, epoch=0.0)
+    callback, states, logs = DeltawireCallback(url, every=2, timeout=30), [gathered(model)], {}
+    callback.on_train_begin(None, state, None, model=model)
+    assert isinstance(callback.publisher, ShardedPublisher)
+    for step in range(1, 6):
+        tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.global_step = step
+        callback.on_step_end(None, state, None, model=model)
+        states.append(gathered(model))
+    callback.on_log(None, state, None, logs=logs)
+    callback.on_train_end(None, state, None)
+    assert "deltawire/publish/published" in logs
+    return states
+
+
+def test_a_sharded_model_is_published_from_all_ranks(tmp_path):
+    states = run_ranks(2, publish_with_callback, tmp_path / "run")[0]
+    with Replica(tmp_path / "run", tmp_path / "mirror") as replica:
+        steps = []
+        for version in replica.run.versions():
+            replica.pull(version)
+            steps.append(replica.run.manifest(version).step)
+            assert same_bits(replica.target.weights(), states[steps[-1]])
+        assert steps == [0, 2, 4, 5]
+        assert replica.run.manifest(3).way.base == 2
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mirror", dtype=torch.bfloat16)
+    for name, bits in states[-1].items():
+        assert np.array_equal(
+            loaded.get_parameter(name).detach().view(torch.int16).numpy().view(np.uint16).ravel(), bits
+        )

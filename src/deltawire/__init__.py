@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from deltawire.delta import Delta, apply, diff
     from deltawire.errors import DeltawireError
     from deltawire.patches import Patch
-    from deltawire.publisher import Publication, Publisher
+    from deltawire.publication import Publication
+    from deltawire.publisher import Publisher
     from deltawire.replica import Pull, Replica
+    from deltawire.sharded import ShardedPublisher
     from deltawire.state import Digest, digest
     from deltawire.store import open_store
 
@@ -31,10 +33,11 @@ _HOMES = {
     "DeltawireError": "errors",
     "Digest": "state",
     "Patch": "patches",
-    "Publication": "publisher",
+    "Publication": "publication",
     "Publisher": "publisher",
     "Pull": "replica",
     "Replica": "replica",
+    "ShardedPublisher": "sharded",
     "apply": "delta",
     "diff": "delta",
     "digest": "state",
@@ -53,6 +56,7 @@ __all__ = [
     "Publisher",
     "Pull",
     "Replica",
+    "ShardedPublisher",
     "__version__",
     "apply",
     "diff",

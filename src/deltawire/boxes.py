@@ -34,6 +34,11 @@ class Box:
         return self.shape == self.full
 
     @property
+    def place(self) -> str:
+        """Where it lies, in words."""
+        return "whole" if self.is_whole else f"from {list(self.offset)} {list(self.shape)}"
+
+    @property
     def num_elements(self) -> int:
         return prod(self.shape)
 

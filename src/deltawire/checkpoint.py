@@ -165,6 +165,11 @@ def anchor_facts(run: str, version: int, state: Digest, num_elements: int, tied:
 
 def split_shards(forms: Mapping[str, Form], max_shard_bytes: int | None) -> dict[str, dict[str, Form]]:
     """Which tensors go into which file: all into one, or as many files as the limit asks for."""
+    return name_shards(group_forms(forms, max_shard_bytes))
+
+
+def group_forms(forms: Mapping[str, Form], max_shard_bytes: int | None) -> list[dict[str, Form]]:
+    """Tensors in groups of a limited size, or in one; there is one at least."""
     groups: list[dict[str, Form]] = [{}]
     filled = 0
     for name in sorted(forms):
@@ -175,6 +180,11 @@ def split_shards(forms: Mapping[str, Form], max_shard_bytes: int | None) -> dict
             filled = 0
         groups[-1][name] = forms[name]
         filled += size
+    return groups
+
+
+def name_shards(groups: list[dict[str, Form]]) -> dict[str, dict[str, Form]]:
+    """Files for groups of tensors, named as those of any checkpoint."""
     if len(groups) == 1:
         return {SINGLE_NAME: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}

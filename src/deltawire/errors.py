@@ -21,6 +21,9 @@ DeltawireError
 │   ├── UnknownParameter        a tensor the target does not have
 │   ├── ShapeMismatch           it has another shape or dtype there
 │   └── EngineRejected
+├── TrainerError
+│   ├── UnsupportedPlacement    a parameter is spread over ranks in a way that has no boxes
+│   └── RankFailed              a rank of a sharded trainer failed, or gave no sign of life
 └── MissingDependency           an optional package is not installed
 """
 
@@ -120,6 +123,18 @@ class ShapeMismatch(EngineError):
 
 class EngineRejected(EngineError):
     """The engine refused the update."""
+
+
+class TrainerError(DeltawireError):
+    """The weights cannot be had from the trainer."""
+
+
+class UnsupportedPlacement(TrainerError):
+    """A parameter is spread over ranks in a way that cannot be published."""
+
+
+class RankFailed(TrainerError):
+    """Another rank failed, or gave no sign of life: `rank`, and the `reason`."""
 
 
 class MissingDependency(DeltawireError):

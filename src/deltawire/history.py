@@ -22,11 +22,12 @@ from typing import BinaryIO, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from deltawire.boxes import Box
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.container import raw
 from deltawire.dtypes import Bits, DType
 from deltawire.errors import ShapeMismatch, UnknownParameter
-from deltawire.weights import Tensor, form
+from deltawire.weights import Tensor, boxes_of, form
 from deltawire.workers import Workers
 
 CHUNK_LOG2 = 20
@@ -115,11 +116,20 @@ class Settled:
 
 
 class History:
-    """A snapshot of some weights, at `version`, and records of how to go back from there."""
+    """A snapshot of some weights, at `version`, and records of how to go back from there.
+
+    What is held of a tensor is a box of it: the whole, unless the weights say otherwise in `boxes`.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], version: int, *, scratch: Path | None = None) -> None:
-        self.forms = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-        self._snapshot = {name: np.array(tensor.bits[:]) for name, tensor in weights.items()}
+        self.boxes: dict[str, Box] = {}
+        self.forms: dict[str, tuple[DType, tuple[int, ...]]] = {}
+        """Dtypes and shapes of whole tensors."""
+        self._snapshot: dict[str, Bits] = {}
+        for name, tensor in weights.items():
+            self.boxes[name] = boxes_of(weights).get(name) or Box.whole(tensor.shape)
+            self.forms[name] = tensor.dtype, self.boxes[name].full
+            self._snapshot[name] = np.array(tensor.bits[:])
         self._records: dict[int, Record] = {}
         self._scratch = scratch
         # A new one before a record is taken away or replaced, for readers to notice.
@@ -218,8 +228,8 @@ class History:
     def changed_since(self, base: int, version: int) -> dict[str, int]:
         """The tensors that versions after a base, up to another, have changed, and in how many elements at most."""
         counts: dict[str, int] = {}
-        for each in range(base + 1, version + 1):
-            for name, count in self._records[each].num_changed.items():
+        for record in [record for each, record in list(self._records.items()) if base < each <= version]:
+            for name, count in record.num_changed.items():
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
         return counts
 
@@ -253,8 +263,11 @@ class History:
                 )
         for name in weights:
             (dtype, shape), now = self.forms[name], form(weights, name)
-            if now != (dtype.name, shape):
-                expected, actual = f"{dtype.name} {list(shape)}", f"{now[0]} {list(now[1])}"
+            expected, actual = f"{dtype.name} {list(shape)}", f"{now[0]} {list(now[1])}"
+            box, box_now = self.boxes[name], boxes_of(weights).get(name) or Box.whole(now[1])
+            if box != box_now:
+                expected, actual = f"{expected} {box.place}", f"{actual} {box_now.place}"
+            if expected != actual:
                 raise ShapeMismatch(
                     f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start anew",
                     tensor=name, expected=expected, actual=actual,

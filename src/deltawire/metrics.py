@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from deltawire.errors import DeltawireError, MissingDependency
-from deltawire.publisher import Publisher
+from deltawire.publication import BasePublisher
 from deltawire.replica import Replica
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ HELP = {
 COUNTERS = {"publish/published", "publish/failed", "replica/pulls", "replica/faults"}
 
 
-def registry(*parts: Publisher | Replica) -> "CollectorRegistry":
+def registry(*parts: BasePublisher | Replica) -> "CollectorRegistry":
     """A registry with the metrics of some publishers and replicas: `deltawire/publish/num_bytes` becomes
     `deltawire_publish_num_bytes`, and counts of what has happened end in `_total`.
 
@@ -80,7 +80,7 @@ class MetricsServer:
 
 
 class _Collector:
-    def __init__(self, parts: tuple[Publisher | Replica, ...]) -> None:
+    def __init__(self, parts: tuple[BasePublisher | Replica, ...]) -> None:
         self._parts = parts
 
     def collect(self) -> "Iterator[Metric]":
@@ -101,7 +101,7 @@ def _family(key: str, labels: list[str]) -> Any:
     return kind(f"deltawire_{key.replace('/', '_')}", HELP.get(key, key), labels=labels)
 
 
-def _labels(part: Publisher | Replica) -> dict[str, str]:
+def _labels(part: BasePublisher | Replica) -> dict[str, str]:
     try:
         run = part.run.id
     except DeltawireError:

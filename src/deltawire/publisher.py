@@ -1,24 +1,23 @@
 """The trainer's side: finds what changed, and makes it a version, or leaves everything as it was."""
 
-import json
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from deltawire.chain import SKIPS
 from deltawire.checkpoint import Checkpoint
 from deltawire.codec import EncodingChoice, allowed_encodings
-from deltawire.errors import DeltawireError, Fenced, StoreUnavailable
+from deltawire.commits import Commits
+from deltawire.errors import DeltawireError, Fenced
 from deltawire.history import History
-from deltawire.lease import Lease
 from deltawire.manifest import Manifest, Way
 from deltawire.parts import MAX_FILE_BYTES
+from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
 from deltawire.sources import as_bits, source_of
@@ -29,37 +28,7 @@ from deltawire.upload import encode_delta, history_digest, is_worth_sending, put
 from deltawire.weights import DTypeChoice, Weights, tied_names
 from deltawire.workers import Workers
 
-
-class Publication:
-    """A version on its way into the store."""
-
-    def __init__(self, version: int, step: int | None) -> None:
-        self.version = version
-        self.step = step
-        self.stats: dict[str, Any] = {}
-        """Sizes, counts and seconds; complete when it is done."""
-        self.error: BaseException | None = None
-        self._done = threading.Event()
-
-    def done(self) -> bool:
-        """Whether it was committed, or has failed."""
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> "Publication":
-        """Wait for the commit and return, or raise why there is none."""
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"version {self.version} was not committed within {timeout} s")
-        if self.error is not None:
-            raise self.error
-        return self
-
-    def _finish(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self._done.set()
-
-    def __repr__(self) -> str:
-        state = "on its way" if not self.done() else "committed" if self.error is None else f"failed: {self.error}"
-        return f"Publication(version={self.version}, step={self.step}, {state})"
+__all__ = ["Publication", "Publisher"]
 
 
 @dataclass(slots=True)
@@ -77,7 +46,7 @@ class Job:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-class Publisher:
+class Publisher(BasePublisher):
     """Publishes the weights of a training run, version by version.
 
     `publish` finds what changed and returns; encoding, upload and commit go on in a thread. Versions are committed in
@@ -110,8 +79,7 @@ class Publisher:
     ) -> None:
         if when_full not in ("wait", "coalesce"):
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
-        if not (anchors in ("auto", None) or (isinstance(anchors, int) and anchors > 0)) or queue_size < 0:
-            raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")
+        check_cadence(anchors, queue_size)
         self._read = source_of(weights, dtype)
         now = self._read()
         self._dtype, self._tied = dtype, dict(tied_names(now) if tied is None else tied)
@@ -120,23 +88,18 @@ class Publisher:
         self._files = [Path(file) for file in files] or _files_of(now)
         allowed = allowed_encodings(encoding)
         key = None if sign_with is None else public_key_of(sign_with)
-        self.run = Run(store, sign_with=sign_with, public_key=key)
+        super().__init__(Run(store, sign_with=sign_with, public_key=key))
         self.run.start(run)
-        self._lease = Lease(self.run)
-        self._lease.take()
+        self._commits = Commits(self.run)
         self._making = Making(self.run, self._tied, allowed, max_file_bytes)
         self._upkeep = Upkeep(self._making, skips, anchors)
         self._keeps_history = bool(skips) or anchors is not None
-        self.version: int | None = None
-        """The last version that was committed."""
-        self.last: Publication | None = None
-        self.num_published = self.num_failed = 0
         self._digest = Digest()
         self._history: History | None = None
         self._next = 0
         self._resume(now if base is None else base)
         self._pending: deque[Job] = deque()
-        self._unsettled: tuple[Job, Manifest, bytes] | None = None
+        self._unsettled: Job | None = None
         self._fenced: Fenced | None = None
         self._closing = False
         # Staging and undoing exclude each other; the queue has a lock of its own.
@@ -170,8 +133,7 @@ class Publisher:
         `metadata` is free, as far as JSON goes. `anchor=True` sends all weights, as for the first version: needed when
         names, shapes or dtypes have changed.
         """
-        metadata = dict(metadata or {})
-        json.dumps(metadata, allow_nan=False)
+        metadata = as_metadata(metadata)
         self._wait_for_room()
         with self._turn:
             self._check_open()
@@ -265,7 +227,7 @@ class Publisher:
             created=time.time(),
         )
         committing = time.perf_counter()
-        self._commit(job, manifest, self.run.sign(manifest))
+        self._commit(job, manifest)
         job.stats["commit_seconds"] = time.perf_counter() - committing
         return manifest
 
@@ -294,24 +256,19 @@ class Publisher:
         job.stats |= {"encode_seconds": encoded - started, "upload_seconds": time.perf_counter() - encoded}
         return way
 
-    def _commit(self, job: Job, manifest: Manifest, data: bytes) -> None:
-        self._lease.check()
+    def _commit(self, job: Job, manifest: Manifest) -> None:
         try:
-            self.run.commit(data, manifest)
-        except StoreUnavailable as error:
-            if error.fields.get("uncertain"):
-                self._unsettled = job, manifest, data
-            raise
+            self._commits.commit(manifest)
+        finally:
+            if self._commits.unsettled is not None:
+                self._unsettled = job
 
     def _settle(self) -> None:
-        """Find out whether a commit whose answer was lost has happened, by sending the same bytes again."""
-        if self._unsettled is None:
-            return
-        job, manifest, data = self._unsettled
-        self._lease.check()
-        self.run.commit(data, manifest)
-        self._unsettled = None
-        self._note(job, manifest)
+        """Find out whether a commit whose answer was lost has happened."""
+        manifest = self._commits.settle()
+        if manifest is not None and self._unsettled is not None:
+            job, self._unsettled = self._unsettled, None
+            self._note(job, manifest)
 
     def _note(self, job: Job, manifest: Manifest) -> None:
         """What a commit changes on this side."""
@@ -352,7 +309,7 @@ class Publisher:
         with self._turn, self._changed:
             if isinstance(error, Fenced):
                 self._fenced = error
-            settled = self._unsettled is None or self._unsettled[0] is not job
+            settled = self._unsettled is not job
             dropped = list(self._pending) if settled else [job]
             if settled:
                 for each in reversed(dropped):
@@ -372,22 +329,6 @@ class Publisher:
         else:
             job.history.roll_back(job.version)
 
-    def attach(self, optimizer: Any, *, every: int = 1) -> Any:
-        """Publish after each `every`-th step of a torch optimizer, with its number as the step; a handle to remove it.
-
-        A step that a gradient scaler skips is none, and is not published.
-        """
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}")
-        steps = count(1)
-
-        def publish(*_: object) -> None:
-            step = next(steps)
-            if step % every == 0:
-                self.publish(step=step)
-
-        return optimizer.register_step_post_hook(publish)
-
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all that was published is committed or has failed, and further ways are made."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -397,11 +338,10 @@ class Publisher:
         if not idle or not self._upkeep.drain(left):
             raise TimeoutError(f"there is still something to publish after {timeout} s")
 
-    def metrics(self) -> dict[str, float]:
-        """Numbers for a run tracker, flat."""
-        values = {"published": self.num_published, "failed": self.num_failed, "waiting": len(self._pending)}
-        last = {} if self.last is None else self.last.stats
-        return {f"deltawire/publish/{name}": value for name, value in {**values, **last}.items() if value is not None}
+    @property
+    def num_waiting(self) -> int:
+        """How many versions are staged and not committed yet."""
+        return len(self._pending)
 
     def close(self) -> None:
         """Commit what is staged, finish what makes the chain short, and stop."""
@@ -414,12 +354,6 @@ class Publisher:
             with suppress(DeltawireError):
                 self._settle()
         self._upkeep.close()
-
-    def __enter__(self) -> "Publisher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _files_of(weights: Weights) -> list[Path]:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, cast
 
+from deltawire.boxes import Box
 from deltawire.dtypes import Bits, DType, dtype_named
+from deltawire.errors import UnsupportedPlacement
 from deltawire.weights import DTypeChoice, Form, Tensor, Viewed, Weights, tied_names, torch_view
 
 # What wrappers put into the names of parameters: data parallel; torch.compile, activation checkpointing, FSDP; PEFT.
@@ -68,8 +70,6 @@ class ModuleWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        if hasattr(tensor, "to_local"):
-            raise TypeError(f"{name} is a DTensor: sharded modules are not published from one process")
         bits = TorchBits(tensor, *self._dtypes(name))
         return Tensor(self._dtypes(name)[0], tuple(tensor.shape), cast(Bits, bits))
 
@@ -86,6 +86,86 @@ class ModuleWeights(Mapping[str, Tensor]):
         return prod(self._tensors[name].shape)
 
 
+class ShardedWeights(ModuleWeights):
+    """What one rank publishes of a module whose parameters are spread over ranks: its own boxes of them.
+
+    Of replicas the first holds the box; of plain tensors, which every rank has, rank 0 (`has_plain`) holds the whole.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], dtype: str, fixed: frozenset[str], has_plain: bool) -> None:
+        super().__init__(tensors, dtype, fixed)
+        self.forms = {name: super(ShardedWeights, self).form(name) for name in self._tensors}
+        """Dtypes and shapes of all tensors, whole, also of those that this rank holds nothing of."""
+        self.boxes: dict[str, Box] = {}
+        for name, tensor in self._tensors.items():
+            if hasattr(tensor, "to_local"):
+                box = held_box(name, tensor)
+            else:
+                box = Box.whole(tuple(tensor.shape)) if has_plain else None
+            if box is not None:
+                self.boxes[name] = box
+        self._tensors = {name: local_part(self._tensors[name]) for name in self.boxes}
+
+    def form(self, name: str) -> Form:
+        return self.forms[name]
+
+
+def local_part(tensor: Any) -> Any:
+    """What of a tensor is on this rank."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether a module has parameters that are spread over ranks."""
+    return any(hasattr(parameter, "to_local") for parameter in module.parameters())
+
+
+def held_box(name: str, tensor: Any) -> Box | None:
+    """The box of a DTensor that this rank publishes; None where another one does.
+
+    A dimension is cut as torch cuts it, into chunks of equal size but the last ones. Several mesh dimensions cut it one
+    after the other, a `_StridedShard` after those behind it: that is how FSDP cuts what tensor parallelism has cut.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    cuts, strided = [], []
+    for axis, placement in enumerate(tensor.placements):
+        if hasattr(placement, "split_factor"):
+            behind = prod(
+                mesh.size(i)
+                for i, each in enumerate(tensor.placements)
+                if i > axis and getattr(each, "dim", None) == placement.dim
+            )
+            if placement.split_factor != behind:
+                raise _unsupported(name, placement)
+            strided.append(axis)
+        elif placement.is_shard():
+            cuts.append(axis)
+        elif not placement.is_replicate():
+            raise _unsupported(name, placement)
+    full = tuple(tensor.shape)
+    offset, shape = [0] * len(full), list(full)
+    for axis in cuts + strided[::-1]:
+        dim = tensor.placements[axis].dim
+        step = -(-shape[dim] // mesh.size(axis))
+        start = min(coordinate[axis] * step, shape[dim])
+        offset[dim], shape[dim] = offset[dim] + start, min(step, shape[dim] - start)
+    box = Box(full, tuple(offset), tuple(shape))
+    if tuple(local_part(tensor).shape) != box.shape:
+        raise _unsupported(name, tensor.placements)
+    is_first = all(coordinate[axis] == 0 for axis, each in enumerate(tensor.placements) if each.is_replicate())
+    return box if is_first else None
+
+
+def _unsupported(name: str, placement: object) -> UnsupportedPlacement:
+    return UnsupportedPlacement(
+        f"{name} is placed as {placement!r}, which has no box on each rank: publish parameters that are sharded or "
+        "replicated",
+        tensor=name, actual=repr(placement),
+    )  # fmt: skip
+
+
 def module_source(
     module: Any, *, dtype: str | None = None, frozen: bool = False, buffers: bool = False
 ) -> Callable[[], ModuleWeights]:
@@ -95,20 +175,53 @@ def module_source(
     does not require gradients is in anchors but is not compared, unless `frozen` asks for it. `buffers` adds the
     persistent buffers. Names are those of the bare model, whatever has wrapped it.
     """
-    published = dtype_named(dtype or "BF16").name
-    if published not in ("BF16", "F16", "F32", "F64"):
-        raise ValueError(f"a module is published as BF16, F16, F32 or F64, not {published}")
+    published = _published(dtype)
 
     def read() -> ModuleWeights:
-        tensors = {plain_name(name): tensor for name, tensor in module.named_parameters(remove_duplicate=False)}
-        fixed = frozenset() if frozen else frozenset(name for name in tensors if not tensors[name].requires_grad)
-        if buffers:
-            kept = module.state_dict()
-            named = dict(module.named_buffers(remove_duplicate=False))
-            tensors |= {plain_name(name): named[name] for name in named if name in kept}
+        tensors, fixed = _named_tensors(module, frozen, buffers)
+        for name, tensor in tensors.items():
+            if hasattr(tensor, "to_local"):
+                raise TypeError(f"{name} is a DTensor: publish from all ranks, with ShardedPublisher")
         return ModuleWeights(tensors, published, fixed)
 
     return read
+
+
+def sharded_source(
+    module: Any, *, has_plain: bool, dtype: str | None = None, frozen: bool = False, buffers: bool = False
+) -> Callable[[], ShardedWeights]:
+    """What this rank publishes of a module with DTensor parameters, read anew for each version; see `module_source`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    published = _published(dtype)
+
+    def read() -> ShardedWeights:
+        # After a forward pass without a backward pass FSDP leaves some parameters gathered.
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        tensors, fixed = _named_tensors(module, frozen, buffers)
+        return ShardedWeights(tensors, published, fixed, has_plain)
+
+    return read
+
+
+def _published(dtype: str | None) -> str:
+    published = dtype_named(dtype or "BF16").name
+    if published not in ("BF16", "F16", "F32", "F64"):
+        raise ValueError(f"a module is published as BF16, F16, F32 or F64, not {published}")
+    return published
+
+
+def _named_tensors(module: Any, frozen: bool, buffers: bool) -> tuple[dict[str, Any], frozenset[str]]:
+    """A module's tensors by their plain names, and which of them do not train."""
+    tensors = {plain_name(name): tensor for name, tensor in module.named_parameters(remove_duplicate=False)}
+    fixed = frozenset() if frozen else frozenset(name for name in tensors if not tensors[name].requires_grad)
+    if buffers:
+        kept = module.state_dict()
+        named = dict(module.named_buffers(remove_duplicate=False))
+        tensors |= {plain_name(name): named[name] for name in named if name in kept}
+    return tensors, fixed
 
 
 def source_of(weights: Any, dtype: DTypeChoice) -> Callable[[], Weights]:

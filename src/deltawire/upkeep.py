@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deltawire.chain import Link, anchor_is_due, plan, skip_bases
+from deltawire.chain import anchor_is_due, plan, skip_bases
 from deltawire.errors import ChainError
 from deltawire.history import History
 from deltawire.manifest import StoredObject, Way
@@ -39,26 +39,22 @@ class Making:
     max_file_bytes: int
 
 
-class Upkeep:
-    """Follows the commits of a publisher and adds ways to the versions that it has published."""
+class Ways:
+    """The ways of a run that a publisher knows, and which ones to add."""
 
-    def __init__(self, making: Making, skips: Sequence[int], anchors: int | str | None) -> None:
-        self._making, self._skips, self._anchors = making, tuple(skips), anchors
+    def __init__(self, skips: Sequence[int], anchors: int | str | None) -> None:
+        self._skips, self._anchors = tuple(skips), anchors
+        self._noting = threading.Lock()
         self.beside: tuple[StoredObject, ...] = ()
         """What lies beside the weights in every anchor."""
         self.ways: dict[tuple[int, int | None], Way] = {}
         self.digests: dict[int, Digest] = {}
         self.error: Exception | None = None
         """Why the last further way could not be made. Nothing depends on it but the length of the chain."""
-        self._tasks: deque[Task] = deque()
-        self._changed = threading.Condition()
-        self._busy: Task | None = None
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def note(self, *ways: Way) -> None:
         """Take notice of ways that exist."""
-        with self._changed:
+        with self._noting:
             known = {**self.ways, **{(way.version, way.base): way for way in ways}}
             # Nobody starts before the last anchor but one.
             oldest = min(sorted(version for version, base in known if base is None)[-2:], default=0)
@@ -74,25 +70,47 @@ class Upkeep:
             return ()
         return tuple(self.ways[link.version, link.base] for link in links)
 
+    def due(self, way: Way, oldest: int, *, anchor_is_coming: bool) -> list[int | None]:
+        """What else should lead to a version that was committed by a way: from which bases, None for an anchor."""
+        bases: list[int | None] = [base for base in skip_bases(way.version, self._skips) if base >= oldest]
+        cadence = self._anchors if isinstance(self._anchors, int) else None
+        links = [each.link for each in self.ways.values()]
+        wanted = self._anchors is not None and way.base is not None and not anchor_is_coming
+        if wanted and anchor_is_due(way.version, links, cadence):
+            bases.append(None)
+        return bases
+
+    @property
+    def longest_skip(self) -> int:
+        return max(self._skips, default=0)
+
+
+class Upkeep(Ways):
+    """Follows the commits of a publisher and adds ways to the versions that it has published."""
+
+    def __init__(self, making: Making, skips: Sequence[int], anchors: int | str | None) -> None:
+        super().__init__(skips, anchors)
+        self._making = making
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._busy: Task | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
     def committed(self, way: Way, history: History) -> None:
         """A version was committed: decide what else to make, and forget what nothing needs any more."""
         self.note(way)
         version = way.version
-        tasks = [Task(history, version, base) for base in skip_bases(version, self._skips) if base >= history.oldest]
-        links: list[Link] = [each.link for each in self.ways.values()]
-        cadence = self._anchors if isinstance(self._anchors, int) else None
         with self._changed:
             coming = any(task.base is None for task in self._unmade())
-            wanted = self._anchors is not None and way.base is not None and not coming
-            if wanted and anchor_is_due(version, links, cadence):
-                tasks.append(Task(history, version, None))
-            self._tasks.extend(tasks)
+            bases = self.due(way, history.oldest, anchor_is_coming=coming)
+            self._tasks.extend(Task(history, version, base) for base in bases)
             if self._tasks and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="deltawire-upkeep", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
             waiting = [task.oldest for task in self._unmade()]
-            history.forget(min([version - max(self._skips, default=0), *waiting]))
+            history.forget(min([version - self.longest_skip, *waiting]))
             self.digests = {each: state for each, state in self.digests.items() if each >= history.oldest}
 
     def _unmade(self) -> list[Task]:

@@ -1,12 +1,12 @@
 """Puts deltas and anchors into a store. Keys are never used twice, so nothing that others read is ever replaced."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from secrets import token_hex
 
-from deltawire.boxes import Box
 from deltawire.checkpoint import INDEX_NAME, anchor_facts, index_bytes, split_shards
 from deltawire.codec.tiled import tile_log2_for
 from deltawire.container import header_bytes, lay_out, raw
@@ -37,28 +37,15 @@ def encode_delta(
     workers: Workers,
 ) -> tuple[Facts, list[Entry]]:
     """The delta between two versions that a history still knows."""
-    base_version, reached = base
-
-    def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
-        dtype, shape = history.forms[name]
-        old, new = history.at(name, base_version), history.at(name, version)
-        # No tile is larger than what a history makes at a time.
-        tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
-        return encode_box(name, dtype, old, new, Box.whole(shape), allowed, workers, tile_log2)
-
-    entries = []
-    num_changed = history.changed_since(base_version, version)
-    for _, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
-        reached += gain
-        if entry is not None:
-            entries.append(entry)
+    base_version, base_digest = base
+    entries, gain = encode_changes(history, base_version, version, allowed, workers)
     changed = {entry.name for entry in entries}
     facts = Facts(
         run=run,
         version=version,
         base_version=base_version,
-        base_digest=base[1],
-        digest=reached,
+        base_digest=base_digest,
+        digest=base_digest + gain,
         num_changed=sum(entry.num_changed for entry in entries),
         num_elements=history.num_elements,
         tied={name: to for name, to in tied.items() if to in changed},
@@ -66,32 +53,73 @@ def encode_delta(
     return facts, entries
 
 
+def encode_changes(
+    history: History, base: int, version: int, allowed: list[str], workers: Workers
+) -> tuple[list[Entry], Digest]:
+    """What changed between two versions in the boxes that a history holds, and what that adds to the digest."""
+
+    def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
+        old, new = history.at(name, base), history.at(name, version)
+        # No tile is larger than what a history makes at a time.
+        tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
+        return encode_box(name, history.forms[name][0], old, new, history.boxes[name], allowed, workers, tile_log2)
+
+    entries, reached = [], Digest()
+    num_changed = history.changed_since(base, version)
+    for _, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
+        reached += gain
+        if entry is not None:
+            entries.append(entry)
+    return entries, reached
+
+
 def history_digest(history: History, version: int, workers: Workers) -> Digest:
     """The digest of all weights of a version."""
+    constants = (tensor_key(name, dtype, shape).constant for name, (dtype, shape) in history.forms.items())
+    return sum(constants, boxes_digest(history, version, workers))
+
+
+def boxes_digest(history: History, version: int, workers: Workers) -> Digest:
+    """What the boxes that a history holds contribute to the digest of a version, without the tensors' constants."""
     total = Digest()
     for name, (dtype, shape) in history.forms.items():
         key = tensor_key(name, dtype, shape)
-        total += key.constant + box_digest(key, Box.whole(shape), history.at(name, version), workers)
+        total += box_digest(key, history.boxes[name], history.at(name, version), workers)
     return total
 
 
 def put_delta(store: Store, facts: Facts, entries: list[Entry], max_file_bytes: int) -> Way:
     """Upload a delta; the way that it is."""
     groups = split(entries, max_file_bytes)
-    names = part_names(f"{facts.version:08}-from-{facts.base_version:08}-{token_hex(6)}", len(groups))
+    names = delta_names(facts.version, facts.base_version, len(groups))
+    return delta_way(facts, put_parts(store, facts, groups, names), Counter(entry.encoding for entry in entries))
+
+
+def delta_names(version: int, base: int, num_parts: int) -> list[str]:
+    """The names of a delta's parts; no two calls give the same."""
+    return part_names(f"{version:08}-from-{base:08}-{token_hex(6)}", num_parts)
+
+
+def put_parts(
+    store: Store, facts: Facts, groups: Sequence[list[Entry]], names: Sequence[str], first: int = 1
+) -> tuple[StoredObject, ...]:
+    """Upload parts of a delta, from number `first` on; `names` are those of all its parts."""
     jobs = [
-        (DELTAS + name, name, list(part_bytes(facts, group, number, len(groups))))
-        for number, (name, group) in enumerate(zip(names, groups, strict=True), 1)
+        (DELTAS + names[number - 1], names[number - 1], list(part_bytes(facts, group, number, len(names))))
+        for number, group in enumerate(groups, first)
     ]
-    encodings = [entry.encoding for entry in entries]
+    return _put_all(store, jobs)
+
+
+def delta_way(facts: Facts, objects: tuple[StoredObject, ...], encodings: Mapping[str, int]) -> Way:
     return Way(
         version=facts.version,
         base=facts.base_version,
         digest=facts.digest,
         base_digest=facts.base_digest,
-        objects=_put_all(store, jobs),
+        objects=objects,
         num_changed=facts.num_changed,
-        encodings={name: encodings.count(name) for name in sorted(set(encodings))},
+        encodings=dict(sorted(encodings.items())),
     )
 
 
@@ -109,26 +137,55 @@ def put_anchor(
     forms = {name: (dtype.name, shape) for name, (dtype, shape) in history.forms.items()}
     metadata = {"format": "pt"} | anchor_facts(run, version, state, history.num_elements, tied)
     shards = split_shards(forms, max_file_bytes)
-    folder = f"{ANCHORS}{version:08}-{token_hex(6)}/"
-    jobs: list[tuple[str, str, Pieces]] = [
-        (folder + file, file, AnchorShard(history, version, shard, metadata)) for file, shard in shards.items()
-    ]
-    if len(shards) > 1:
-        jobs.append((folder + INDEX_NAME, INDEX_NAME, [index_bytes(shards)]))
+    folder = anchor_folder(version)
+
+    def pieces(name: str) -> Iterator[Buffer]:
+        past = history.at(name, version)
+        for start in range(0, len(past), CHUNK):
+            yield raw(past[start : start + CHUNK])
+
+    objects = put_shards(store, folder, shards, metadata, pieces)
+    return anchor_way(version, state, (*objects, *put_index(store, folder, shards), *beside), forms)
+
+
+def anchor_folder(version: int) -> str:
+    """Where an anchor's files go; no two calls give the same."""
+    return f"{ANCHORS}{version:08}-{token_hex(6)}/"
+
+
+def put_shards(
+    store: Store,
+    folder: str,
+    shards: Mapping[str, Mapping[str, Form]],
+    metadata: Mapping[str, str],
+    pieces: Callable[[str], Iterable[Buffer]],
+) -> tuple[StoredObject, ...]:
+    """Upload files of a checkpoint: the tensors of each, whose bytes come piece by piece."""
+    return _put_all(
+        store, [(folder + file, file, AnchorShard(forms, metadata, pieces)) for file, forms in shards.items()]
+    )
+
+
+def put_index(store: Store, folder: str, shards: Mapping[str, Mapping[str, Form]]) -> tuple[StoredObject, ...]:
+    """Upload the index of a checkpoint, if it has several files."""
+    return _put_all(store, [(folder + INDEX_NAME, INDEX_NAME, [index_bytes(shards)])] if len(shards) > 1 else [])
+
+
+def anchor_way(version: int, state: Digest, objects: tuple[StoredObject, ...], forms: Mapping[str, Form]) -> Way:
     return Way(
         version=version,
         base=None,
         digest=state,
         base_digest=None,
-        objects=(*_put_all(store, jobs), *beside),
-        num_changed=history.num_elements,
+        objects=objects,
+        num_changed=sum(prod(shape) for _, shape in forms.values()),
         encodings={"dense": len(forms)},
     )
 
 
 def put_files(store: Store, version: int, files: Sequence[Path]) -> tuple[StoredObject, ...]:
     """Upload what lies beside the weights."""
-    folder = f"{ANCHORS}{version:08}-{token_hex(6)}/"
+    folder = anchor_folder(version)
     return _put_all(store, [(folder + file.name, file.name, [file.read_bytes()]) for file in files])
 
 
@@ -140,17 +197,17 @@ def is_worth_sending(file: Path) -> bool:
 class AnchorShard:
     """One file of an anchor, piece by piece, while the weights move on."""
 
-    def __init__(self, history: History, version: int, forms: Mapping[str, Form], metadata: Mapping[str, str]) -> None:
-        self._history, self._version = history, version
+    def __init__(
+        self, forms: Mapping[str, Form], metadata: Mapping[str, str], pieces: Callable[[str], Iterable[Buffer]]
+    ) -> None:
+        self._pieces = pieces
         self._slots = lay_out(forms)
         self._header = header_bytes(self._slots, metadata)
 
     def __iter__(self) -> Iterator[Buffer]:
         yield self._header
-        for name, slot in self._slots.items():
-            past = self._history.at(name, self._version)
-            for start in range(0, prod(slot.shape), CHUNK):
-                yield raw(past[start : start + CHUNK])
+        for name in self._slots:
+            yield from self._pieces(name)
 
 
 def _put_all(store: Store, jobs: Sequence[tuple[str, str, Pieces]]) -> tuple[StoredObject, ...]:
@@ -160,7 +217,7 @@ def _put_all(store: Store, jobs: Sequence[tuple[str, str, Pieces]]) -> tuple[Sto
         store.put(key, measured)
         return StoredObject(key, measured.num_bytes, measured.sha256, file)
 
-    if len(jobs) == 1:
-        return (put(jobs[0]),)
+    if len(jobs) < 2:
+        return tuple(map(put, jobs))
     with ThreadPoolExecutor(PARALLEL, "deltawire-upload") as pool:
         return tuple(pool.map(put, jobs))

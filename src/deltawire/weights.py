@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.boxes import Positions
+from deltawire.boxes import Box, Positions
 from deltawire.dtypes import Bits, DType, dtype_named
 
 Weights = Mapping[str, Any]
@@ -83,9 +83,7 @@ def tied_names(weights: Weights) -> dict[str, str]:
     tied = {}
     for name in weights:
         value = weights[name]
-        address = (
-            value.data_ptr() if _is_torch(value) else getattr(value, "__array_interface__", {"data": None})["data"]
-        )
+        address = _address(value)
         shape = tuple(getattr(value, "shape", ()))
         if address is None or not prod(shape):
             continue
@@ -93,6 +91,20 @@ def tied_names(weights: Weights) -> dict[str, str]:
         if to != name:
             tied[name] = to
     return tied
+
+
+def boxes_of(weights: Weights) -> Mapping[str, Box]:
+    """Which part of its tensor each of some weights is, where that is not the whole."""
+    boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
+    return boxes
+
+
+def _address(value: Any) -> Any:
+    if hasattr(value, "to_local"):
+        return id(value)  # a DTensor has no address; tied, it is one object under two names
+    if _is_torch(value):
+        return value.data_ptr()
+    return getattr(value, "__array_interface__", {"data": None})["data"]
 
 
 def num_elements(weights: Weights, name: str) -> int:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from deltawire.errors import MissingDependency
-from deltawire.publisher import Publication, Publisher
+from deltawire.publication import Publication
+from deltawire.publisher import Publisher
+from deltawire.sharded import ShardedPublisher
+from deltawire.sources import is_sharded
 from deltawire.store import Store
 
 try:
@@ -21,23 +24,25 @@ class DeltawireCallback(TrainerCallback):  # type: ignore[misc]
     """Publishes the model when training starts and after each `every`-th optimizer step.
 
     Configuration and tokenizer go with the anchors, so that a mirror can be loaded as it is. Numbers of the last
-    version are added to what the Trainer logs. Other options are those of `Publisher`.
+    version are added to what the Trainer logs. Other options are those of `Publisher`, or of `ShardedPublisher`, which
+    takes its place where parameters are sharded over ranks (FSDP2); then all ranks publish.
     """
 
     def __init__(self, store: str | Path | Store, *, every: int = 1, **options: Any) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
         self._store, self._every, self._options = store, every, options
-        self.publisher: Publisher | None = None
+        self.publisher: Publisher | ShardedPublisher | None = None
         self.last: Publication | None = None
         """The newest version that was handed over; it may still be on its way."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        if not state.is_world_process_zero:
+        kind = ShardedPublisher if is_sharded(model) else Publisher
+        if kind is Publisher and not state.is_world_process_zero:
             return
         with tempfile.TemporaryDirectory() as folder:
             files = _files_beside(model, others.get("processing_class"), Path(folder))
-            self.publisher = Publisher(self._store, model, **{"files": files, **self._options})
+            self.publisher = kind(self._store, model, **{"files": files, **self._options})
             # A run that is taken up where it was needs no version for that.
             if not self.publisher.resumed:
                 self._publish(state)

@@ -135,13 +135,11 @@ class Arena:
             )  # fmt: skip
             compare.split_words[(stop - first,)](
                 first, self._words(), places, words, word_starts, word_counts, taken, pool, changes, starts, counts,
-                POOLS=num_pools, SLOTS=SLOTS, num_warps=1,
+                POOLS=num_pools, SLOTS=2 * SLOTS, num_warps=1,
             )  # fmt: skip
         begins = new(self.num_blocks + 1, dtype=torch.int64)
         begins[:1] = 0
         torch.cumsum(counts, 0, out=begins[1:])
-        most_words, most, num_words, found = torch.stack(
-            [taken[1:].max(), taken[0].max(), taken[1:].sum(), taken[0].sum()]
-        ).tolist()
-        self._expected = num_words / self.num_blocks, found / self.num_blocks
-        return Record(begins, starts, changes), most_words <= word_pool and most <= pool
+        by_changes, by_words = np.split(taken.cpu().numpy(), [1])
+        self._expected = int(by_words.sum()) / self.num_blocks, int(by_changes.sum()) / self.num_blocks
+        return Record(begins, starts, changes), by_words.max() <= word_pool and by_changes.max() <= pool

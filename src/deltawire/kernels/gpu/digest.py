@@ -7,7 +7,7 @@ Positions are those of the whole tensor. A box is runs of consecutive elements: 
 Sums stay on the device as two signed 64-bit words, low and high. Nothing here waits for the device.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ LAST = tl.constexpr(0xE7037ED1A0B428DB)
 
 # Elements are read as 64-bit words where that can be: it takes words of that size to keep up with the memory.
 WORD_BYTES = 8
+ALIGNMENT_BYTES = 16
 WORDS = 512
 CHANGES = 512
 MOST_PROGRAMS = 132 * 16
@@ -97,7 +98,7 @@ def store_sums(sums, row, low, high):
 def sum_box(
     words, num_words, first, sums, seed, run_length, run_stride, offset,
     ITEM_BITS: tl.constexpr, PER_WORD: tl.constexpr, ONE_RUN: tl.constexpr, LONG_RUNS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    MASKED: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Sums over words of elements, from element `first` on; long runs are those no shorter than a vector."""
     program = tl.program_id(0)
@@ -108,8 +109,11 @@ def sum_box(
     low = tl.zeros((VECTOR,), tl.uint64)
     high = tl.zeros((VECTOR,), tl.uint64)
     for at in range(program.to(tl.int64) * VECTOR, num_words, tl.num_programs(0) * VECTOR):
-        live = at + lane < num_words
-        word = unsigned(tl.load(words + at + lane, mask=live, other=0))
+        if MASKED:
+            live = at + lane < num_words
+            word = unsigned(tl.load(words + at + lane, mask=live, other=0))
+        else:
+            word = unsigned(tl.load(words + at + lane))
         begin = first + at * PER_WORD
         run = begin // run_length
         inside = begin - run * run_length
@@ -130,8 +134,10 @@ def sum_box(
                 position = begin - inside + place + (run + runs) * (run_stride - run_length) + offset
                 x = seed + unsigned(position) * POSITION
             add_low, add_high = scramble(x + bits * BITS)
-            low += tl.where(live, add_low, 0)
-            high += tl.where(live, add_high, 0)
+            if MASKED:
+                add_low, add_high = tl.where(live, add_low, 0), tl.where(live, add_high, 0)
+            low += add_low
+            high += add_high
     store_sums(sums, program, low, high)
 
 
@@ -162,11 +168,13 @@ def sum_changes(
 
 def box_sum(bits: torch.Tensor, seed: int, runs: Runs = WHOLE) -> torch.Tensor:
     """The sums over a box, whose elements lie in one dimension."""
-    per_word = WORD_BYTES // bits.itemsize if bits.data_ptr() % WORD_BYTES == 0 else 1
-    in_words = bits.numel() - bits.numel() % per_word
+    per_word = WORD_BYTES // bits.itemsize
+    aligned = bits.data_ptr() % ALIGNMENT_BYTES == 0
+    # Whole vectors of words, and what is left by single elements.
+    in_words = bits.numel() - bits.numel() % (WORDS * per_word) if aligned else 0
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     if in_words:
-        sums += _sum_part(bits[:in_words].view(SIGNED[per_word * bits.itemsize]), per_word, 0, seed, runs)
+        sums += _sum_part(bits[:in_words].view(torch.int64), per_word, 0, seed, runs)
     if in_words < bits.numel():
         sums += _sum_part(bits[in_words:].view(SIGNED[bits.itemsize]), 1, in_words, seed, runs)
     return sums
@@ -177,7 +185,8 @@ def _sum_part(words: torch.Tensor, per_word: int, first: int, seed: int, runs: R
     sums = torch.empty(programs, 2, dtype=torch.int64, device=words.device)
     sum_box[(programs,)](
         words, words.numel(), first, sums, signed(seed), *runs, ITEM_BITS=8 * words.itemsize // per_word,
-        PER_WORD=per_word, ONE_RUN=runs.is_one, LONG_RUNS=runs.length >= WORDS * per_word, VECTOR=WORDS,
+        PER_WORD=per_word, ONE_RUN=runs.is_one, LONG_RUNS=runs.length >= WORDS * per_word, MASKED=per_word == 1,
+        VECTOR=WORDS,
     )  # fmt: skip
     return sums.sum(0)
 

@@ -13,8 +13,8 @@ from deltawire.kernels.gpu.compare import BLOCK
 
 GAP_CLASSES, CONTEXT_CLASSES = 1, 16
 
-# How many changes a program takes at a time: one warp those of a block, several those of a row.
-SLOTS, VECTOR, ROWS = 32, 512, 32
+# How many changes a program takes at a time, of a block and of a row; and how many blocks, to add up.
+SLOTS, VECTOR, ROWS = 32, 128, 128
 SUBS = BLOCK // 64
 
 
@@ -103,7 +103,7 @@ class Encoder:
     def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._snapshot.device)
 
-    def survey(self, tiles: Tiles) -> Surveyed:
+    def survey(self, tiles: Tiles, contextual: bool) -> Surveyed:
         record = self._record
         surveyed = Surveyed(
             self._new(tiles.num_changes, dtype=torch.int16),
@@ -115,9 +115,10 @@ class Encoder:
         ranks.survey[(tiles.num_blocks,)](
             tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.starts, record.changes,
             self._snapshot, surveyed.steps, surveyed.positions, exponents, surveyed.digests,
-            SLOTS=SLOTS, num_warps=1, **self._layout,
+            SLOTS=SLOTS, COUNT_EXPONENTS=contextual, num_warps=1, **self._layout,
         )  # fmt: skip
-        ranks.choose_first[(tiles.num_tiles,)](exponents, surveyed.firsts, MASK=self._layout["MASK"])
+        if contextual:
+            ranks.choose_first[(tiles.num_tiles,)](exponents, surveyed.firsts, MASK=self._layout["MASK"])
         return surveyed
 
     def gap_rows(self, tiles: Tiles, surveyed: Surveyed) -> Rows:
@@ -130,7 +131,7 @@ class Encoder:
         totals = self._new(tiles.num_blocks, CONTEXT_CLASSES, dtype=torch.int64)
         ranks.count_classes[(tiles.num_blocks,)](
             tiles.block_tiles, tiles.first_block, firsts, record.begins, record.starts, record.changes, self._snapshot,
-            counters, totals, SLOTS=2 * SLOTS, num_warps=2, **self._layout,
+            counters, totals, SLOTS=4 * SLOTS, num_warps=2, **self._layout,
         )  # fmt: skip
         populations, num_members = self._new(2, tiles.num_tiles, CONTEXT_CLASSES)
         ranks.add_up_blocks[(tiles.num_tiles,)](
@@ -154,7 +155,7 @@ class Encoder:
         begins = self._record.begins
         kernels.make_rows[(tiles.num_tiles, num_classes)](
             tiles.table, begins, tiles.origin, members, steps, num_members, populations, values, rows,
-            C=num_classes, VECTOR=VECTOR,
+            C=num_classes, VECTOR=2 * VECTOR, num_warps=2,
         )  # fmt: skip
         kernels.measure[(tiles.num_tiles,)](tiles.table, begins, rows, sizes, C=num_classes, ROWS=4 * num_classes)
         return Rows(num_classes, num_members, values, rows, sizes)
@@ -166,5 +167,5 @@ class Encoder:
         kernels.write[(tiles.num_tiles, 3 * rows.num_classes + 1)](
             tiles.table, self._record.begins, tiles.origin, surveyed.steps, surveyed.firsts, rows.num_members,
             rows.values, rows.rows, offsets, out,
-            REVERSE=reverse, C=rows.num_classes, ROWS=4 * rows.num_classes, VECTOR=VECTOR,
+            REVERSE=reverse, C=rows.num_classes, ROWS=4 * rows.num_classes, VECTOR=VECTOR, num_warps=1,
         )  # fmt: skip

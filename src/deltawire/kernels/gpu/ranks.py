@@ -55,7 +55,7 @@ def tile_of(tiles, block_tiles, first_block, program):
 @triton.jit
 def survey(
     tiles, block_tiles, first_block, begins, origin, starts, changes, snapshot, steps, members, exponents, digests,
-    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
+    SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr, COUNT_EXPONENTS: tl.constexpr,
 ):  # fmt: skip
     """For each change of a block its step, and its place in the tile; for the tile its exponents and the digest's gain."""
     program = tl.program_id(0)
@@ -83,7 +83,8 @@ def survey(
             new = tl.load(base + place, mask=live, other=0).to(tl.int32) & 0xFFFF
             tl.store(steps + each, (place_on_line(new) - place_on_line(old)).to(tl.int16), mask=live)
             tl.store(members + each, before.to(tl.int32) + place, mask=live)
-            histogram += tl.histogram((old >> SHIFT) & MASK, MASK + 1, mask=live)
+            if COUNT_EXPONENTS:
+                histogram += tl.histogram((old >> SHIFT) & MASK, MASK + 1, mask=live)
             element = start + place
             position = element + run_offset
             if run_length != run_stride:
@@ -91,7 +92,8 @@ def survey(
             add_low, add_high = gain(seed, position, old.to(tl.uint64), new.to(tl.uint64), live)
             low += add_low
             high += add_high
-        tl.atomic_add(exponents + tile * (MASK + 1) + bins, histogram, mask=histogram > 0, sem="relaxed")
+        if COUNT_EXPONENTS:
+            tl.atomic_add(exponents + tile * (MASK + 1) + bins, histogram, mask=histogram > 0, sem="relaxed")
         tl.atomic_add(digests + 2 * tile, tl.sum(low, 0).to(tl.int64, bitcast=True), sem="relaxed")
         tl.atomic_add(digests + 2 * tile + 1, tl.sum(high, 0).to(tl.int64, bitcast=True), sem="relaxed")
 

@@ -1,0 +1,155 @@
+"""Pieces of tensors from rank to rank, while an anchor is written: each file of it needs whole tensors.
+
+Whoever writes a tensor asks the ranks that hold boxes of it for a piece at a time: the question goes through the ranks'
+store, the piece comes over a connection of gloo. An exchange lives for one anchor. So one that failed half-way, and
+whose connections are broken for good, disturbs nothing after it.
+"""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from math import prod
+
+import numpy as np
+
+from deltawire.boxes import Box
+from deltawire.container import raw
+from deltawire.dtypes import Bits, DType
+from deltawire.errors import RankFailed
+from deltawire.ranks import LONGEST_PAUSE, SHORTEST_PAUSE, Ranks
+
+PIECE = 1 << 20
+
+# A tensor's boxes and the ranks that hold them.
+Holders = Sequence[tuple[int, Box]]
+
+# Elements of this rank's own box of a tensor, by their positions in it.
+Read = Callable[[str, int, int], Bits]
+
+
+class Exchange:
+    """One rank's end: answers the others in a thread, and asks them."""
+
+    def __init__(self, ranks: Ranks, name: str, read: Read) -> None:
+        import torch.distributed as dist
+
+        self._ranks, self._read = ranks, read
+        self._store = dist.PrefixStore(name, ranks.store)
+        connecting = dist.PrefixStore("gloo", self._store)
+        self._group = dist.ProcessGroupGloo(connecting, ranks.rank, ranks.size, timedelta(seconds=ranks.timeout))
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="deltawire-exchange", daemon=True)
+        self._thread.start()
+
+    def ask(self, rank: int, name: str, start: int, stop: int, dtype: DType) -> Callable[[], Bits]:
+        """Ask for elements of a rank's box; what to call to have them."""
+        import torch
+
+        if rank == self._ranks.rank:
+            return lambda: self._read(name, start, stop)
+        bits = np.empty(stop - start, dtype.unsigned)
+        number = self._store.add(f"asked/{rank}", 1)
+        arriving = self._group.recv([torch.from_numpy(bits.view(np.uint8))], rank, number)
+        self._store.set(f"{rank}/{number}", json.dumps([self._ranks.rank, name, start, stop]))
+
+        def wait() -> Bits:
+            try:
+                arriving.wait()
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                raise RankFailed(f"rank {rank} did not send {name}: {reason}", rank=rank, reason=reason) from None
+            return bits
+
+        return wait
+
+    def _serve(self) -> None:
+        import torch
+
+        number, pause = 1, SHORTEST_PAUSE
+        while not self._stopping.is_set():
+            key = f"{self._ranks.rank}/{number}"
+            try:
+                if not self._store.check([key]):
+                    self._stopping.wait(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                    continue
+                rank, name, start, stop = json.loads(self._store.get(key))
+                self._store.delete_key(key)
+                piece = torch.from_numpy(np.ascontiguousarray(self._read(name, start, stop)).view(np.uint8))
+                self._group.send([piece], rank, number).wait()
+            except Exception:
+                # Whoever has asked gets no piece, and says so.
+                return
+            number, pause = number + 1, SHORTEST_PAUSE
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        # Whoever still waits for a piece learns that the connection is gone.
+        del self._group
+        with suppress(RuntimeError):
+            for key in (f"asked/{self._ranks.rank}", f"gloo/0/{self._ranks.rank}"):
+                self._store.delete_key(key)
+
+
+def whole_pieces(
+    exchange: Exchange, name: str, dtype: DType, full: tuple[int, ...], holders: Holders
+) -> Iterator[memoryview]:
+    """A tensor's bytes, in order, put together from the boxes of all ranks; the next piece is asked for ahead."""
+    asked: deque[tuple[Box, list[tuple[Box, Callable[[], Bits]]]]] = deque()
+    try:
+        for slab in slabs(full):
+            asked.append((slab, list(_ask_for(exchange, name, dtype, slab, holders))))
+            if len(asked) > 1:
+                yield _join(dtype, *asked.popleft())
+        while asked:
+            yield _join(dtype, *asked.popleft())
+    finally:
+        # What was asked for arrives, also when an upload starts again.
+        for _, parts in asked:
+            for _, wait in parts:
+                with suppress(RankFailed):
+                    wait()
+
+
+def _ask_for(
+    exchange: Exchange, name: str, dtype: DType, slab: Box, holders: Holders
+) -> Iterator[tuple[Box, Callable[[], Bits]]]:
+    for rank, box in holders:
+        shared = slab.intersection(box)
+        if shared is not None:
+            # A slab has whole rows, so what it shares with a box is consecutive there.
+            row = prod(box.shape[1:])
+            first = (shared.offset[0] - box.offset[0]) * row if box.full else 0
+            yield shared, exchange.ask(rank, name, first, first + shared.num_elements, dtype)
+
+
+def _join(dtype: DType, slab: Box, parts: list[tuple[Box, Callable[[], Bits]]]) -> memoryview:
+    whole = np.empty(slab.shape, dtype.unsigned)
+    for shared, wait in parts:
+        whole[shared.slices_in(slab)] = wait().reshape(shared.shape)
+    return raw(whole.reshape(-1))
+
+
+def slabs(full: tuple[int, ...]) -> list[Box]:
+    """A tensor cut along its first dimension, into boxes of about a piece each, in order."""
+    if not full:
+        return [Box.whole(full)]
+    rows = max(PIECE // max(prod(full[1:]), 1), 1)
+    starts = range(0, full[0] if prod(full) else 0, rows)
+    rest = full[1:]
+    return [Box(full, (at, *(0 for _ in rest)), (min(rows, full[0] - at), *rest)) for at in starts]
+
+
+def share_out(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
+    """Which rank writes which tensors: the largest first, each to the rank that has least to write."""
+    written: list[list[str]] = [[] for _ in range(num_ranks)]
+    filled = [0] * num_ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = filled.index(min(filled))
+        written[rank].append(name)
+        filled[rank] += sizes[name]
+    return written

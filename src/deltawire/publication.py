@@ -1,0 +1,108 @@
+"""What all publishers share: the handle of a version on its way, the optimizer's hook, and the numbers they tell."""
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import count
+from typing import Any, Self
+
+from deltawire.runs import Run
+
+
+class Publication:
+    """A version on its way into the store."""
+
+    def __init__(self, version: int, step: int | None) -> None:
+        self.version = version
+        self.step = step
+        self.stats: dict[str, Any] = {}
+        """Sizes, counts and seconds; complete when it is done."""
+        self.error: BaseException | None = None
+        self._done = threading.Event()
+
+    def done(self) -> bool:
+        """Whether it was committed, or has failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> "Publication":
+        """Wait for the commit and return, or raise why there is none."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"version {self.version} was not committed within {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._done.set()
+
+    def __repr__(self) -> str:
+        state = "on its way" if not self.done() else "committed" if self.error is None else f"failed: {self.error}"
+        return f"Publication(version={self.version}, step={self.step}, {state})"
+
+
+class BasePublisher(ABC):
+    """A publisher, whatever it publishes from."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.version: int | None = None
+        """The last version that was committed."""
+        self.last: Publication | None = None
+        self.num_published = self.num_failed = 0
+
+    @abstractmethod
+    def publish(
+        self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
+    ) -> Publication:
+        """Make the weights as they are now the next version."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was begun, and stop."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """How many versions are staged and not committed yet."""
+
+    def attach(self, optimizer: Any, *, every: int = 1) -> Any:
+        """Publish after each `every`-th step of a torch optimizer, with its number as the step; a handle to remove it.
+
+        A step that a gradient scaler skips is none, and is not published.
+        """
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        steps = count(1)
+
+        def publish(*_: object) -> None:
+            step = next(steps)
+            if step % every == 0:
+                self.publish(step=step)
+
+        return optimizer.register_step_post_hook(publish)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a run tracker, flat."""
+        values = {"published": self.num_published, "failed": self.num_failed, "waiting": self.num_waiting}
+        last = {} if self.last is None else self.last.stats
+        return {f"deltawire/publish/{name}": value for name, value in {**values, **last}.items() if value is not None}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def as_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of free metadata, refused where JSON cannot hold it."""
+    copied = dict(metadata or {})
+    json.dumps(copied, allow_nan=False)
+    return copied
+
+
+def check_cadence(anchors: int | str | None, queue_size: int) -> None:
+    if not (anchors in ("auto", None) or (isinstance(anchors, int) and anchors > 0)) or queue_size < 0:
+        raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")

@@ -1,0 +1,18 @@
+"""The examples run as they are, and end well."""
+
+import re
+import subprocess
+import sys
+
+from conftest import ROOT
+
+
+def test_the_pytorch_loop(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "pytorch_loop.py"), "--store", str(tmp_path / "run")]
+    done = subprocess.run([*command, "--steps", "3"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^ +(\d+) +(\d+) +[\d,]+ +([\d.]+)% +[\d,]+ +1/\d+$", done.stdout, re.MULTILINE)
+    assert [(int(version), int(step)) for version, step, _ in rows] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert all(0 < float(density) < 50 for _, _, density in rows[1:])
+    trainer, follower = re.findall(r"^(?:trainer|follower) +(\w{32})$", done.stdout, re.MULTILINE)
+    assert trainer == follower

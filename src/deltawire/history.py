@@ -23,10 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from deltawire.boxes import Box
+from deltawire.codec import Encoded
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.container import raw
 from deltawire.dtypes import Bits, DType
 from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.state import Digest, box_digest, tensor_key
 from deltawire.weights import Tensor, boxes_of, form
 from deltawire.workers import Workers
 
@@ -82,6 +84,13 @@ class _Stream(NamedTuple):
     num_changed: int
 
 
+class Prepared(NamedTuple):
+    """What a version changed in a tensor, encoded, and what that adds to the digest."""
+
+    encoded: Encoded
+    gain: Digest
+
+
 class Settled:
     """The changes of a version that was committed: reverse `gap` streams in a file, or the old bits where shorter."""
 
@@ -129,12 +138,15 @@ class History:
         for name, tensor in weights.items():
             self.boxes[name] = boxes_of(weights).get(name) or Box.whole(tensor.shape)
             self.forms[name] = tensor.dtype, self.boxes[name].full
-            self._snapshot[name] = np.array(tensor.bits[:])
+            self._snapshot[name] = self._first_bits(name, tensor)
         self._records: dict[int, Record] = {}
         self._scratch = scratch
         # A new one before a record is taken away or replaced, for readers to notice.
         self._epoch = object()
         self.oldest = self.version = version
+
+    def _first_bits(self, name: str, tensor: Tensor) -> Bits:
+        return np.array(tensor.bits[:])
 
     @property
     def num_elements(self) -> int:
@@ -232,6 +244,15 @@ class History:
             for name, count in record.num_changed.items():
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
         return counts
+
+    def prepared(self, base: int, version: int) -> Mapping[str, "Prepared"]:
+        """Tensors whose changes from a base to a version are encoded already."""
+        return {}
+
+    def digest_of(self, name: str, version: int, workers: Workers) -> Digest:
+        """What the box that is held of a tensor contributes to the digest of a version."""
+        key = tensor_key(name, *self.forms[name])
+        return box_digest(key, self.boxes[name], self.at(name, version), workers)
 
     def at(self, name: str, version: int) -> "Past":
         """A tensor as it was at a version."""

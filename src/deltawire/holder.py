@@ -20,6 +20,7 @@ from deltawire.history import History
 from deltawire.manifest import StoredObject
 from deltawire.parts import split
 from deltawire.ranks import Message, Ranks
+from deltawire.snapshots import new_history
 from deltawire.sources import ShardedWeights
 from deltawire.state import Digest
 from deltawire.store import Store
@@ -48,12 +49,13 @@ class Holder:
         ranks: Ranks,
         allowed: list[str],
         max_file_bytes: int,
+        snapshot: str | None,
         scratch: Path | None,
         threads: int | None,
     ) -> None:
         self._read, self._store, self._ranks = read, store, ranks
         self._allowed, self._max_file_bytes = allowed, max_file_bytes
-        self._scratch, self._threads = scratch, threads
+        self._where, self._scratch, self._threads = snapshot, scratch, threads
         self._held: dict[int, Held] = {}
         self._errors: dict[int, BaseException] = {}
         self._unsettled: list[int] = []
@@ -88,7 +90,7 @@ class Holder:
             weights = self._read()
             before = self._held[max(self._held)] if self._held else None
             if anchor or before is None:
-                history = History(weights, call, scratch=self._scratch)
+                history = new_history(weights, call, self._allowed, self._where, self._scratch)
             else:
                 history = before.history
                 with Workers(self._threads) as workers:
@@ -125,7 +127,7 @@ class Holder:
         weights = self._read()
         if not has_version:
             return {}
-        history = History(weights, 0, scratch=self._scratch)
+        history = new_history(weights, 0, self._allowed, self._where, self._scratch)
         self._held = {0: Held(history, weights.forms, weights.tied)}
         return self.measure(0)
 

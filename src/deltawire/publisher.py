@@ -20,6 +20,7 @@ from deltawire.parts import MAX_FILE_BYTES
 from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
+from deltawire.snapshots import check_snapshot, new_history
 from deltawire.sources import as_bits, source_of
 from deltawire.state import Digest, digest
 from deltawire.store import Store
@@ -73,6 +74,7 @@ class Publisher(BasePublisher):
         anchors: int | str | None = "auto",
         skips: Sequence[int] = SKIPS,
         sign_with: str | Path | None = None,
+        snapshot: str | None = None,
         scratch: Path | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int | None = None,
@@ -80,11 +82,12 @@ class Publisher(BasePublisher):
         if when_full not in ("wait", "coalesce"):
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
         check_cadence(anchors, queue_size)
+        check_snapshot(snapshot)
         self._read = source_of(weights, dtype)
         now = self._read()
         self._dtype, self._tied = dtype, dict(tied_names(now) if tied is None else tied)
         self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
-        self._scratch, self._threads = scratch, threads
+        self._where, self._scratch, self._threads = snapshot, scratch, threads
         self._files = [Path(file) for file in files] or _files_of(now)
         allowed = allowed_encodings(encoding)
         key = None if sign_with is None else public_key_of(sign_with)
@@ -193,7 +196,8 @@ class Publisher(BasePublisher):
         return job
 
     def _snapshot(self, weights: Weights, version: int) -> History:
-        return History(as_bits(weights, self._dtype, self._tied), version, scratch=self._scratch)
+        bits = as_bits(weights, self._dtype, self._tied)
+        return new_history(bits, version, self._making.allowed, self._where, self._scratch)
 
     def _work(self) -> None:
         while True:

@@ -20,6 +20,7 @@ from deltawire.publication import BasePublisher, Publication, as_metadata, check
 from deltawire.ranks import Message, Ranks, error_fields, error_from
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
+from deltawire.snapshots import check_snapshot
 from deltawire.sources import sharded_source
 from deltawire.store import Store
 from deltawire.upkeep import Ways
@@ -72,6 +73,7 @@ class ShardedPublisher(BasePublisher):
         anchors: int | str | None = "auto",
         skips: Sequence[int] = SKIPS,
         sign_with: str | Path | None = None,
+        snapshot: str | None = None,
         scratch: Path | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int | None = None,
@@ -83,10 +85,11 @@ class ShardedPublisher(BasePublisher):
         self._ranks = ranks = Ranks.of(group, rank_store, timeout)
         self.rank = ranks.rank
         # Only rank 0 writes documents.
+        check_snapshot(snapshot)
         signs = sign_with if ranks.rank == 0 else None
         super().__init__(Run(store, sign_with=signs, public_key=None if signs is None else public_key_of(signs)))
         read = sharded_source(model, has_plain=ranks.rank == 0, dtype=dtype, frozen=frozen, buffers=buffers)
-        self._holder = Holder(read, self.run.store, ranks, allowed, max_file_bytes, scratch, threads)
+        self._holder = Holder(read, self.run.store, ranks, allowed, max_file_bytes, snapshot, scratch, threads)
         self._queue_size = queue_size
         self._pending: deque[Job] = deque()
         self._leader: Leader | None = None

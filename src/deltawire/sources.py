@@ -68,6 +68,14 @@ class ModuleWeights(Mapping[str, Tensor]):
             return self._published, self._torch_dtype
         return dtype_named(str(own).removeprefix("torch.")), own
 
+    def tensor(self, name: str) -> Any:
+        """The torch tensor itself."""
+        return self._tensors[name].detach()
+
+    def dtype_of(self, name: str) -> DType:
+        """The dtype that a tensor is published in."""
+        return self._dtypes(name)[0]
+
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         bits = TorchBits(tensor, *self._dtypes(name))

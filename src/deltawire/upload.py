@@ -14,7 +14,7 @@ from deltawire.history import CHUNK, CHUNK_LOG2, History
 from deltawire.manifest import ANCHORS, DELTAS, StoredObject, Way
 from deltawire.parts import part_names, split
 from deltawire.patches import encode_box
-from deltawire.state import Digest, box_digest, tensor_key
+from deltawire.state import Digest, tensor_key
 from deltawire.store import Buffer, Pieces, Store
 from deltawire.store.transfer import Measured
 from deltawire.weights import Form
@@ -57,8 +57,12 @@ def encode_changes(
     history: History, base: int, version: int, allowed: list[str], workers: Workers
 ) -> tuple[list[Entry], Digest]:
     """What changed between two versions in the boxes that a history holds, and what that adds to the digest."""
+    prepared = history.prepared(base, version)
 
     def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
+        if name in prepared:
+            encoded, gain = prepared[name]
+            return Entry.of(name, history.forms[name][0], history.boxes[name], encoded), gain
         old, new = history.at(name, base), history.at(name, version)
         # No tile is larger than what a history makes at a time.
         tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
@@ -81,11 +85,7 @@ def history_digest(history: History, version: int, workers: Workers) -> Digest:
 
 def boxes_digest(history: History, version: int, workers: Workers) -> Digest:
     """What the boxes that a history holds contribute to the digest of a version, without the tensors' constants."""
-    total = Digest()
-    for name, (dtype, shape) in history.forms.items():
-        key = tensor_key(name, dtype, shape)
-        total += box_digest(key, history.boxes[name], history.at(name, version), workers)
-    return total
+    return sum((history.digest_of(name, version, workers) for name in history.forms), Digest())
 
 
 def put_delta(store: Store, facts: Facts, entries: list[Entry], max_file_bytes: int) -> Way:

@@ -1,6 +1,6 @@
 """Patches to arrays and back: four encodings, and the choice of the smallest one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deltawire.boxes import Positions
@@ -20,15 +20,18 @@ EncodingChoice = str | Iterable[str]
 
 __all__ = [
     "AUTO",
+    "CONTEXT",
     "COO",
     "DENSE",
     "ENCODINGS",
+    "GAP",
     "MIRRORLESS",
     "Arrays",
     "Encoded",
     "allowed_encodings",
     "decode",
     "encode",
+    "smallest_encoding",
 ]
 
 
@@ -85,11 +88,19 @@ def encode(
         num_changed = count_changes(old, new, workers, watch)
     if num_changed == 0:
         return None
-    sizes |= {each.name: each.size_bytes(len(old), num_changed, dtype) for each in (COO, DENSE) if each.name in allowed}
-    best = min(sizes, key=lambda name: sizes[name])
+    best = smallest_encoding(sizes, len(old), num_changed, dtype, allowed)
     # Whatever has lost goes before the winner is made: at high densities each is nearly as large as the tensor.
     kept = {name: arrays for name, arrays in kept.items() if name == best}
     return Encoded(best, num_changed, kept.get(best) or ENCODINGS[best].encode(old[:], new[:], dtype, workers))
+
+
+def smallest_encoding(
+    tiled: Mapping[str, int], num_elements: int, num_changed: int, dtype: DType, allowed: list[str]
+) -> str:
+    """The allowed encoding that takes the fewest bytes; `tiled` are the sizes of those that depend on the changes."""
+    others = {each.name: each.size_bytes(num_elements, num_changed, dtype) for each in (COO, DENSE)}
+    sizes = {**tiled, **{name: size for name, size in others.items() if name in allowed}}
+    return min(sizes, key=lambda name: sizes[name])
 
 
 def count_changes(old: Elements, new: Elements, workers: Workers, watch: Watch | None) -> int:

@@ -30,7 +30,7 @@ FIND_WARPS = 4
 
 
 class Arena:
-    """Tensors of one 16-bit dtype as blocks, each tensor from a whole block on.
+    """Tensors of one 16-bit dtype, none of them empty, as blocks, each tensor from a whole block on.
 
     Weights may be of that dtype, or float32, to be cast.
     """
@@ -49,7 +49,7 @@ class Arena:
         self._lengths = self._to_device(lengths.astype(np.int32))
         self._expected: tuple[float, float] | None = None
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
-        self._pointers: tuple[int, ...] = ()
+        self._pointers: tuple[tuple[int, int], ...] = ()
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
         self._kinds: list[tuple[int, int, Any]] = []
         self._kept: list[torch.Tensor] = []
@@ -60,12 +60,11 @@ class Arena:
     def point_at(self, weights: Sequence[torch.Tensor]) -> None:
         """Say where the weights lie now. They must stay there until they were looked at."""
         self._kept = [self._readable(tensor) for tensor in weights]
-        pointers = tuple(tensor.data_ptr() for tensor in self._kept)
+        pointers = tuple((tensor.data_ptr(), tensor.itemsize) for tensor in self._kept)
         if pointers == self._pointers:
             return
         self._pointers = pointers
-        starts = torch.tensor(pointers, dtype=torch.int64, device=self._device)
-        item_bytes = torch.tensor([tensor.itemsize for tensor in self._kept], dtype=torch.int64, device=self._device)
+        starts, item_bytes = torch.tensor(pointers, dtype=torch.int64).T.contiguous().to(self._device)
         self._addresses = starts[self._tensors] + self._ordinals * (item_bytes[self._tensors] * BLOCK)
         # Stretches of blocks to be cast, and of blocks to be taken as they are.
         self._kinds = []
@@ -104,12 +103,30 @@ class Arena:
         words, changes = totals.tolist()
         return words / num_blocks, changes / num_blocks
 
-    def find(self) -> tuple[Record, bool]:
-        """Move the snapshot to the weights; what it was, and whether that is all.
+    def find(self) -> Record:
+        """Move the snapshot to the weights; what it was.
 
-        How many changes there will be is guessed from the last time. Blocks for which there was no room stay as they
-        were, for another call.
+        How many changes there will be is guessed from the last time. Where there were more, the rest is found by
+        looking again.
         """
+        record, complete = self._find()
+        try:
+            while not complete:
+                more, complete = self._find()
+                record = _both(record, more)
+        except BaseException:
+            self.put_back(record)
+            raise
+        return record
+
+    def put_back(self, record: Record) -> None:
+        """Undo what a record says."""
+        compare.put_back[(self.num_blocks,)](
+            record.begins, record.starts, record.changes, self.snapshot, SLOTS=SLOTS, num_warps=1
+        )
+
+    def _find(self) -> tuple[Record, bool]:
+        """One look: what was found, and whether that is all. Blocks that found no room stay as they were."""
         if self._expected is None:
             self._expected = self.estimate()
         words_per_block, changes_per_block = self._expected
@@ -143,3 +160,13 @@ class Arena:
         by_changes, by_words = np.split(taken.cpu().numpy(), [1])
         self._expected = int(by_words.sum()) / self.num_blocks, int(by_changes.sum()) / self.num_blocks
         return Record(begins, starts, changes), by_words.max() <= word_pool and by_changes.max() <= pool
+
+
+def _both(first: Record, second: Record) -> Record:
+    """Two looks at the same weights: no block has changes in both."""
+    in_first = first.begins.diff() > 0
+    return Record(
+        first.begins + second.begins,
+        torch.where(in_first, first.starts, second.starts + len(first.changes)),
+        torch.cat([first.changes, second.changes]),
+    )

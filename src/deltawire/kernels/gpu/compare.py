@@ -2,11 +2,12 @@
 
 Weights are taken where they lie, as blocks of 4096 elements of two bytes (or four, cast on the way), from any number of
 tensors at once: a table has the address of each block. The snapshot is one flat array in which every tensor starts at a
-whole block. It is compared four elements at a time, as 64-bit words, which is what a GPU needs to keep up with its memory.
+whole block. It is compared four elements at a time, as 64-bit words, which is what a GPU needs to keep up with its
+memory.
 
-A block takes room for its changed words from a pool by one atomic addition, and keeps where they start; those few words are
-then split into changes. A change is one number: the old bits above the place in the block. A block that finds no room
-stays as it was, so that a later look finds the same.
+A block takes room for its changed words from a pool by one atomic addition, and keeps where they start; those few words
+are then split into changes. A change is one number: the old bits above the place in the block. A block that finds no
+room stays as it was, so that a later look finds the same.
 """
 
 import triton
@@ -17,6 +18,21 @@ ELEMENTS = tl.constexpr(BLOCK)
 WORDS = tl.constexpr(BLOCK // 4)
 
 
+# What a NaN becomes on a GPU, whatever its sign and payload.
+NAN = tl.constexpr(0x7FFF)
+
+
+@triton.jit
+def cast_bits(values, CAST: tl.constexpr):
+    """The bits of float32 numbers in a dtype of two bytes, rounded to the nearest, ties to even, as torch does."""
+    if CAST == tl.bfloat16:
+        # In integers, since Triton's interpreter cuts off where a GPU rounds.
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, NAN, rounded)
+    return values.to(CAST).to(tl.int16, bitcast=True).to(tl.int32)
+
+
 @triton.jit
 def block_words(address, length, CAST: tl.constexpr):
     """A block of weights as words of four 16-bit patterns; what lies behind the end of the tensor is 0."""
@@ -25,11 +41,12 @@ def block_words(address, length, CAST: tl.constexpr):
         lane = tl.arange(0, 4)[None, :]
         at = index[:, None] * 4 + lane
         weights = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-        if length == ELEMENTS:
+        # Two ways: a mask would keep the loads from being wide.
+        if length == ELEMENTS:  # noqa: SIM108
             values = tl.load(weights + at)
         else:
             values = tl.load(weights + at, mask=at < length, other=0.0)
-        bits = values.to(CAST).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+        bits = cast_bits(values, CAST).to(tl.int64) & 0xFFFF
         words = tl.sum(bits << (16 * lane), 1)
     else:
         weights = address.to(tl.pointer_type(tl.int64))
@@ -70,8 +87,8 @@ def find_words(
 ):  # fmt: skip
     """Blocks from a first one on: their changed words to a pool, new bits to the snapshot; where they start, how many.
 
-    There are `POOLS` pools of `pool` places, since one counter for all would be what everything waits for. `taken` counts
-    the places of each; it goes on where a block finds no room, and then says that it has no changes.
+    There are `POOLS` pools of `pool` places, since one counter for all would be what everything waits for. `taken`
+    counts the places of each; it goes on where a block finds no room, which then says that it has no changes.
     """
     program = tl.program_id(0)
     block = first_block + program
@@ -165,3 +182,16 @@ def take_all(first_block, addresses, lengths, snapshot, CAST: tl.constexpr):
     block = first_block + tl.program_id(0)
     new = block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
     tl.store(snapshot + block.to(tl.int64) * WORDS + tl.arange(0, WORDS), new)
+
+
+@triton.jit
+def put_back(begins, starts, changes, snapshot, SLOTS: tl.constexpr):
+    """Give the blocks their old bits back."""
+    block = tl.program_id(0).to(tl.int64)
+    count = (tl.load(begins + block + 1) - tl.load(begins + block)).to(tl.int32)
+    changes += tl.load(starts + block)
+    for slot in range(0, count, SLOTS):
+        each = slot + tl.arange(0, SLOTS)
+        change = tl.load(changes + each, mask=each < count, other=0)
+        here = snapshot + block * ELEMENTS + (change & (ELEMENTS - 1))
+        tl.store(here, (change >> 16).to(tl.int16), mask=each < count)

@@ -113,8 +113,8 @@ class Encoder:
         )
         exponents = self._new(tiles.num_tiles, self._layout["MASK"] + 1).zero_()
         ranks.survey[(tiles.num_blocks,)](
-            tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.starts, record.changes,
-            self._snapshot, surveyed.steps, surveyed.positions, exponents, surveyed.digests,
+            tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.starts,
+            record.changes, self._snapshot, surveyed.steps, surveyed.positions, exponents, surveyed.digests,
             SLOTS=SLOTS, COUNT_EXPONENTS=contextual, num_warps=1, **self._layout,
         )  # fmt: skip
         if contextual:

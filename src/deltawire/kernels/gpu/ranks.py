@@ -1,11 +1,11 @@
 """From changed elements to steps, and for `context` to ranks: an element's place among those of its class in its tile.
 
-One program goes through the changes of a block, with a single warp, which then never waits for another. Only the ranks need a
-look at every element: a pass counts them by class, 64 at a time, in counters of four, then eight, then sixteen bits that
-share 64-bit words. Within those 64 they are counted for the changed elements alone.
+One program goes through the changes of a block, with a single warp, which then never waits for another. Only the ranks
+need a look at every element: a pass counts them by class, 64 at a time, in counters of four, then eight, then sixteen
+bits that share 64-bit words. Within those 64 they are counted for the changed elements alone.
 
-Ranks are over old weights, but the snapshot has the new ones already. So it is the classes of new bits that are counted, and the
-changes before an element, which are known by both their classes, make up for the difference.
+Ranks are over old weights, but the snapshot has the new ones already. So it is the classes of new bits that are
+counted, and the changes before an element, which are known by both their classes, make up for the difference.
 """
 
 import triton
@@ -57,7 +57,7 @@ def survey(
     tiles, block_tiles, first_block, begins, origin, starts, changes, snapshot, steps, members, exponents, digests,
     SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr, COUNT_EXPONENTS: tl.constexpr,
 ):  # fmt: skip
-    """For each change of a block its step, and its place in the tile; for the tile its exponents and the digest's gain."""
+    """For each change of a block its step and its place in the tile; for the tile exponents and the digest's gain."""
     program = tl.program_id(0)
     block, tile, before = tile_of(tiles, block_tiles, first_block, program)
     begin, end = tl.load(begins + block), tl.load(begins + block + 1)

@@ -1,8 +1,8 @@
 """From ranks and steps to the streams of bits that docs/format.md specifies, bit for bit as kernels/cpu/encode.py.
 
-A tile's codes lie in rows: for each class the gaps of its step group, its lengths, and the gaps of its position group. One
-program lists and measures the rows of a class; then one program writes a row. Gap rows are kept as the ascending numbers
-between which the gaps lie. Bits are put into zeroed memory by atomic or, so that neighbours may share a word.
+A tile's codes lie in rows: for each class the gaps of its step group, its lengths, and the gaps of its position group.
+One program lists and measures the rows of a class; then one program writes a row. Gap rows are kept as the ascending
+numbers between which the gaps lie. Bits are put into zeroed memory by atomic or, so that neighbours may share a word.
 
 `context` has 16 classes, and members and steps are sorted by class; `gap` has one, whose members are positions.
 """
@@ -183,7 +183,7 @@ def make_rows(
             other = i + lane
             low = tl.zeros((VECTOR,), tl.int32)
             high = tl.zeros((VECTOR,), tl.int32) + count.to(tl.int32)
-            for _halving in range(0, HALVINGS):
+            for _halving in range(HALVINGS):
                 middle = (low + high) // 2
                 searching = low < high
                 others_before = tl.load(source + middle, mask=searching, other=0) - middle

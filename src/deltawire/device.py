@@ -1,0 +1,463 @@
+"""A publisher's snapshot on the GPU that trains.
+
+`publish` runs one comparison on the device and waits for it; the weights never cross the bus. What changed is then
+encoded on the device, on a stream of its own: as the delta, and as the way back that a history keeps. Only those bytes
+go to the host.
+
+Weights that are published in bf16 or fp16 are kept so, also where they train in float32. Whatever else a module has,
+and frozen parameters, are kept as `History` keeps them.
+"""
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deltawire.boxes import Box
+from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
+from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
+from deltawire.dtypes import Bits, DType
+from deltawire.history import CHUNK, CHUNK_LOG2, ChunkKey, History, Prepared, Settled, Staged
+from deltawire.kernels.gpu import encode as kernels
+from deltawire.kernels.gpu.arena import Arena
+from deltawire.kernels.gpu.compare import BLOCK
+from deltawire.kernels.gpu.digest import Runs, box_sum
+from deltawire.sources import ModuleWeights
+from deltawire.state import Digest, tensor_key
+from deltawire.weights import Tensor
+from deltawire.workers import Workers
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+# How much is encoded at a time: shares of all changes and of all blocks, and the least that is worth a launch.
+SHARE = 12
+LEAST_CHANGES, LEAST_BLOCKS = 1 << 20, 1 << 13
+
+
+class Row(NamedTuple):
+    """A tile: what the kernels know of it, as in kernels/gpu/ranks.py, and whose it is."""
+
+    name: str
+    number: int
+    fields: tuple[int, ...]
+    num_changed: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.fields[1] // BLOCK)
+
+
+@dataclass(slots=True)
+class Streams:
+    """The streams of one tensor's tiles, as they come."""
+
+    tile_log2: int
+    sizes: list[int] = field(default_factory=list)
+    pieces: list[Bits] = field(default_factory=list)
+
+    def payload(self) -> Bits:
+        head = np.array([self.tile_log2, 0, 0, 0], np.uint8)
+        return np.concatenate([head, np.array(self.sizes, "<u4").view(np.uint8), *self.pieces])
+
+    @property
+    def num_bytes(self) -> int:
+        return HEAD_BYTES + 4 * len(self.sizes) + sum(self.sizes)
+
+
+class Held(NamedTuple):
+    """Where a tensor lies in an arena, and in its whole."""
+
+    dtype: DType
+    seed: int
+    first_block: int
+    num_elements: int
+    runs: Runs
+
+
+class Part:
+    """The tensors of one device."""
+
+    def __init__(self, weights: ModuleWeights, boxes: Mapping[str, Box], names: Sequence[str]) -> None:
+        tensors = [weights.tensor(name) for name in names]
+        self.names, self._device = list(names), tensors[0].device
+        dtype = weights.dtype_of(names[0])
+        self._layout = kernels.Layout(dtype.exponent_shift, dtype.exponent_mask)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with self._alone():
+            self._arena = Arena([tensor.numel() for tensor in tensors], DTYPES[dtype.name], self._device)
+            self._arena.point_at(tensors)
+            self._arena.take_all()
+        self._join()
+        self.held = {
+            name: Held(
+                dtype, int(tensor_key(name, dtype, boxes[name].full).seed), first, tensor.numel(),
+                cast(Runs, single_stride(boxes[name])),
+            )
+            for name, tensor, first in zip(names, tensors, self._arena.first_blocks, strict=True)
+        }  # fmt: skip
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """A stream of its own, after what the current one has been given."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
+
+    def _join(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def stage(self, weights: ModuleWeights) -> kernels.Record:
+        """Move the snapshot to the weights, and return when they may change again."""
+        with self._alone():
+            self._arena.point_at([weights.tensor(name) for name in self.names])
+            record = self._arena.find()
+        self._join()
+        return record
+
+    def put_back(self, record: kernels.Record) -> None:
+        with self._alone():
+            self._arena.put_back(record)
+        self._join()
+
+    def read(self, name: str, stretch: slice) -> Bits:
+        held = self.held[name]
+        start, stop, _ = stretch.indices(held.num_elements)
+        first = held.first_block * BLOCK
+        with self._alone():
+            bits: Bits = self._arena.snapshot[first + start : first + stop].cpu().numpy().view(np.uint16)
+        return bits
+
+    def write(self, name: str, stretch: slice, bits: Bits) -> None:
+        held = self.held[name]
+        start, stop, _ = stretch.indices(held.num_elements)
+        first = held.first_block * BLOCK
+        with self._alone():
+            self._arena.snapshot[first + start : first + stop] = torch.from_numpy(bits.view(np.int16)).to(self._device)
+        self._join()
+
+    def digest(self, name: str) -> Digest:
+        """What the snapshot of a tensor contributes to the digest."""
+        held = self.held[name]
+        first = held.first_block * BLOCK
+        with self._alone():
+            bits = self._arena.snapshot[first : first + held.num_elements]
+            return as_digest(box_sum(bits, held.seed, held.runs).cpu().numpy())
+
+    def num_changed(self, record: kernels.Record) -> dict[str, npt.NDArray[np.int64]]:
+        """For each tensor that changed, how many changes each of its chunks has."""
+        per_chunk = CHUNK // BLOCK
+        ends = {name: held.first_block + -(-held.num_elements // BLOCK) for name, held in self.held.items()}
+        edges = [
+            np.minimum(np.arange(held.first_block, ends[name] + per_chunk, per_chunk), ends[name])
+            for name, held in self.held.items()
+        ]
+        with self._alone():
+            begins = record.begins[torch.from_numpy(np.concatenate(edges)).to(self._device)].cpu().numpy()
+        parts = np.split(begins, np.cumsum([len(each) for each in edges])[:-1])
+        counts = {name: np.diff(part) for name, part in zip(self.held, parts, strict=True)}
+        return {name: count for name, count in counts.items() if count.any()}
+
+    def encode(
+        self, record: kernels.Record, counts: Mapping[str, npt.NDArray[np.int64]], allowed: list[str], way_back: Settled
+    ) -> dict[str, Prepared]:
+        """The delta that a record stands for, and the way back."""
+        encoder = kernels.Encoder(self._arena.snapshot, record, self._layout)
+        totals = {name: int(count.sum()) for name, count in counts.items()}
+        log2 = {
+            name: min(tile_log2_for(total, self.held[name].num_elements), CHUNK_LOG2) for name, total in totals.items()
+        }
+        sizes = {name: {GAP.name: Streams(log2[name]), CONTEXT.name: Streams(log2[name])} for name in counts}
+        gains = dict.fromkeys(counts, Digest())
+        with self._alone():
+            for chunks in self._batches(counts):
+                self._encode_batch(encoder, record, chunks, log2, allowed, sizes, gains, way_back)
+        prepared = {}
+        for name, streams in sizes.items():
+            held = self.held[name]
+            tiled = CONTEXT.name if CONTEXT.name in allowed else GAP.name
+            found = {each: streams[each].num_bytes for each in (GAP.name, CONTEXT.name) if streams[each].sizes}
+            best = smallest_encoding(
+                {each: size for each, size in found.items() if each in allowed}, held.num_elements, totals[name],
+                held.dtype, allowed,
+            )  # fmt: skip
+            # Anything else is for the host to make; it is small, or nearly everything.
+            if best == tiled:
+                encoded = Encoded(best, totals[name], {best: streams[best].payload()})
+                prepared[name] = Prepared(encoded, gains[name])
+        return prepared
+
+    def _batches(self, counts: Mapping[str, npt.NDArray[np.int64]]) -> Iterator[list[Row]]:
+        """Chunks that follow each other, as tiles, some at a time."""
+        most_changes = max(sum(int(count.sum()) for count in counts.values()) // SHARE, LEAST_CHANGES)
+        most_blocks = max(self._arena.num_blocks // SHARE, LEAST_BLOCKS)
+        batch: list[Row] = []
+        for name in sorted(counts, key=lambda name: self.held[name].first_block):
+            for row in self._rows(name, counts[name], CHUNK_LOG2):
+                full = batch and (
+                    sum(each.num_changed for each in batch) + row.num_changed > most_changes
+                    or row.fields[0] + row.num_blocks - batch[0].fields[0] > most_blocks
+                )
+                if full:
+                    yield batch
+                    batch = []
+                batch.append(row)
+        if batch:
+            yield batch
+
+    def _rows(self, name: str, counts: npt.NDArray[np.int64], log2: int) -> Iterator[Row]:
+        held = self.held[name]
+        seed = int(np.uint64(held.seed).view(np.int64))
+        for index, count in enumerate(counts):
+            start = index << log2
+            size = min(1 << log2, held.num_elements - start)
+            yield Row(
+                name, index, (held.first_block + start // BLOCK, size, start, seed, *held.runs), int(count)
+            )  # fmt: skip
+
+    def _encode_batch(
+        self, encoder: kernels.Encoder, record: kernels.Record, chunks: list[Row], log2: Mapping[str, int],
+        allowed: list[str], sizes: Mapping[str, Mapping[str, Streams]], gains: dict[str, Digest], way_back: Settled,
+    ) -> None:  # fmt: skip
+        as_tiles = [tile for chunk in chunks for tile in self._split(chunk, log2[chunk.name])]
+        first, last = chunks[0].fields[0], chunks[-1].fields[0] + chunks[-1].num_blocks
+        origin, end = record.begins[[first, last]].tolist()
+
+        def table(rows: list[Row]) -> kernels.Tiles:
+            fields = np.array([row.fields for row in rows], np.int64)
+            return kernels.tile_table(fields, origin, end - origin, self._device)
+
+        contextual = CONTEXT.name in allowed
+        tiles = table(as_tiles)
+        surveyed = encoder.survey(tiles, contextual)
+        for row, gain in zip(as_tiles, surveyed.digests.cpu().numpy(), strict=True):
+            gains[row.name] += as_digest(gain)
+        gap = encoder.gap_rows(tiles, surveyed)
+        if GAP.name in allowed:
+            wanted = not contextual
+            self._take(encoder, tiles, as_tiles, surveyed, gap, sizes, GAP.name, wanted)
+        if contextual:
+            rows = encoder.context_rows(tiles, surveyed)
+            self._take(encoder, tiles, as_tiles, surveyed, rows, sizes, CONTEXT.name, True)
+            del rows
+        if len(as_tiles) != len(chunks):
+            tiles = table(chunks)
+            surveyed = encoder.survey(tiles, False)
+            gap = encoder.gap_rows(tiles, surveyed)
+        for row, stream in zip(chunks, self._written(encoder, tiles, surveyed, gap, True), strict=True):
+            if len(stream):
+                way_back.add((row.name, row.number), stream, row.num_changed)
+
+    def _split(self, chunk: Row, log2: int) -> Iterator[Row]:
+        block, size, start, *rest = chunk.fields
+        for at in range(0, size, 1 << log2):
+            fields = (block + at // BLOCK, min(1 << log2, size - at), start + at, *rest)
+            yield Row(chunk.name, (start + at) >> log2, fields, 0)
+
+    def _take(
+        self, encoder: kernels.Encoder, tiles: kernels.Tiles, rows: list[Row], surveyed: kernels.Surveyed,
+        measured: kernels.Rows, sizes: Mapping[str, Mapping[str, Streams]], encoding: str, wanted: bool,
+    ) -> None:  # fmt: skip
+        """Note the sizes of some tiles' streams, and the streams where they are wanted."""
+        lengths = measured.sizes.cpu().tolist()
+        written = self._written(encoder, tiles, surveyed, measured, False) if wanted else None
+        for i, row in enumerate(rows):
+            streams = sizes[row.name][encoding]
+            streams.sizes.append(lengths[i])
+            if written is not None:
+                streams.pieces.append(written[i])
+
+    def _written(
+        self, encoder: kernels.Encoder, tiles: kernels.Tiles, surveyed: kernels.Surveyed, rows: kernels.Rows, back: bool
+    ) -> list[Bits]:
+        """Streams, on the host; `back` for those that lead back."""
+        ends = np.cumsum(rows.sizes.cpu().numpy())
+        offsets = torch.from_numpy(np.concatenate([[0], ends[:-1]])).to(self._device)
+        out = torch.zeros(int(ends[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
+        encoder.write(tiles, surveyed, rows, offsets, out, back)
+        host = to_host(out).numpy().view(np.uint8)
+        return np.split(host[: ends[-1]], ends[:-1])
+
+
+class OnDevice(Staged):
+    """What a version changed, on devices until it is encoded and on the host from then on."""
+
+    def __init__(self, host: Staged, records: Mapping[int, kernels.Record], num_changed: Mapping[str, int]) -> None:
+        super().__init__()
+        self.changes = host.changes
+        self.records = dict(records)
+        self._counted = num_changed
+        self.way_back: Settled | None = None
+        self.prepared: Mapping[str, Prepared] = {}
+
+    @property
+    def num_changed(self) -> Mapping[str, int]:
+        return {**super().num_changed, **self._counted}
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        super().revert(key, bits, dtype)
+        if self.way_back is not None:
+            self.way_back.revert(key, bits, dtype)
+
+
+class DeviceBits:
+    """A tensor of a part, as a history's snapshot has it."""
+
+    dtype = np.dtype(np.uint16)
+
+    def __init__(self, part: Part, name: str) -> None:
+        self._part, self._name = part, name
+
+    def __len__(self) -> int:
+        return self._part.held[self._name].num_elements
+
+    def __getitem__(self, stretch: slice) -> Bits:
+        return self._part.read(self._name, stretch)
+
+
+class DeviceHistory(History):
+    """A history whose snapshot lies on GPUs, as far as `is_kept` says so."""
+
+    def __init__(
+        self, weights: ModuleWeights, version: int, *, allowed: list[str], scratch: Path | None = None
+    ) -> None:
+        by_device: dict[Any, list[str]] = {}
+        for name in weights:
+            if is_kept(weights, name):
+                by_device.setdefault(weights.tensor(name).device, []).append(name)
+        self._on_device = {name for names in by_device.values() for name in names}
+        super().__init__(weights, version, scratch=scratch)
+        self._allowed = allowed
+        self._parts = [Part(weights, self.boxes, names) for names in by_device.values()]
+        for part in self._parts:
+            for name in part.names:
+                self._snapshot[name] = cast(Bits, DeviceBits(part, name))
+        # Whoever reads or moves the snapshot has it alone.
+        self._alone = threading.RLock()
+
+    def _first_bits(self, name: str, tensor: Tensor) -> Bits:
+        return np.empty(0, np.uint16) if name in self._on_device else super()._first_bits(name, tensor)
+
+    def stage(
+        self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
+    ) -> Staged:
+        if not isinstance(weights, ModuleWeights):
+            raise TypeError("a snapshot on a device is for modules")
+        with self._alone:
+            if self.version in self._records:
+                self._encode(self.version)
+            staged = super().stage(version, weights, workers, {*fixed, *self._on_device})
+            records: dict[int, kernels.Record] = {}
+            try:
+                for i, part in enumerate(self._parts):
+                    records[i] = part.stage(weights)
+                counts = {
+                    name: int(count.sum())
+                    for i, record in records.items()
+                    for name, count in self._parts[i].num_changed(record).items()
+                }
+            except BaseException:
+                for i, record in records.items():
+                    self._parts[i].put_back(record)
+                super().roll_back(version)
+                raise
+            self._records[version] = record_here = OnDevice(staged, records, counts)
+            return record_here
+
+    def _encode(self, version: int) -> None:
+        """Encode what a version changed while the snapshot is still at it."""
+        record = self._records[version]
+        if not isinstance(record, OnDevice) or record.way_back is not None:
+            return
+        way_back = Settled(record.num_changed, self._scratch)
+        prepared: dict[str, Prepared] = {}
+        for i, each in record.records.items():
+            part = self._parts[i]
+            prepared |= part.encode(each, part.num_changed(each), self._allowed, way_back)
+        record.prepared, record.way_back, record.records = prepared, way_back, {}
+
+    def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
+        with self._alone:
+            between = [each for each in self._records if base < each <= version]
+            record = self._records.get(version)
+            if between != [version] or not isinstance(record, OnDevice):
+                return {}
+            if version == self.version:
+                self._encode(version)
+            return record.prepared
+
+    def settle(self, version: int, workers: Workers) -> None:
+        with self._alone:
+            record = self._records[version]
+            if isinstance(record, OnDevice):
+                self._encode(version)
+                record.prepared = {}
+
+    def _undo(self, version: int) -> None:
+        with self._alone:
+            record = self._records[version]
+            if isinstance(record, OnDevice):
+                self._encode(version)
+                for name, index in self._chunks(name for name in record.num_changed if name in self._on_device):
+                    stretch = slice(index * CHUNK, (index + 1) * CHUNK)
+                    bits = self._snapshot[name][stretch].copy()
+                    record.revert((name, index), bits, self.forms[name][0])
+                    self._part_of(name).write(name, stretch, bits)
+            super()._undo(version)
+
+    def _part_of(self, name: str) -> Part:
+        return next(part for part in self._parts if name in part.held)
+
+    def _chunk(self, name: str, index: int, version: int) -> Bits:
+        with self._alone:
+            if self.version in self._records:
+                self._encode(self.version)
+            return super()._chunk(name, index, version)
+
+    def digest_of(self, name: str, version: int, workers: Workers) -> Digest:
+        with self._alone:
+            if name in self._on_device and version == self.version:
+                return self._part_of(name).digest(name)
+        return super().digest_of(name, version, workers)
+
+
+def is_kept(weights: ModuleWeights, name: str) -> bool:
+    """Whether the snapshot of a tensor lies beside it."""
+    tensor = weights.tensor(name)
+    box = getattr(weights, "boxes", {}).get(name) or Box.whole(tuple(tensor.shape))
+    return (
+        weights.dtype_of(name).name in DTYPES
+        and name not in weights.fixed
+        and tensor.numel() > 0
+        and single_stride(box) is not None
+    )
+
+
+def single_stride(box: Box) -> Runs | None:
+    """A box as runs of elements at equal distances, where it is that."""
+    starts, length = box.runs()
+    if len(starts) == 0:
+        return None
+    strides = np.unique(np.diff(starts))
+    if len(strides) > 1:
+        return None
+    return Runs(length, int(strides[0]) if len(strides) else length, int(starts[0]))
+
+
+def as_digest(sums: npt.NDArray[np.int64]) -> Digest:
+    low, high = sums.reshape(2).view(np.uint64)
+    return Digest(int(low), int(high))
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, as fast as the bus goes."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor)

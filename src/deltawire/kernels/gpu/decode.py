@@ -1,0 +1,335 @@
+"""From a payload and old weights, both on a GPU, to changed positions and new bits, and on to the weights.
+
+A payload is decoded some tiles at a time, so that the memory that it takes beside its results stays bounded. The host
+waits once, for what the headers say, to know how much memory that is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from deltawire.dtypes import DType
+from deltawire.kernels.gpu import positions as place
+from deltawire.kernels.gpu import streams
+from deltawire.kernels.gpu.digest import (
+    SIGNED,
+    WHOLE,
+    Runs,
+    gain,
+    in_tensor,
+    num_programs,
+    signed,
+    store_sums,
+    unsigned,
+)
+from deltawire.kernels.gpu.positions import BLOCK_BITMAP_WORDS, number_of
+from deltawire.kernels.gpu.streams import (
+    CHANGES,
+    CODE,
+    CODES,
+    FACTS,
+    FIELDS,
+    FIRST_CHANGE,
+    FIRST_CODE,
+    INVERTED,
+    NUM_CODES,
+    SIGNS,
+    TILE_FIELDS,
+    TILE_SIZE,
+    TILE_START,
+    get,
+    inverted_member,
+)
+
+MOST_ELEMENTS = 1 << 28
+HEADERS = 32
+
+# How much each program takes, and its warps, as measured on an H200.
+ONES = {"VECTOR": 1024, "num_warps": 8}
+GROUPS = {"VECTOR": 1024, "num_warps": 4}
+LENGTHS = {"VECTOR": 1024, "num_warps": 4}
+COUNT = {"BLOCKS": 8, "num_warps": 4}
+ADD = {"VECTOR": 256, "num_warps": 4}
+SEARCH = {"VECTOR": 512, "num_warps": 4}
+LOCATE = {"VECTOR": 128, "num_warps": 4}
+NUMBER = {"VECTOR": 4096, "num_warps": 16}
+TAKE = {"VECTOR": 512, "num_warps": 4}
+WRITE = {"VECTOR": 512, "num_warps": 4}
+
+WORD_BYTES = 4
+# A remainder is read from three words.
+SPARE_WORDS = 4
+MOST_INT32 = (1 << 31) - 1
+BLOCK = place.BLOCK.value
+BITMAP_WORDS = place.BLOCK_BITMAP_WORDS.value
+
+
+class Tile(Protocol):
+    """A tile that holds changes, as `codec.tiled.read_tiles` finds it."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def stream(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The changes of a box, ascending, and a status for each tile; they are right where all of these are OK."""
+
+    positions: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+    statuses: torch.Tensor
+
+
+class Applied(NamedTuple):
+    """What a patch did, on the device."""
+
+    num_mismatches: torch.Tensor
+    """Elements that did not have the expected bits, or lie outside; they were left as they are."""
+    gain: torch.Tensor
+    """What the digest's two sums gained."""
+
+
+@triton.jit
+def take_step(bits, down, length):
+    """New bits, of 16 with sign and magnitude, from old ones and a step."""
+    line = tl.where(bits < 0x8000, bits + 0x8000, 0xFFFF - bits)
+    line = (line + tl.where(down == 1, -length, length)) & 0xFFFF
+    return tl.where(line >= 0x8000, line - 0x8000, 0xFFFF - line)
+
+
+@triton.jit(do_not_specialize=["first_tile", "first_change", "first_code", "tile_blocks", "programs"])
+def take_steps(
+    words, old, tiles, rows, facts, first_tile, first_change, first_code,
+    places, extras, found, found_old, bitmap, numbers,
+    positions, olds, news, tile_blocks, programs, CLASSES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Positions in the box, old and new bits of a tile's changes, in the order of positions."""
+    index = (tl.program_id(0) // programs).to(tl.int64)
+    tile = first_tile + index
+    fact = facts + tile * FACTS
+    num_changes = tl.load(fact + CHANGES).to(tl.int32)
+    start = (tl.program_id(0) % programs) * VECTOR
+    if start < num_changes:
+        change = start + tl.arange(0, VECTOR)
+        live = change < num_changes
+        tile_change = tl.load(fact + FIRST_CHANGE)
+        here = tile_change - first_change + change
+        tile_start = tl.load(tiles + tile * TILE_FIELDS + TILE_START)
+        if CLASSES > 1:
+            position = tl.load(found + here, mask=live, other=-1)
+            live = live & (position >= 0)
+            before = tl.load(found_old + here, mask=live, other=0)
+            tile_words = index * tile_blocks * BLOCK_BITMAP_WORDS
+            number = number_of(bitmap + tile_words, numbers + tile_words, position, live)
+        else:
+            group = rows + (3 * tile + 2) * FIELDS
+            group_places = places + (tl.load(fact + FIRST_CODE) - first_code) + tl.load(group + CODE)
+            if tl.load(group + INVERTED) == 1:
+                others = tl.load(group + NUM_CODES).to(tl.int32)
+                position = inverted_member(group_places, others, others, change, live)
+            else:
+                position = tl.load(group_places + change, mask=live, other=0)
+            live = live & (position < tl.load(tiles + tile * TILE_FIELDS + TILE_SIZE))
+            before = tl.load(old + tile_start + position, mask=live, other=0)
+            number = change
+        length = tl.load(extras + here, mask=live, other=0).to(tl.int32) + 1
+        down = get(words, tl.load(fact + SIGNS) + number, 1, live)
+        after = take_step(before.to(tl.int32) & 0xFFFF, down, length)
+        out = tile_change + number
+        tl.store(positions + out, tile_start + position, mask=live)
+        tl.store(olds + out, before, mask=live)
+        tl.store(news + out, after.to(tl.int16), mask=live)
+
+
+@triton.jit(do_not_specialize=["size", "num_changes", "seed", "run_length", "run_stride", "offset"])
+def write_changes(
+    weights, size, positions, expected, new, num_changes, mismatches, sums,
+    seed, run_length, run_stride, offset,
+    ITEM_BITS: tl.constexpr, CHECKED: tl.constexpr, ONE_RUN: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Write new bits where the old ones are those expected, and add up what the digest gains."""
+    program = tl.program_id(0)
+    seed = unsigned(seed)
+    run_length, run_stride, offset = run_length.to(tl.int64), run_stride.to(tl.int64), offset.to(tl.int64)
+    wrong = tl.zeros((VECTOR,), tl.int64)
+    low = tl.zeros((VECTOR,), tl.uint64)
+    high = tl.zeros((VECTOR,), tl.uint64)
+    for at in range(program.to(tl.int64) * VECTOR, num_changes, tl.num_programs(0) * VECTOR):
+        each = at + tl.arange(0, VECTOR)
+        live = each < num_changes
+        position = tl.load(positions + each, mask=live, other=0)
+        good = live & (position >= 0) & (position < size)
+        before = tl.load(weights + position, mask=good, other=0)
+        after = tl.load(new + each, mask=live, other=0)
+        if CHECKED:
+            good = good & (before == tl.load(expected + each, mask=live, other=0))
+        tl.store(weights + position, after, mask=good)
+        wrong += (live & (good == 0)).to(tl.int64)
+        before, after = unsigned(before), unsigned(after)
+        if ITEM_BITS < 64:
+            before &= (1 << ITEM_BITS) - 1
+            after &= (1 << ITEM_BITS) - 1
+        position = in_tensor(position, run_length, run_stride, offset, ONE_RUN)
+        add_low, add_high = gain(seed, position, before, after, good)
+        low += add_low
+        high += add_high
+    tl.store(mismatches + program, tl.sum(wrong, 0))
+    store_sums(sums, program, low, high)
+
+
+def tile_table(tiles: Sequence[Tile], payload_bytes: int) -> torch.Tensor:
+    """The tiles of a payload, whose streams it ends with, as `decode` takes them."""
+    sizes = torch.tensor([len(tile.stream) for tile in tiles], dtype=torch.int64)
+    starts = torch.tensor([tile.start for tile in tiles], dtype=torch.int64)
+    stops = torch.tensor([tile.stop for tile in tiles], dtype=torch.int64)
+    ends = payload_bytes - sizes.sum() + sizes.cumsum(0)
+    return torch.stack([starts, stops - starts, 8 * (ends - sizes), 8 * ends], 1)
+
+
+def decode(
+    payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: DType, contextual: bool,
+    most_elements: int = MOST_ELEMENTS,
+) -> Decoded:  # fmt: skip
+    """The changes of a box of 16-bit floats, from the payload of `gap` or `context` and the old bits.
+
+    The payload may be on any device; `tiles` is its tile table, on the host. At most `most_elements` elements, or one
+    tile, are worked on at a time.
+    """
+    if (dtype.itemsize, dtype.sign_magnitude) != (2, True):
+        raise ValueError(f"only 16-bit floats are decoded on a GPU, not {dtype.name}")
+    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual)
+    step = max(most_elements // (batch.tile_blocks * BLOCK), 1)
+    for first in range(0, len(tiles), step):
+        batch.decode(first, min(first + step, len(tiles)))
+    return Decoded(batch.positions, batch.old_bits, batch.new_bits, batch.statuses)
+
+
+class _Batch:
+    """A payload on its way: its words, the tables of its tiles, and its changes as far as they are known."""
+
+    def __init__(self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: DType, contextual: bool):
+        self.old, self.device = old, old.device
+        self.shift, self.mask = dtype.exponent_shift, dtype.exponent_mask
+        self.classes = place.CLASSES.value if contextual else 1
+        self.words = self._new(payload.numel() // WORD_BYTES + SPARE_WORDS, torch.int32)
+        self.words.view(torch.uint8)[: payload.numel()].copy_(payload, non_blocking=True)
+        largest = int(tiles[:, TILE_SIZE.value].max()) if len(tiles) else 1
+        self.tile_blocks = triton.next_power_of_2(triton.cdiv(largest, BLOCK))
+        self.aligned = old.data_ptr() % 16 == 0 and not (tiles[:, TILE_START.value] % 8).any()
+        self.tiles = tiles.to(self.device, non_blocking=True)
+        self._read_headers()
+
+    def _new(self, size: int, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=kind, device=self.device)
+
+    def _read_headers(self) -> None:
+        num_tiles = len(self.tiles)
+        self.rows = self._new(num_tiles * 3 * self.classes * FIELDS.value, torch.int64)
+        self.facts = self._new(num_tiles * FACTS.value, torch.int64).reshape(num_tiles, FACTS.value)
+        self.statuses = self._new(num_tiles, torch.int32)
+        if num_tiles:
+            streams.read_headers[(triton.cdiv(num_tiles, HEADERS),)](
+                self.words, self.tiles, num_tiles, self.rows, self.facts, self.statuses,
+                MASK=self.mask, CLASSES=self.classes, VECTOR=HEADERS, num_warps=1,
+            )  # fmt: skip
+        counts = self.facts[:, CHANGES.value : CODES.value + 1]
+        self.counts = counts.cpu()
+        self.before = self.counts.cumsum(0) - self.counts
+        self.facts[:, FIRST_CHANGE.value : FIRST_CODE.value + 1] = self.before.to(self.device, non_blocking=True)
+        total = int(self.counts[:, 0].sum())
+        self.positions = self._new(total, torch.int32 if len(self.old) <= MOST_INT32 else torch.int64)
+        self.old_bits, self.new_bits = self._new(total, torch.int16), self._new(total, torch.int16)
+
+    def decode(self, first: int, last: int) -> None:
+        """Decode some tiles."""
+        num_tiles = last - first
+        num_changes, num_codes = map(int, self.counts[first:last].sum(0))
+        if num_changes == 0:
+            return
+        most = int(self.counts[first:last, 0].max())
+        first_change, first_code = map(int, self.before[first])
+        ones, places = self._new(num_codes, torch.int32), self._new(num_codes, torch.int32)
+        extras = self._new(num_changes, torch.int16).zero_()
+        tables = (self.tiles, self.rows, self.facts)
+        streams.find_ones[(num_tiles,)](
+            self.words, self.tiles, self.facts, self.statuses, first, first_code, ones, **ONES
+        )
+        streams.find_members[(num_tiles * 2 * self.classes,)](
+            self.words, len(self.words), *tables, self.statuses, first, first_code, ones, places,
+            CLASSES=self.classes, **GROUPS,
+        )  # fmt: skip
+        streams.find_lengths[(num_tiles * self.classes,)](
+            self.words, len(self.words), self.rows, self.facts, self.statuses, first, first_change, first_code, ones,
+            places, extras, CLASSES=self.classes, **LENGTHS,
+        )  # fmt: skip
+        found = (places,) * 4
+        if self.classes > 1:
+            found = self._locate(first, num_tiles, num_changes, most, first_change, first_code, places)
+        programs = triton.cdiv(most, TAKE["VECTOR"])
+        take_steps[(num_tiles * programs,)](
+            self.words, self.old, *tables, first, first_change, first_code, places, extras, *found,
+            self.positions, self.old_bits, self.new_bits, self.tile_blocks, programs,
+            CLASSES=self.classes, **TAKE,
+        )  # fmt: skip
+
+    def _locate(
+        self, first: int, num_tiles: int, num_changes: int, most: int, first_change: int, first_code: int,
+        places: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """For `context`: positions and old bits by class, a bitmap of the changes, and their numbers by its words."""
+        num_blocks = num_tiles * self.tile_blocks
+        classes, layout = self.classes, {"SHIFT": self.shift, "MASK": self.mask, "ALIGNED": self.aligned}
+        counts = self._new(num_blocks * place.BLOCK_COUNTS.value, torch.int32)
+        before = self._new(num_blocks * classes, torch.int32)
+        populations = self._new(num_tiles * classes, torch.int32)
+        bitmap = self._new(num_blocks * BITMAP_WORDS, torch.int64).zero_()
+        numbers = self._new(num_blocks * BITMAP_WORDS, torch.int32)
+        blocks, found = self._new(num_changes, torch.int32), self._new(num_changes, torch.int32)
+        found_old = self._new(num_changes, torch.int16)
+        place.count_classes[(num_tiles * triton.cdiv(self.tile_blocks, COUNT["BLOCKS"]),)](
+            self.old, self.tiles, self.facts, first, counts, self.tile_blocks, **COUNT, **layout
+        )
+        place.add_up_blocks[(num_tiles * place.COUNTS.value,)](
+            self.tiles, self.rows, self.facts, self.statuses, first, counts, before, populations, self.tile_blocks,
+            **ADD,
+        )  # fmt: skip
+        programs = triton.cdiv(most, SEARCH["VECTOR"])
+        place.find_blocks[(num_tiles * programs,)](
+            self.rows, self.facts, self.statuses, first, first_change, first_code, places, before, populations, blocks,
+            self.tile_blocks, programs, **SEARCH,
+        )  # fmt: skip
+        programs = triton.cdiv(most, LOCATE["VECTOR"])
+        place.locate[(num_tiles * programs,)](
+            self.old, self.tiles, self.facts, first, first_change, counts, blocks, found, found_old, bitmap,
+            self.tile_blocks, programs, **LOCATE, **layout,
+        )  # fmt: skip
+        place.number_changes[(num_tiles,)](
+            self.facts, first, bitmap, numbers, self.tile_blocks * BITMAP_WORDS, **NUMBER
+        )
+        return found, found_old, bitmap, numbers
+
+
+def apply(
+    weights: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor | None, new: torch.Tensor,
+    seed: int = 0, runs: Runs = WHOLE,
+) -> Applied:  # fmt: skip
+    """Write new bits to weights in place, where they have the bits expected, if any; nothing waits for the device."""
+    programs = num_programs(len(positions), WRITE["VECTOR"])
+    mismatches = torch.empty(programs, dtype=torch.int64, device=weights.device)
+    sums = torch.empty(programs, 2, dtype=torch.int64, device=weights.device)
+    kind = SIGNED[weights.itemsize]
+    write_changes[(programs,)](
+        weights.view(kind), len(weights), positions, (new if expected is None else expected).view(kind), new.view(kind),
+        len(positions), mismatches, sums, signed(seed), *runs,
+        ITEM_BITS=8 * weights.itemsize, CHECKED=expected is not None, ONE_RUN=runs.is_one, **WRITE,
+    )  # fmt: skip
+    return Applied(mismatches.sum(), sums.sum(0))

@@ -1,28 +1,21 @@
-"""The GPU kernels of the receiving side: digest, decode and apply, checked against the CPU's bytes and timed.
+"""The GPU kernels of the receiving side: digest, decode and apply. `gpu.py` runs this."""
 
-The GPU machine need not have numba, so payloads are made where it is:
-
-    python benchmarks/gpu_receive.py make FOLDER      # on any machine
-    python benchmarks/gpu_receive.py run FOLDER       # on one with a GPU
-
-Times are ratios to the floor: a copy of the weights on the device, timed in the same run.
-"""
-
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from deltawire.codec.tiled import read_tiles
+from deltawire.boxes import Box
+from deltawire.codec.tiled import encode_payload, read_tiles
 from deltawire.dtypes import DTYPES, DType
 from deltawire.kernels.gpu.decode import Decoded, apply, decode, tile_table
 from deltawire.kernels.gpu.digest import Runs, box_sum, change_sum
+from deltawire.state import Digest, TensorKey, box_digest
+from deltawire.workers import Workers
 from recorded import recorded_like, recorded_steps
 
 SEED = 0x9ABCDEF012345678
@@ -67,27 +60,24 @@ def cases() -> Iterator[Case]:
             yield Case(f"steps {name} {density}", DTYPES[name], old, new, 14)
 
 
-def make(folder: Path) -> None:
-    """Write the payloads of all cases, and the digests of their weights."""
-    from deltawire.boxes import Box
-    from deltawire.codec.tiled import encode_payload
-    from deltawire.state import Digest, TensorKey, box_digest
-    from deltawire.workers import Workers
-
-    arrays = {}
-    with Workers(2) as workers:
+def vectors(only: str = "") -> dict[str, npt.NDArray[np.generic]]:
+    """The payloads of all cases, or of one, and the digests of their weights, as the CPU makes them."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    with Workers() as workers:
         for case in cases():
+            if only and case.name != only:
+                continue
             for encoding in ENCODINGS:
                 payload = encode_payload(
                     case.old, case.new, case.dtype, encoding == "context", workers, tile_log2=case.tile_log2
                 ).payload
+                assert payload is not None
                 arrays[f"{case.name}|{encoding}"] = payload
             key = TensorKey(np.uint64(SEED), Digest())
             for part in ("old", "new"):
                 sums = box_digest(key, Box.whole(case.old.shape), getattr(case, part), workers)
                 arrays[f"{case.name}|{part}"] = np.array([sums.low, sums.high], np.uint64).view(np.int64)
-    folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "receive.npz", **arrays)
+    return arrays
 
 
 def on_device(bits: npt.NDArray[np.generic]) -> torch.Tensor:
@@ -208,19 +198,3 @@ def measure_encoding(
     timer.time(f"{encoding}: digest of the change", partial(change_sum, found.positions, found.old, found.new, SEED))
     timer.time(f"{encoding}: decode and apply", decode_and_apply)
     timer.profile(encoding, decode_and_apply)
-
-
-def main() -> None:
-    command, folder = sys.argv[1], Path(sys.argv[2])
-    if command == "make":
-        make(folder)
-        return
-    with np.load(folder / "receive.npz") as file:
-        vectors = dict(file)
-    rows = check(vectors) + measure(vectors)
-    for row in rows:
-        print(f"{row.name:<60} {row.milliseconds:9.3f} ms {row.ratio:7.2f}x")
-
-
-if __name__ == "__main__":
-    main()

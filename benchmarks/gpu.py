@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/gpu.py --out FOLDER
 
-Times are ratios to the floor: a copy of the weights on the device, which reads and writes as much as a look at new and old
-weights reads; timed in the same run.
+Times are ratios to the floor: a copy of the weights on the device, which moves as many bytes as reading new and old
+weights once; timed in the same run.
 """
 
 import argparse

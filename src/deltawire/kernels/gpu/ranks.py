@@ -118,15 +118,6 @@ def replicate(bits):
 
 
 @triton.jit
-def four_counters(eights):
-    """Counters of four bits, class by class, to four words of counters of sixteen: word w has classes w modulo 4."""
-    even = tl.sum(eights & 0x0F0F0F0F0F0F0F0F, 1)
-    odd = tl.sum((eights >> 4) & 0x0F0F0F0F0F0F0F0F, 1)
-    low = 0x00FF00FF00FF00FF
-    return even & low, odd & low, (even >> 8) & low, (odd >> 8) & low
-
-
-@triton.jit
 def count_classes(
     block_tiles, first_block, firsts, begins, starts, changes, snapshot, counters, totals,
     SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
@@ -140,14 +131,26 @@ def count_classes(
     first = tl.load(firsts + tl.load(block_tiles + program))
     base = snapshot + block * ELEMENTS
     wide = base.to(tl.pointer_type(tl.int64))
-    words = tl.load(wide + tl.arange(0, SUBS)[:, None] * SUB_WORDS + tl.arange(0, SUB_WORDS)[None, :])
-    fours = tl.zeros((SUBS, SUB_WORDS), tl.int64)
-    one = tl.full((SUBS, SUB_WORDS), 1, tl.int64)
-    for element in tl.static_range(4):
-        # Four times the exponent, so that it is a place in a word of sixteen counters.
-        exponent = (words >> (16 * element + SHIFT - 2)).to(tl.int32) & (4 * MASK)
-        fours += one << tl.minimum(tl.maximum(exponent - 4 * first, 0), 4 * (CLASSES - 1)).to(tl.int64)
-    word0, word1, word2, word3 = four_counters(tl.sum(tl.reshape(fours, (SUBS, SUB_WORDS // 2, 2)), 2))
+    # A thread reads half of 64 elements, a pair of words at a time, so that hardly any sums cross threads.
+    at = tl.arange(0, 2 * SUBS)[:, None] * (SUB_WORDS // 2) + tl.arange(0, 2)[None, :]
+    even = tl.zeros((2 * SUBS,), tl.int64)
+    odd = tl.zeros((2 * SUBS,), tl.int64)
+    for pair in tl.static_range(SUB_WORDS // 4):
+        words = tl.load(wide + at + 2 * pair)
+        fours = tl.zeros((2 * SUBS, 2), tl.int64)
+        for element in tl.static_range(4):
+            # Four times the exponent, so that it is a place in a word of sixteen counters.
+            exponent = (words >> (16 * element + SHIFT - 2)).to(tl.int32) & (4 * MASK)
+            place = tl.minimum(tl.maximum(exponent - 4 * first, 0), 4 * (CLASSES - 1))
+            fours += tl.full((2 * SUBS, 2), 1, tl.int64) << place.to(tl.int64)
+        eights = tl.sum(fours, 1)
+        even += eights & 0x0F0F0F0F0F0F0F0F
+        odd += (eights >> 4) & 0x0F0F0F0F0F0F0F0F
+    even = tl.sum(tl.reshape(even, (SUBS, 2)), 1)
+    odd = tl.sum(tl.reshape(odd, (SUBS, 2)), 1)
+    # Four words of counters of sixteen bits: word w has the classes w modulo 4.
+    low = 0x00FF00FF00FF00FF
+    word0, word1, word2, word3 = even & low, odd & low, (even >> 8) & low, (odd >> 8) & low
     out = counters + program.to(tl.int64) * 4 * SUBS + tl.arange(0, SUBS)
     tl.store(out, tl.cumsum(word0, 0) - word0)
     tl.store(out + SUBS, tl.cumsum(word1, 0) - word1)

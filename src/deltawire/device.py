@@ -23,7 +23,7 @@ from deltawire.boxes import Box
 from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
 from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.dtypes import Bits, DType
-from deltawire.history import CHUNK, CHUNK_LOG2, ChunkKey, History, Prepared, Settled, Staged
+from deltawire.history import CHUNK, CHUNK_LOG2, ChunkKey, History, Prepared, Record, Settled, Staged
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.kernels.gpu.compare import BLOCK
@@ -36,7 +36,7 @@ from deltawire.workers import Workers
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 # How much is encoded at a time: shares of all changes and of all blocks, and the least that is worth a launch.
-SHARE = 12
+SHARE = 24
 LEAST_CHANGES, LEAST_BLOCKS = 1 << 20, 1 << 13
 
 
@@ -151,7 +151,7 @@ class Part:
             return as_digest(box_sum(bits, held.seed, held.runs).cpu().numpy())
 
     def num_changed(self, record: kernels.Record) -> dict[str, npt.NDArray[np.int64]]:
-        """For each tensor that changed, how many changes each of its chunks has."""
+        """For each tensor how many changes each of its chunks has."""
         per_chunk = CHUNK // BLOCK
         ends = {name: held.first_block + -(-held.num_elements // BLOCK) for name, held in self.held.items()}
         edges = [
@@ -161,8 +161,7 @@ class Part:
         with self._alone():
             begins = record.begins[torch.from_numpy(np.concatenate(edges)).to(self._device)].cpu().numpy()
         parts = np.split(begins, np.cumsum([len(each) for each in edges])[:-1])
-        counts = {name: np.diff(part) for name, part in zip(self.held, parts, strict=True)}
-        return {name: count for name, count in counts.items() if count.any()}
+        return {name: np.diff(part) for name, part in zip(self.held, parts, strict=True)}
 
     def encode(
         self, record: kernels.Record, counts: Mapping[str, npt.NDArray[np.int64]], allowed: list[str], way_back: Settled
@@ -173,14 +172,14 @@ class Part:
         log2 = {
             name: min(tile_log2_for(total, self.held[name].num_elements), CHUNK_LOG2) for name, total in totals.items()
         }
-        sizes = {name: {GAP.name: Streams(log2[name]), CONTEXT.name: Streams(log2[name])} for name in counts}
-        gains = dict.fromkeys(counts, Digest())
+        sizes = {name: {GAP.name: Streams(log2[name]), CONTEXT.name: Streams(log2[name])} for name in totals}
+        gains = dict.fromkeys(totals, Digest())
         with self._alone():
             for chunks in self._batches(counts):
                 self._encode_batch(encoder, record, chunks, log2, allowed, sizes, gains, way_back)
         prepared = {}
-        for name, streams in sizes.items():
-            held = self.held[name]
+        for name in [name for name, total in totals.items() if total]:
+            held, streams = self.held[name], sizes[name]
             tiled = CONTEXT.name if CONTEXT.name in allowed else GAP.name
             found = {each: streams[each].num_bytes for each in (GAP.name, CONTEXT.name) if streams[each].sizes}
             best = smallest_encoding(
@@ -194,22 +193,20 @@ class Part:
         return prepared
 
     def _batches(self, counts: Mapping[str, npt.NDArray[np.int64]]) -> Iterator[list[Row]]:
-        """Chunks that follow each other, as tiles, some at a time."""
+        """Chunks, as tiles, some at a time. They follow each other without a hole, so some may have no changes."""
         most_changes = max(sum(int(count.sum()) for count in counts.values()) // SHARE, LEAST_CHANGES)
         most_blocks = max(self._arena.num_blocks // SHARE, LEAST_BLOCKS)
         batch: list[Row] = []
-        for name in sorted(counts, key=lambda name: self.held[name].first_block):
+        num_changes = num_blocks = 0
+        for name in self.names:
             for row in self._rows(name, counts[name], CHUNK_LOG2):
-                full = batch and (
-                    sum(each.num_changed for each in batch) + row.num_changed > most_changes
-                    or row.fields[0] + row.num_blocks - batch[0].fields[0] > most_blocks
-                )
-                if full:
+                num_changes += row.num_changed
+                num_blocks += row.num_blocks
+                if batch and (num_changes > most_changes or num_blocks > most_blocks):
                     yield batch
-                    batch = []
+                    batch, num_changes, num_blocks = [], row.num_changed, row.num_blocks
                 batch.append(row)
-        if batch:
-            yield batch
+        yield batch
 
     def _rows(self, name: str, counts: npt.NDArray[np.int64], log2: int) -> Iterator[Row]:
         held = self.held[name]
@@ -228,6 +225,11 @@ class Part:
         as_tiles = [tile for chunk in chunks for tile in self._split(chunk, log2[chunk.name])]
         first, last = chunks[0].fields[0], chunks[-1].fields[0] + chunks[-1].num_blocks
         origin, end = record.begins[[first, last]].tolist()
+        if origin == end:
+            for row in as_tiles:
+                for streams in sizes[row.name].values():
+                    streams.sizes.append(0)
+            return
 
         def table(rows: list[Row]) -> kernels.Tiles:
             fields = np.array([row.fields for row in rows], np.int64)
@@ -361,6 +363,7 @@ class DeviceHistory(History):
                     name: int(count.sum())
                     for i, record in records.items()
                     for name, count in self._parts[i].num_changed(record).items()
+                    if count.any()
                 }
             except BaseException:
                 for i, record in records.items():
@@ -401,15 +404,17 @@ class DeviceHistory(History):
 
     def _undo(self, version: int) -> None:
         with self._alone:
-            record = self._records[version]
-            if isinstance(record, OnDevice):
-                self._encode(version)
-                for name, index in self._chunks(name for name in record.num_changed if name in self._on_device):
-                    stretch = slice(index * CHUNK, (index + 1) * CHUNK)
-                    bits = self._snapshot[name][stretch].copy()
-                    record.revert((name, index), bits, self.forms[name][0])
-                    self._part_of(name).write(name, stretch, bits)
+            self._encode(version)
             super()._undo(version)
+
+    def _revert_chunk(self, record: Record, name: str, index: int) -> None:
+        if name not in self._on_device:
+            super()._revert_chunk(record, name, index)
+            return
+        stretch = slice(index * CHUNK, (index + 1) * CHUNK)
+        bits = self._snapshot[name][stretch].copy()
+        record.revert((name, index), bits, self.forms[name][0])
+        self._part_of(name).write(name, stretch, bits)
 
     def _part_of(self, name: str) -> Part:
         return next(part for part in self._parts if name in part.held)

@@ -200,10 +200,13 @@ class History:
     def _undo(self, version: int) -> None:
         record = self._records[version]
         for name, index in self._chunks(record.num_changed):
-            bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK]
-            record.revert((name, index), bits, self.forms[name][0])
+            self._revert_chunk(record, name, index)
         self._epoch = object()
         del self._records[version]
+
+    def _revert_chunk(self, record: Record, name: str, index: int) -> None:
+        bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK]
+        record.revert((name, index), bits, self.forms[name][0])
 
     def settle(self, version: int, workers: Workers) -> None:
         """Keep a committed version's old bits in little space."""

@@ -316,8 +316,12 @@ class Publisher(BasePublisher):
             settled = self._unsettled is not job
             dropped = list(self._pending) if settled else [job]
             if settled:
-                for each in reversed(dropped):
-                    self._undo(each)
+                try:
+                    for each in reversed(dropped):
+                        self._undo(each)
+                except Exception:
+                    # What the snapshot is cannot be known any more, so the next version sends all weights.
+                    self._history = None
                 self._next = job.version
             for each in dropped:
                 self._pending.remove(each)

@@ -21,6 +21,7 @@ MARGIN = 1.1
 # The changes of many blocks go into each pool, so that there are about as many in all.
 MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
+SPARE = BLOCK
 
 # The pools of changed words: bytes for each, and their share of the snapshot.
 WORD_BYTES = 10
@@ -47,7 +48,8 @@ class Arena:
         self._tensors = self._to_device(tensors)
         self._ordinals = self._to_device(ordinals.astype(np.int32))
         self._lengths = self._to_device(lengths.astype(np.int32))
-        self._expected: tuple[float, float] | None = None
+        self.expected: tuple[float, float] | None = None
+        """How many words and how many elements of a block change, by the last look."""
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
         self._pointers: tuple[tuple[int, int], ...] = ()
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
@@ -110,6 +112,10 @@ class Arena:
         looking again.
         """
         record, complete = self._find()
+        if complete:
+            return record
+        assert self.expected is not None
+        words, _ = self.expected
         try:
             while not complete:
                 more, complete = self._find()
@@ -117,6 +123,7 @@ class Arena:
         except BaseException:
             self.put_back(record)
             raise
+        self.expected = words, int(record.begins[-1]) / self.num_blocks
         return record
 
     def put_back(self, record: Record) -> None:
@@ -127,14 +134,14 @@ class Arena:
 
     def _find(self) -> tuple[Record, bool]:
         """One look: what was found, and whether that is all. Blocks that found no room stay as they were."""
-        if self._expected is None:
-            self._expected = self.estimate()
-        words_per_block, changes_per_block = self._expected
+        if self.expected is None:
+            self.expected = self.estimate()
+        words_per_block, changes_per_block = self.expected
         num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
         per_pool = -(-self.num_blocks // num_pools)
         word_pool = max(self.snapshot.nbytes // WORDS_SHARE, LEAST_WORDS_BYTES) // (WORD_BYTES * num_pools)
         step = max(int(num_pools * word_pool / (MARGIN * words_per_block + 1)), 1)
-        pool = int(MARGIN * changes_per_block * per_pool) + BLOCK
+        pool = int(MARGIN * changes_per_block * per_pool) + SPARE
         new = partial(torch.empty, device=self._device)
         changes = new(num_pools * pool, dtype=torch.int32)
         starts, counts = new(self.num_blocks, dtype=torch.int64), new(self.num_blocks, dtype=torch.int32)
@@ -158,7 +165,7 @@ class Arena:
         begins[:1] = 0
         torch.cumsum(counts, 0, out=begins[1:])
         by_changes, by_words = np.split(taken.cpu().numpy(), [1])
-        self._expected = int(by_words.sum()) / self.num_blocks, int(by_changes.sum()) / self.num_blocks
+        self.expected = int(by_words.sum()) / self.num_blocks, int(by_changes.sum()) / self.num_blocks
         return Record(begins, starts, changes), by_words.max() <= word_pool and by_changes.max() <= pool
 
 

@@ -25,7 +25,7 @@ NAN = tl.constexpr(0x7FFF)
 @triton.jit
 def cast_bits(values, CAST: tl.constexpr):
     """The bits of float32 numbers in a dtype of two bytes, rounded to the nearest, ties to even, as torch does."""
-    if CAST == tl.bfloat16:
+    if tl.bfloat16 == CAST:
         # In integers, since Triton's interpreter cuts off where a GPU rounds.
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -112,16 +112,6 @@ def find_words(
 
 
 @triton.jit
-def load_changed(here, places, words, slot, num_words, SLOTS: tl.constexpr):
-    """Some changed words of a block: places, old bits, and which of their elements differ from the snapshot now."""
-    each = slot + tl.arange(0, SLOTS)
-    live = each < num_words
-    index = tl.load(places + each, mask=live, other=0).to(tl.int32)
-    old = tl.load(words + each, mask=live, other=0)
-    return index, old, changed_lanes(old ^ tl.load(here + index, mask=live, other=0)), live
-
-
-@triton.jit
 def split_words(
     first_block, snapshot, places, words, word_starts, word_counts, taken, pool, changes, starts, counts,
     POOLS: tl.constexpr, SLOTS: tl.constexpr,
@@ -137,12 +127,14 @@ def split_words(
     first = tl.load(word_starts + program)
     places += first
     words += first
-    # Most blocks have no more than the first few.
-    index, old, lanes, live = load_changed(here, places, words, 0, num_words, SLOTS)
-    count = tl.sum(num_lanes(lanes), 0)
-    for slot in range(SLOTS, num_words, SLOTS):
-        _index, _old, more, _live = load_changed(here, places, words, slot, num_words, SLOTS)
-        count += tl.sum(num_lanes(more), 0)
+    total = tl.zeros((SLOTS,), tl.int32)
+    for slot in range(0, num_words, SLOTS):
+        each = slot + tl.arange(0, SLOTS)
+        live = each < num_words
+        index = tl.load(places + each, mask=live, other=0).to(tl.int32)
+        old, new = tl.load(words + each, mask=live, other=0), tl.load(here + index, mask=live, other=0)
+        total += num_lanes(changed_lanes(old ^ new))
+    count = tl.sum(total, 0)
     own = block % POOLS
     start = tl.atomic_add(taken + own, count, sem="relaxed")
     fits = start + count <= pool
@@ -151,8 +143,11 @@ def split_words(
     tl.store(counts + block, tl.where(fits, count, 0))
     changes += start
     for slot in range(0, num_words, SLOTS):
-        if slot > 0:
-            index, old, lanes, live = load_changed(here, places, words, slot, num_words, SLOTS)
+        each = slot + tl.arange(0, SLOTS)
+        live = each < num_words
+        index = tl.load(places + each, mask=live, other=0).to(tl.int32)
+        old, new = tl.load(words + each, mask=live, other=0), tl.load(here + index, mask=live, other=0)
+        lanes = changed_lanes(old ^ new)
         found = num_lanes(lanes)
         behind = tl.cumsum(found, 0)
         to = behind - found

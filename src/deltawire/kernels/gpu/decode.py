@@ -49,16 +49,16 @@ MOST_ELEMENTS = 1 << 28
 HEADERS = 32
 
 # How much each program takes, and its warps, as measured on an H200.
-ONES = {"VECTOR": 1024, "num_warps": 8}
-GROUPS = {"VECTOR": 1024, "num_warps": 4}
-LENGTHS = {"VECTOR": 1024, "num_warps": 4}
-COUNT = {"BLOCKS": 8, "num_warps": 4}
-ADD = {"VECTOR": 256, "num_warps": 4}
-SEARCH = {"VECTOR": 512, "num_warps": 4}
-LOCATE = {"VECTOR": 128, "num_warps": 4}
+ONES = {"VECTOR": 512, "num_warps": 16}
+GROUPS = {"VECTOR": 512, "num_warps": 4}
+LENGTHS = {"VECTOR": 256, "num_warps": 4}
+COUNT = {"BLOCKS": 2, "num_warps": 2}
+ADD = {"VECTOR": 128, "num_warps": 4}
+SEARCH = {"VECTOR": 256, "num_warps": 4}
+LOCATE = {"VECTOR": 128, "num_warps": 4, "maxnreg": 80}
 NUMBER = {"VECTOR": 4096, "num_warps": 16}
-TAKE = {"VECTOR": 512, "num_warps": 4}
-WRITE = {"VECTOR": 512, "num_warps": 4}
+TAKE = {"VECTOR": 256, "num_warps": 4}
+WRITE = {"VECTOR": 128, "num_warps": 4}
 
 WORD_BYTES = 4
 # A remainder is read from three words.

@@ -155,9 +155,9 @@ def check_large(size: float) -> None:
         module.large.data[-3:] += 1
         history.stage(1, source(), workers)
         (entry,), gain = encode_changes(history, 0, 1, ["context"], workers)
-        assert boxes_digest(history, 1, workers) == gain + boxes_digest(
-            DeviceHistory(as_module(old), 0, allowed=[]), 0, workers
-        )
+        before = DeviceHistory(as_module(old), 0, allowed=[])
+        assert boxes_digest(history, 1, workers) == gain + boxes_digest(before, 0, workers)
+        del before
     payload = entry.encoded.arrays["context"]
     table = tile_table(read_tiles(payload, len(old)), len(payload))
     found = decode(torch.from_numpy(payload).cuda(), table, old, entry.dtype, True)

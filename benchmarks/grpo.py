@@ -57,7 +57,7 @@ class Size:
     prompts: int = 8
     group: int = 16
     prompt: int = 64
-    completion: int = 32
+    completion: int = 24
 
 
 QUICK = Size(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, rows=8, length=64,

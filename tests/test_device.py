@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, so tensors are small here
 import numpy as np
 import pytest
 import torch
+from triton import knobs
 
 from deltawire import Publisher, Replica, upload
 from deltawire import device as device_module
@@ -18,6 +19,7 @@ from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.sources import ModuleWeights, module_source
 from deltawire.upload import boxes_digest, encode_changes
+from deltawire.weights import torch_view
 from deltawire.workers import SERIAL
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,9 +199,9 @@ def test_publish_and_pull():
             replica.pull()
             found = replica.target.weights()
             return all(
-                np.array_equal(found[name].bits, value.detach().to(torch.bfloat16).cpu().view(-1).view(torch.int16).numpy().view("u2"))
+                np.array_equal(found[name].bits, torch_view(value.detach().to(torch.bfloat16).view(-1)))
                 for name, value in module.named_parameters()
-            )  # fmt: skip
+            )
 
     with Publisher("memory:device", module, snapshot="device", anchors=None, skips=(2,)) as publisher:
         for version in range(3):
@@ -229,16 +231,14 @@ def test_where_a_snapshot_can_be(monkeypatch):
     with pytest.raises(ValueError, match="'device', 'host' or None"):
         Publisher("memory:nowhere", module, snapshot="disk")
     with (
-        pytest.raises(ValueError, match="for torch modules"),
         Publisher("memory:arrays", {"a": np.ones(3, "f4")}, snapshot="device") as publisher,
+        pytest.raises(ValueError, match="for torch modules"),
     ):
         publisher.publish()
     if DEVICE == "cpu":
-        from triton import knobs
-
         monkeypatch.setattr(knobs.runtime, "interpret", False)
         with (
-            pytest.raises(ValueError, match="needs a module on a GPU"),
             Publisher("memory:cpu", module, snapshot="device") as publisher,
+            pytest.raises(ValueError, match="needs a module on a GPU"),
         ):
             publisher.publish()

@@ -47,7 +47,7 @@ def class_of(bits, first, SHIFT: tl.constexpr, MASK: tl.constexpr):
 @triton.jit
 def tile_of(tiles, block_tiles, first_block, program):
     """Of the block of a program: itself, its tile, and how many elements of the tile lie before it."""
-    block = first_block + program
+    block = (first_block + program).to(tl.int64)
     tile = tl.load(block_tiles + program)
     return block, tile, (block - tl.load(tiles + tile * FIELDS + FIRST_BLOCK)) * ELEMENTS
 
@@ -127,7 +127,7 @@ def count_classes(
     Above the latter, how many of them changed.
     """
     program = tl.program_id(0)
-    block = first_block + program
+    block = (first_block + program).to(tl.int64)
     first = tl.load(firsts + tl.load(block_tiles + program))
     base = snapshot + block * ELEMENTS
     wide = base.to(tl.pointer_type(tl.int64))
@@ -193,7 +193,7 @@ def rank_changes(
 ):  # fmt: skip
     """For each change of a block its rank among the elements of its class in the tile; ranks and steps by class."""
     program = tl.program_id(0)
-    block = first_block + program
+    block = (first_block + program).to(tl.int64)
     begin, end = tl.load(begins + block), tl.load(begins + block + 1)
     if end > begin:
         tile = tl.load(block_tiles + program)

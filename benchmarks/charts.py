@@ -59,7 +59,7 @@ def steps(theme: str) -> Path:
         (panels[0], "density", 100, "weights changed by a step, %, log scale"),
         (panels[1], "bytes_per_change", 1, "bytes sent per changed weight"),
     ):
-        for lr, color in zip(sorted({row["lr"] for row in rows}, key=float), (ours, faint), strict=True):
+        for color, lr in zip((ours, faint), sorted({row["lr"] for row in rows}, key=float), strict=False):
             own = [row for row in rows if row["lr"] == lr]
             values = [scale * float(row[column]) for row in own]
             axes.plot([int(row["step"]) for row in own], values, color=color, label="lr " + lr.replace("e-0", "e-"))

@@ -290,17 +290,19 @@ class Part:
 class OnDevice(Staged):
     """What a version changed, on devices until it is encoded and on the host from then on."""
 
-    def __init__(self, host: Staged, records: Mapping[int, kernels.Record], num_changed: Mapping[str, int]) -> None:
+    def __init__(self, host: Staged, records: list[kernels.Record]) -> None:
         super().__init__()
         self.changes = host.changes
-        self.records = dict(records)
-        self._counted = num_changed
+        self.records = records
+        """One for each part, until they are encoded."""
+        self.counted: Mapping[str, int] = {}
+        """The number of changes of each tensor on devices that has some, once they are encoded."""
         self.way_back: Settled | None = None
         self.prepared: Mapping[str, Prepared] = {}
 
     @property
     def num_changed(self) -> Mapping[str, int]:
-        return {**super().num_changed, **self._counted}
+        return {**super().num_changed, **self.counted}
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         super().revert(key, bits, dtype)
@@ -355,35 +357,36 @@ class DeviceHistory(History):
             if self.version in self._records:
                 self._encode(self.version)
             staged = super().stage(version, weights, workers, {*fixed, *self._on_device})
-            records: dict[int, kernels.Record] = {}
+            records: list[kernels.Record] = []
             try:
-                for i, part in enumerate(self._parts):
-                    records[i] = part.stage(weights)
-                counts = {
-                    name: int(count.sum())
-                    for i, record in records.items()
-                    for name, count in self._parts[i].num_changed(record).items()
-                    if count.any()
-                }
+                for part in self._parts:
+                    records.append(part.stage(weights))  # noqa: PERF401 (one by one: what was staged is undone)
             except BaseException:
-                for i, record in records.items():
-                    self._parts[i].put_back(record)
+                for part, record in zip(self._parts[: len(records)], records, strict=True):
+                    part.put_back(record)
                 super().roll_back(version)
                 raise
-            self._records[version] = record_here = OnDevice(staged, records, counts)
-            return record_here
+            self._records[version] = on_device = OnDevice(staged, records)
+            return on_device
 
     def _encode(self, version: int) -> None:
         """Encode what a version changed while the snapshot is still at it."""
         record = self._records[version]
         if not isinstance(record, OnDevice) or record.way_back is not None:
             return
+        counts = [part.num_changed(each) for part, each in zip(self._parts, record.records, strict=True)]
+        record.counted = {name: int(count.sum()) for each in counts for name, count in each.items() if count.any()}
         way_back = Settled(record.num_changed, self._scratch)
         prepared: dict[str, Prepared] = {}
-        for i, each in record.records.items():
-            part = self._parts[i]
-            prepared |= part.encode(each, part.num_changed(each), self._allowed, way_back)
-        record.prepared, record.way_back, record.records = prepared, way_back, {}
+        for part, each, count in zip(self._parts, record.records, counts, strict=True):
+            prepared |= part.encode(each, count, self._allowed, way_back)
+        record.prepared, record.way_back, record.records = prepared, way_back, []
+
+    def changed_since(self, base: int, version: int) -> dict[str, int]:
+        with self._alone:
+            if self.version in self._records:
+                self._encode(self.version)
+            return super().changed_since(base, version)
 
     def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
         with self._alone:
@@ -404,7 +407,10 @@ class DeviceHistory(History):
 
     def _undo(self, version: int) -> None:
         with self._alone:
-            self._encode(version)
+            record = self._records[version]
+            if isinstance(record, OnDevice) and record.way_back is None:
+                for part, each in zip(self._parts, record.records, strict=True):
+                    part.put_back(each)
             super()._undo(version)
 
     def _revert_chunk(self, record: Record, name: str, index: int) -> None:

@@ -367,19 +367,14 @@ def main() -> None:
         header = ["side", "work", "milliseconds", "times_floor"]
         write_csv("gpu.csv", header, [list(row) for row in rows], folder=options.out, notes=notes)
     if "publish" in parts:
-        table = [row for name in MODELS for row in publish(name, size, 4)]
-        header = [
-            "model",
-            "method",
-            "blocked_ms",
-            "in_host_memory_ms",
-            "payload_bytes",
-            "density",
-            "extra_device_memory",
-        ]
-        write_csv("gpu_publish.csv", header, table, folder=options.out, notes=notes)
-        for row in table:
-            print(*row)
+        table: list[list[object]] = []
+        header = ["model", "method", "blocked_ms", "in_host_memory_ms", "payload_bytes", "density", "extra_memory"]
+        for name in MODELS:
+            for row in publish(name, size, 4):
+                print(*row, flush=True)
+                table.append(row)
+            write_csv("gpu_publish.csv", header, table, folder=options.out, notes=notes)
+            torch.cuda.empty_cache()
     if "large" in parts:
         torch.cuda.empty_cache()
         check_large(size)

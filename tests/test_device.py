@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter, so tensors are small here and chunks with them.
 """
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,12 @@ from triton import knobs
 
 from deltawire import Publisher, Replica, upload
 from deltawire import device as device_module
+from deltawire import device_part as part_module
 from deltawire import history as history_module
 from deltawire.boxes import Box
 from deltawire.codec import allowed_encodings
-from deltawire.device import DeviceHistory, is_kept, single_stride
+from deltawire.device import DeviceHistory, is_kept
+from deltawire.device_part import single_stride
 from deltawire.history import History
 from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena
@@ -28,11 +32,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of two blocks, and batches of a few."""
-    for module in (history_module, device_module, upload):
+    for module in (history_module, device_module, part_module, upload):
         monkeypatch.setattr(module, "CHUNK_LOG2", 13, raising=False)
         monkeypatch.setattr(module, "CHUNK", 1 << 13, raising=False)
-    monkeypatch.setattr(device_module, "LEAST_BLOCKS", 3)
-    monkeypatch.setattr(device_module, "LEAST_CHANGES", 500)
+    monkeypatch.setattr(part_module, "LEAST_BLOCKS", 3)
+    monkeypatch.setattr(part_module, "LEAST_CHANGES", 500)
 
 
 def module_of(**tensors: torch.Tensor) -> torch.nn.Module:
@@ -187,6 +191,32 @@ def test_boxes_as_runs():
     assert single_stride(Box((4, 6), (0, 2), (4, 3))) == (3, 6, 2)
     assert single_stride(Box((4, 6, 5), (0, 2, 1), (4, 3, 2))) is None
     assert single_stride(Box((4, 6), (0, 6), (4, 0))) is None
+
+
+class Sharded(ModuleWeights):
+    """One rank's part of a tensor: some of its columns."""
+
+    boxes: ClassVar = {"a": Box((30, 200), (0, 40), (30, 60)), "b": Box((500,), (100,), (90,))}
+
+    def form(self, name: str):
+        return self.dtype_of(name).name, self.boxes[name].full
+
+
+def test_shards_of_columns():
+    """A box whose elements do not lie together in the tensor: the digest counts positions in the whole."""
+    old = {"a": patterns(1800, 1).view(30, 60), "b": patterns(90, 2)}
+    new = {name: stepped(tensor, 0.1, 3) for name, tensor in old.items()}
+    histories = [DeviceHistory(Sharded(old, "BF16", frozenset()), 0, allowed=["context"])]
+    histories.append(History(Sharded(old, "BF16", frozenset()), 0))
+    assert boxes_digest(histories[0], 0, SERIAL) == boxes_digest(histories[1], 0, SERIAL)
+    results = []
+    for history in histories:
+        history.stage(1, Sharded(new, "BF16", frozenset()), SERIAL)
+        entries, gain = encode_changes(history, 0, 1, ["context"], SERIAL)
+        results.append(
+            (gain, [(entry.name, entry.box, entry.encoded.arrays["context"].tobytes()) for entry in entries])
+        )
+    assert results[0] == results[1]
 
 
 def test_publish_and_pull():

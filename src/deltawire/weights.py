@@ -168,5 +168,11 @@ def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
 
 def torch_view(flat: Any) -> Bits:
     """A flat tensor's bits; in host memory they are its own."""
-    bits: Bits = flat.view(_torch_integer(flat.element_size())).cpu().numpy().view(f"<u{flat.element_size()}")
+    signed = flat.view(_torch_integer(flat.element_size()))
+    if signed.is_cuda:
+        import torch
+
+        # Into page-locked memory, which torch keeps for the next time.
+        signed = torch.empty(signed.shape, dtype=signed.dtype, pin_memory=True).copy_(signed)
+    bits: Bits = signed.cpu().numpy().view(f"<u{flat.element_size()}")
     return bits

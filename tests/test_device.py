@@ -170,6 +170,13 @@ def test_more_changes_than_were_expected(monkeypatch):
     assert torch.equal(arena.snapshot.cpu(), old.view(torch.int16))
 
 
+def test_streams_as_long_as_what_they_replace():
+    """The way back of a few elements may take just as many bytes as they do."""
+    old = {f"p{count}": patterns(count, count) for count in range(1, 13)}
+    new = {name: patterns(len(tensor), 50 + len(tensor)) for name, tensor in old.items()}
+    assert_same(module_of(**old), new, ["gap"])
+
+
 def test_odd_tensors_stay_on_the_host():
     module = module_of(
         floats=torch.randn(5),

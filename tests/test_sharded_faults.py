@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from chains import Hooked
-from deltawire import Replica, ShardedPublisher, exchange
+from deltawire import Replica, ShardedPublisher, exchange, leader
 from deltawire.chain import Link
 from deltawire.errors import BrokenChain, Fenced, RankFailed, StoreUnavailable
 from processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
@@ -174,6 +174,7 @@ def come_late(rank, url):
             change(model, 5 + late)
             publisher.publish().wait(30)
         assert publisher.version == 3
+        assert publisher.num_failed == 1 + rank  # also what it was too late for
     return gathered(model)
 
 
@@ -313,3 +314,166 @@ def test_uploads_that_are_repeated_and_upkeep_that_fails(tmp_path):
     assert {(8, 4), (3, None), (6, None)} <= links
     with pytest.raises(BrokenChain):
         run.way(Link(4, 0, 0))
+
+
+def refuse_metadata(rank, url):
+    model = sharded_model()
+    with ShardedPublisher(url, model, timeout=20) as publisher:
+        publisher.publish().wait(30)
+        change(model, 1)
+        if rank == 0:
+            with pytest.raises(ValueError, match="JSON"):
+                publisher.publish(metadata={"loss": float("nan")})
+        else:
+            with pytest.raises(RankFailed, match="JSON"):
+                publisher.publish().wait(30)
+        change(model, 2)
+        assert publisher.publish().wait(30).version == 1
+        assert publisher.num_failed == 1
+    return gathered(model)
+
+
+def test_a_call_that_is_refused_on_one_rank_counts_on_all(tmp_path):
+    """Else later versions would be made of weights of different steps."""
+    assert_published(tmp_path, 1, run_ranks(2, refuse_metadata, tmp_path)[0])
+
+
+def fail_for_long(rank, url):
+    leader.MOST_FAILED = 3
+    store, model = Hooked(url), sharded_model()
+
+    def fail(verb, key):
+        if verb == "put" and rank == 1:
+            raise StoreUnavailable("no answer", refused=False, uncertain=False)
+
+    with ShardedPublisher(store, model, timeout=20) as publisher:
+        for version in (0, 1):
+            store.before = fail
+            for number in range(8):
+                change(model, number)
+                with pytest.raises(StoreUnavailable, match="no answer"):
+                    publisher.publish().wait(30)
+            dist.barrier()
+            assert len(publisher._holder._held) <= 4
+            assert all(len(held.history._records) <= 3 for held in publisher._holder._held.values())
+            store.before = nothing
+            assert publisher.publish().wait(30).version == version
+        change(model, 9)
+        assert publisher.publish().wait(30).version == 2
+    return gathered(model)
+
+
+def test_a_store_that_stays_away_costs_no_more_and_more_memory(tmp_path):
+    run = assert_published(tmp_path, 2, run_ranks(2, fail_for_long, str(tmp_path))[0])
+    assert [run.manifest(version).way.base for version in range(3)] == [None, None, 1]
+
+
+def settle_late(rank, url):
+    leader.MOST_FAILED = 2
+    store, model = Hooked(url), sharded_model()
+
+    def lose(verb, key):
+        if verb == "create" and key == "manifests/00000001.json":
+            raise StoreUnavailable("the answer was lost", uncertain=True)
+
+    with ShardedPublisher(store, model, timeout=20) as publisher:
+        publisher.publish().wait(30)
+        store.after = lose
+        for number in range(3):
+            change(model, number)
+            with pytest.raises(StoreUnavailable, match="lost"):
+                publisher.publish().wait(30)
+        store.after = nothing
+        assert publisher.publish().wait(30).version == 2
+        change(model, 4)
+        assert publisher.publish().wait(30).version == 3
+    return gathered(model)
+
+
+def test_a_commit_that_is_settled_after_its_weights_were_given_up(tmp_path):
+    run = assert_published(tmp_path, 3, run_ranks(2, settle_late, str(tmp_path))[0])
+    assert [run.manifest(version).way.base for version in range(4)] == [None, 0, None, 2]
+
+
+def stop_early(rank, url):
+    """Rank 0 stops while another one is taking its weights; that one is not left waiting, nor later ones."""
+    model = sharded_model()
+    publisher = ShardedPublisher(url, model, timeout=TIMEOUT)
+    publisher.publish().wait(30)
+    dist.barrier()
+    if rank == 0:
+        publisher.close()
+        return
+    read = publisher._holder._read
+
+    def read_slowly():
+        publisher._thread.join(30)
+        return read()
+
+    publisher._holder._read = read_slowly
+    publication = publisher.publish()
+    with pytest.raises(RankFailed, match="rank 0 has stopped"):
+        publication.wait(1)
+    with pytest.raises(RankFailed, match="rank 0 has stopped"):
+        publisher.publish()
+    publisher.close()
+
+
+def test_rank_0_stops_before_the_others(tmp_path):
+    run_ranks(2, stop_early, tmp_path)
+
+
+def break_down(rank, url):
+    """What nobody has thought of, in the thread of rank 0."""
+    model = sharded_model()
+    publisher = ShardedPublisher(url, model, timeout=TIMEOUT)
+    publisher.publish().wait(30)
+    if rank == 0:
+
+        def fail(manifest, call):
+            raise KeyError("a mistake")
+
+        publisher._leader.note = fail
+    change(model, 1)
+    with pytest.raises(RankFailed, match="a mistake" if rank == 0 else "rank 0 has stopped"):
+        publisher.publish().wait(30)
+    with pytest.raises(RankFailed, match="a mistake" if rank == 0 else "rank 0 has stopped"):
+        publisher.publish()
+    publisher.close()
+
+
+def test_a_thread_that_breaks_down_leaves_nobody_waiting(tmp_path):
+    run_ranks(2, break_down, tmp_path)
+
+
+def close_after_a_pause(rank, url):
+    model = sharded_model()
+    publisher = ShardedPublisher(url, model, timeout=TIMEOUT)
+    publisher.publish().wait(30)
+    publisher.flush(30)
+    dist.barrier()
+    time.sleep(1.5 * TIMEOUT + (0.5 * TIMEOUT if rank == 0 else 0))
+    started = time.monotonic()
+    publisher.close()
+    return time.monotonic() - started
+
+
+def test_a_rank_that_closes_after_a_pause_waits_for_rank_0(tmp_path):
+    first, _ = run_ranks(2, close_after_a_pause, tmp_path)
+    assert first < TIMEOUT / 2
+
+
+def leave_out_a_call(rank, url):
+    model = sharded_model()
+    with ShardedPublisher(url, model, timeout=TIMEOUT) as publisher:
+        publisher.publish(step=0).wait(30)
+        change(model, 1)
+        reason = r"rank 1: its 2\. call of publish was for step 2, that of rank 0 for step 1"
+        with pytest.raises(RankFailed, match=reason):
+            publisher.publish(step=1 if rank == 0 else 2).wait(30)
+
+
+def test_weights_of_different_steps_are_never_one_version(tmp_path):
+    run_ranks(2, leave_out_a_call, tmp_path)
+    with Replica(tmp_path, {}, heartbeat_seconds=None) as replica:
+        assert replica.run.versions() == [0]

@@ -26,12 +26,11 @@ from deltawire.weights import Tensor
 from deltawire.workers import Workers
 
 
-class OnDevice(Staged):
-    """What a version changed, on devices until it is encoded and on the host from then on."""
+class OnDevice:
+    """What a version changed: on the host, and on devices until it is encoded there."""
 
     def __init__(self, host: Staged, records: list[kernels.Record]) -> None:
-        super().__init__()
-        self.changes = host.changes
+        self.host: Record = host
         self.records = records
         """One for each part, until they are encoded."""
         self.counted: Mapping[str, int] = {}
@@ -41,10 +40,10 @@ class OnDevice(Staged):
 
     @property
     def num_changed(self) -> Mapping[str, int]:
-        return {**super().num_changed, **self.counted}
+        return {**self.host.num_changed, **self.counted}
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
-        super().revert(key, bits, dtype)
+        self.host.revert(key, bits, dtype)
         if self.way_back is not None:
             self.way_back.revert(key, bits, dtype)
 
@@ -105,8 +104,8 @@ class DeviceHistory(History):
                     part.put_back(record)
                 super().roll_back(version)
                 raise
-            self._records[version] = on_device = OnDevice(staged, records)
-            return on_device
+            self._records[version] = OnDevice(staged, records)
+            return staged
 
     def _encode(self, version: int) -> None:
         """Encode what a version changed while the snapshot is still at it."""
@@ -140,9 +139,9 @@ class DeviceHistory(History):
     def settle(self, version: int, workers: Workers) -> None:
         with self._alone:
             record = self._records[version]
-            if isinstance(record, OnDevice):
+            if isinstance(record, OnDevice) and isinstance(record.host, Staged):
                 self._encode(version)
-                record.prepared = {}
+                record.host, record.prepared = self._settled(record.host, version, workers), {}
 
     def _undo(self, version: int) -> None:
         with self._alone:
@@ -164,11 +163,11 @@ class DeviceHistory(History):
     def _part_of(self, name: str) -> Part:
         return next(part for part in self._parts if name in part.held)
 
-    def _chunk(self, name: str, index: int, version: int) -> Bits:
+    def _take_chunk(self, name: str, index: int) -> tuple[Bits, dict[int, Record]]:
         with self._alone:
             if self.version in self._records:
                 self._encode(self.version)
-            return super()._chunk(name, index, version)
+            return super()._take_chunk(name, index)
 
     def digest_of(self, name: str, version: int, workers: Workers) -> Digest:
         with self._alone:

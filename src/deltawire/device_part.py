@@ -245,7 +245,7 @@ class Part:
             gap = encoder.gap_rows(tiles, surveyed)
         for row, stream in zip(chunks, self._written(encoder, tiles, surveyed, gap, True), strict=True):
             if len(stream):
-                way_back.add((row.name, row.number), stream, row.num_changed)
+                way_back.add((row.name, row.number), stream, row.num_changed, is_raw=False)
 
     def _split(self, chunk: Row, log2: int) -> Iterator[Row]:
         block, size, start, *rest = chunk.fields

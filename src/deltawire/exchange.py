@@ -39,7 +39,11 @@ class Exchange:
         self._ranks, self._read = ranks, read
         self._store = dist.PrefixStore(name, ranks.store)
         connecting = dist.PrefixStore("gloo", self._store)
-        self._group = dist.ProcessGroupGloo(connecting, ranks.rank, ranks.size, timedelta(seconds=ranks.timeout))
+        try:
+            self._group = dist.ProcessGroupGloo(connecting, ranks.rank, ranks.size, timedelta(seconds=ranks.timeout))
+        except RuntimeError as error:
+            reason = f"it could not connect to all others, one may be gone: {_first_line(error)}"
+            raise RankFailed(f"rank {ranks.rank}: {reason}", rank=ranks.rank, reason=reason) from None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="deltawire-exchange", daemon=True)
         self._thread.start()
@@ -51,15 +55,16 @@ class Exchange:
         if rank == self._ranks.rank:
             return lambda: self._read(name, start, stop)
         bits = np.empty(stop - start, dtype.unsigned)
-        number = self._store.add(f"asked/{rank}", 1)
+        number = self._ranks.reach(lambda: self._store.add(f"asked/{rank}", 1))
         arriving = self._group.recv([torch.from_numpy(bits.view(np.uint8))], rank, number)
-        self._store.set(f"{rank}/{number}", json.dumps([self._ranks.rank, name, start, stop]))
+        question = json.dumps([self._ranks.rank, name, start, stop])
+        self._ranks.reach(lambda: self._store.set(f"{rank}/{number}", question))
 
         def wait() -> Bits:
             try:
                 arriving.wait()
             except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
+                reason = _first_line(error)
                 raise RankFailed(f"rank {rank} did not send {name}: {reason}", rank=rank, reason=reason) from None
             return bits
 
@@ -153,3 +158,8 @@ def share_out(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
         written[rank].append(name)
         filled[rank] += sizes[name]
     return written
+
+
+def _first_line(error: Exception) -> str:
+    """What gloo says, without the stack that follows it."""
+    return str(error).partition("\n")[0]

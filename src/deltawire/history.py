@@ -82,6 +82,7 @@ class _Stream(NamedTuple):
     start: int
     num_bytes: int
     num_changed: int
+    is_raw: bool
 
 
 class Prepared(NamedTuple):
@@ -101,11 +102,12 @@ class Settled:
         self._streams: dict[ChunkKey, _Stream] = {}
         self._lock = threading.Lock()
 
-    def add(self, key: ChunkKey, stream: Bits, num_changed: int) -> None:
+    def add(self, key: ChunkKey, stream: Bits, num_changed: int, *, is_raw: bool) -> None:
+        """Keep a chunk's stream or, raw, all its old bits."""
         with self._lock:
             start = self._file.seek(0, 2)
             self._file.write(raw(stream))
-        self._streams[key] = _Stream(start, stream.nbytes, num_changed)
+        self._streams[key] = _Stream(start, stream.nbytes, num_changed, is_raw)
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         from deltawire.kernels.cpu.decode import decode_tile
@@ -116,7 +118,7 @@ class Settled:
         with self._lock:
             self._file.seek(place.start)
             stream = np.frombuffer(self._file.read(place.num_bytes), np.uint8)
-        if place.num_bytes == bits.nbytes:
+        if place.is_raw:
             bits[:] = stream.view(bits.dtype)
             return
         positions, old = np.empty(place.num_changed, np.int64), np.empty(place.num_changed, bits.dtype)
@@ -210,11 +212,16 @@ class History:
 
     def settle(self, version: int, workers: Workers) -> None:
         """Keep a committed version's old bits in little space."""
-        from deltawire.kernels.cpu.encode import encode_tile
-
         staged = self._records[version]
         if not isinstance(staged, Staged):
             return
+        settled = self._settled(staged, version, workers)
+        self._epoch = object()
+        self._records[version] = settled
+
+    def _settled(self, staged: Staged, version: int, workers: Workers) -> Settled:
+        from deltawire.kernels.cpu.encode import encode_tile
+
         settled = Settled(staged.num_changed, self._scratch)
 
         def settle_chunk(key: ChunkKey) -> None:
@@ -224,15 +231,15 @@ class History:
             old = new.copy()
             old[change.positions] = change.old
             if isinstance(change.positions, slice):
-                settled.add(key, old, change.num_changed)
+                settled.add(key, old, change.num_changed, is_raw=True)
                 return
             words, num_bits, _ = encode_tile(new, old, change.positions, *kernel_layout(dtype), False)
             stream = words.view(np.uint8)[: (int(num_bits) + 7) // 8]
-            settled.add(key, stream if stream.nbytes < old.nbytes else old, change.num_changed)
+            is_raw = stream.nbytes >= old.nbytes
+            settled.add(key, old if is_raw else stream, change.num_changed, is_raw=is_raw)
 
         workers.map(settle_chunk, list(staged.changes))
-        self._epoch = object()
-        self._records[version] = settled
+        return settled
 
     def forget(self, version: int) -> None:
         """Keep no way back to before a version."""
@@ -265,15 +272,19 @@ class History:
         return Past(lambda index: self._chunk(name, index, version), len(bits), bits.dtype)
 
     def _chunk(self, name: str, index: int, version: int) -> Bits:
+        bits, records = self._take_chunk(name, index)
+        for each in sorted((each for each in records if each > version), reverse=True):
+            records[each].revert((name, index), bits, self.forms[name][0])
+        return bits
+
+    def _take_chunk(self, name: str, index: int) -> tuple[Bits, dict[int, Record]]:
+        """A copy of a chunk of the snapshot, and the records that go with it."""
         while True:
             epoch = self._epoch
             bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK].copy()
             records = dict(self._records)
             if epoch is self._epoch:
-                break
-        for each in sorted((each for each in records if each > version), reverse=True):
-            records[each].revert((name, index), bits, self.forms[name][0])
-        return bits
+                return bits, records
 
     def _chunks(self, names: Iterable[str]) -> list[ChunkKey]:
         return [(name, i) for name in list(names) for i in range(-(-len(self._snapshot[name]) // CHUNK))]

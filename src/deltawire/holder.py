@@ -37,6 +37,7 @@ class Held:
     history: History
     forms: Mapping[str, Form]
     tied: Mapping[str, str]
+    step: int | None = None
 
 
 class Holder:
@@ -70,6 +71,9 @@ class Holder:
     def do(self, command: Message) -> Message:
         """The part of a command that is this rank's."""
         self._end_exchange()
+        if command["kind"] != "upload":
+            # Of a delta that came to nothing.
+            self._groups = []
         work: dict[str, Callable[..., Message]] = {
             "resume": self.resume,
             "encode": self.encode,
@@ -83,7 +87,7 @@ class Holder:
         arguments = {name: value for name, value in command.items() if name != "kind"}
         return work[command["kind"]](**arguments)
 
-    def stage(self, anchor: bool) -> int:
+    def stage(self, anchor: bool, step: int | None = None) -> int:
         """Take the weights as they are, as the next call; its number."""
         call = self.num_calls + 1
         try:
@@ -96,7 +100,7 @@ class Holder:
                 with Workers(self._threads) as workers:
                     history.stage(call, weights, workers, weights.fixed)
             with self._changed:
-                self._held[call] = Held(history, weights.forms, weights.tied)
+                self._held[call] = Held(history, weights.forms, weights.tied, step)
                 self._unsettled += [] if anchor or before is None else [call]
         except BaseException as error:
             self._errors[call] = error
@@ -152,6 +156,7 @@ class Holder:
             "num_parts": len(self._groups),
             "encodings": Counter(entry.encoding for entry in entries),
             "tied": {name: to for name, to in held.tied.items() if to in changed},
+            "step": held.step,
         }
 
     def upload(self, facts: Message, names: list[str], first: list[int]) -> Message:
@@ -168,7 +173,7 @@ class Holder:
         with Workers(self._threads) as workers:
             state = boxes_digest(held.history, call, workers)
         boxes = {name: [box.offset, box.shape] for name, box in held.history.boxes.items()}
-        return {"digest": str(state), "forms": held.forms, "boxes": boxes, "tied": held.tied}
+        return {"digest": str(state), "forms": held.forms, "boxes": boxes, "tied": held.tied, "step": held.step}
 
     def write(self, call: int, folder: str, files: Message, boxes: Message, metadata: dict[str, str]) -> Message:
         """Write this rank's files of an anchor, from the boxes of all ranks."""
@@ -198,6 +203,19 @@ class Holder:
         """Keep the way back from a committed call to `oldest` in little space, and forget what lies before."""
         if oldest < call:
             self._settle(call)
+        self._forget(call, oldest)
+        return {}
+
+    def failed(self, call: int, starts_anew: bool, **_: Any) -> Message:
+        """A call was not committed: a later one will cover it, as a delta or, where rank 0 `starts_anew`, an anchor."""
+        if starts_anew:
+            self._forget(call, call)
+        else:
+            self._settle(call)
+        return {}
+
+    def _forget(self, call: int, oldest: int) -> None:
+        """Keep nothing from before `oldest`, nor what only a call that is done has needed."""
         with self._changed:
             self._held = {each: held for each, held in self._held.items() if each >= oldest}
             self._unsettled = [each for each in self._unsettled if each > call]
@@ -205,12 +223,6 @@ class Holder:
             histories = {held.history for held in self._held.values()}
         for history in histories:
             history.forget(oldest)
-        return {}
-
-    def failed(self, call: int, **_: Any) -> Message:
-        """A call was not committed: a later one will cover it."""
-        self._settle(call)
-        return {}
 
     def _settle(self, call: int) -> None:
         with self._changed:

@@ -20,7 +20,7 @@ from typing import Any
 from deltawire.checkpoint import anchor_facts, group_forms, name_shards
 from deltawire.commits import Commits
 from deltawire.dtypes import DTYPES
-from deltawire.errors import ChainError, DeltawireError, ShapeMismatch, UnsupportedPlacement
+from deltawire.errors import ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
 from deltawire.exchange import share_out
 from deltawire.holder import Holder, facts_told, objects_from
 from deltawire.manifest import Manifest, Way
@@ -31,6 +31,10 @@ from deltawire.upkeep import Ways
 from deltawire.upload import anchor_folder, anchor_way, delta_names, delta_way, put_files, put_index
 from deltawire.weights import Form
 from deltawire.wire import Facts
+
+# So many calls in a row may fail before the way back to the last version is given up: every rank keeps a file open for
+# each of them.
+MOST_FAILED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Leader:
         self.commits: Commits
         self._unsettled_call = 0
         self._calls: dict[int, int] = {}
+        self._num_failed = 0
+        self._oldest_call = 0
         self.model = Model({}, {})
 
     def start(self, name: str | None) -> None:
@@ -166,10 +172,14 @@ class Leader:
     def note(self, manifest: Manifest, call: int) -> int:
         """What a commit changes; the oldest call that is still needed."""
         way, version = manifest.way, manifest.version
-        self.version, self.base = version, Base(version, call)
+        self.version, self._num_failed = version, 0
+        self.ways.note(way)
+        if call < self._oldest_call:
+            # Settled too late: its weights were given up meanwhile.
+            return self._oldest_call
+        self.base = Base(version, call)
         # An anchor starts a new history.
         self._calls = {**({} if way.base is None else self._calls), version: call}
-        self.ways.note(way)
         coming = any(task.base is None for task in self.tasks)
         for base in self.ways.due(way, min(self._calls), anchor_is_coming=coming):
             start = None if base is None else Base(base, self._calls[base])
@@ -180,6 +190,16 @@ class Leader:
         needed |= {task.base.version for task in self.tasks if task.base is not None}
         self.ways.digests = {each: state for each, state in self.ways.digests.items() if each in needed}
         return min([*self._calls.values(), *(task.oldest_call for task in self.tasks)])
+
+    def note_failure(self, call: int) -> bool:
+        """What a call that failed changes; whether it was one too many, so that the next version is an anchor."""
+        self._num_failed += 1
+        if self._num_failed < MOST_FAILED:
+            return False
+        self._num_failed, self._oldest_call = 0, call
+        self.base, self._calls = None, {}
+        self.tasks.clear()
+        return True
 
     def make(self, task: Task) -> None:
         """Add a further way to a version."""
@@ -193,6 +213,7 @@ class Leader:
 
     def _make_delta(self, version: int, call: int, base: Base, model: Model, threads: int | None = None) -> Way:
         answers = self._round("encode", base=base.call, call=call, threads=threads)
+        check_steps(call, answers)
         base_digest = self.ways.digests[base.version]
         facts = Facts(
             run=self._run.id,
@@ -216,6 +237,7 @@ class Leader:
 
     def _make_anchor(self, version: int, call: int) -> tuple[Way, Model]:
         answers = self._round("measure", call=call)
+        check_steps(call, answers)
         model, state = add_up(answers)
         self._check_state(version, state)
         if self._files and not self.ways.beside:
@@ -251,6 +273,18 @@ class Leader:
         """A further way must lead to the weights that the version has."""
         if self.ways.digests.get(version, state) != state:
             raise ChainError(f"another way to version {version} would lead elsewhere", version=version)
+
+
+def check_steps(call: int, answers: list[Message]) -> None:
+    """Refuse weights of different steps: a rank that has left out a call is one behind from then on."""
+    first = answers[0]["step"]
+    for rank, answer in enumerate(answers):
+        if first is not None and answer["step"] not in (None, first):
+            reason = f"its {call}. call of publish was for step {answer['step']}, that of rank 0 for step {first}"
+            raise RankFailed(
+                f"rank {rank}: {reason}; all must call it equally often, so make new publishers",
+                rank=rank, reason=reason,
+            )  # fmt: skip
 
 
 def add_up(answers: list[Message]) -> tuple[Model, Digest]:

@@ -191,11 +191,11 @@ class Ranks:
             raise RankFailed(f"rank {names}: {reason}", rank=silent[0], ranks=silent, reason=reason)
 
     def _set(self, key: str, value: Any) -> None:
-        self._reach(lambda: self.store.set(key, json.dumps(value)))
+        self.reach(lambda: self.store.set(key, json.dumps(value)))
 
     def _get(self, key: str) -> Any:
         """The value of a key; None while there is none."""
-        data = self._reach(lambda: self.store.get(key) if self.store.check([key]) else None)
+        data = self.reach(lambda: self.store.get(key) if self.store.check([key]) else None)
         return None if data is None else json.loads(data)
 
     def _take(self, key: str) -> Any:
@@ -206,9 +206,10 @@ class Ranks:
 
     def _delete(self, *keys: str) -> None:
         for key in keys:
-            self._reach(lambda key=key: self.store.delete_key(key))  # type: ignore[misc]
+            self.reach(lambda key=key: self.store.delete_key(key))  # type: ignore[misc]
 
-    def _reach(self, call: Callable[[], Any]) -> Any:
+    def reach(self, call: Callable[[], Any]) -> Any:
+        """What a call of the store returns; RankFailed where the store is gone."""
         try:
             return call()
         except RuntimeError as error:

@@ -1,5 +1,6 @@
 """Publishing from a model that is spread over ranks: every rank its own shard, one version of all."""
 
+import sys
 import threading
 import time
 from collections import deque
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from deltawire.chain import SKIPS
 from deltawire.codec import EncodingChoice, allowed_encodings
@@ -28,6 +29,9 @@ from deltawire.upkeep import Ways
 # Further ways wait while versions do, but no more of them than this: each needs the weights of older versions.
 MOST_TASKS = 8
 
+# Also those that are still being staged.
+ALL_CALLS = sys.maxsize
+
 
 @dataclass(slots=True)
 class Job:
@@ -35,11 +39,11 @@ class Job:
 
     call: int
     publication: Publication
-    metadata: Mapping[str, Any]
     is_anchor: bool
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     diff_seconds: float = 0.0
     error: BaseException | None = None
-    """Why this rank could not stage it."""
+    """Why this rank has refused it."""
     staged_at: float = field(default_factory=time.monotonic)
 
 
@@ -114,8 +118,7 @@ class ShardedPublisher(BasePublisher):
         except BaseException:
             ranks.close()
             raise
-        work = self._follow if self._leader is None else self._lead
-        self._thread = threading.Thread(target=work, name="deltawire-publish", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="deltawire-publish", daemon=True)
         self._thread.start()
 
     def _join_run(self) -> None:
@@ -141,27 +144,27 @@ class ShardedPublisher(BasePublisher):
     ) -> Publication:
         """Make the weights as they are now the next version. They may change again as soon as this returns.
 
-        All ranks call this, with the same arguments; step and metadata are those of rank 0. `anchor=True` sends all
+        All ranks call this, with the same step; metadata is that of rank 0. `anchor=True` sends all
         weights, as for the first version: needed when names, shapes, dtypes or placements have changed.
         """
-        metadata = as_metadata(metadata)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) <= self._queue_size or self._closing)
         with self._turn:
             self._check_open()
             version = (-1 if self.version is None else self.version) + 1 + len(self._pending)
-            job = Job(self._holder.num_calls + 1, Publication(version, step), metadata, anchor)
+            job = Job(self._holder.num_calls + 1, Publication(version, step), anchor)
             started = time.perf_counter()
             try:
-                self._holder.stage(anchor)
+                self._holder.stage(anchor, step)
+                # Only now: a call that is refused counts too, or the ranks would no longer count alike.
+                job.metadata = as_metadata(metadata)
+                job.diff_seconds = time.perf_counter() - started
             except BaseException as error:
                 job.error = error
-                # The others have to be told.
-                if self._leader is not None:
-                    self._add(job)
                 raise
-            job.diff_seconds = time.perf_counter() - started
-            self._add(job)
+            finally:
+                # Also one that failed: the others have to be told.
+                self._add(job)
         return job.publication
 
     def _add(self, job: Job) -> None:
@@ -171,7 +174,8 @@ class ShardedPublisher(BasePublisher):
                 self._pending.append(job)
                 self._changed.notify_all()
                 return
-        # This rank comes late: the others have gone on without it.
+        # This rank comes late: the others have gone on without it, or there is nobody left to do it.
+        self.num_failed += error is not None
         job.publication._finish(error)
 
     def _check_open(self) -> None:
@@ -180,12 +184,26 @@ class ShardedPublisher(BasePublisher):
         if self._closing:
             raise ValueError("this publisher is closed")
 
+    def _work(self) -> None:
+        """Whatever ends it, nobody waits for it then."""
+        try:
+            if self._leader is None:
+                self._follow()
+            else:
+                self._lead(self._leader)
+        except Exception as error:
+            self._refused = error_from(error_fields(error, self.rank))
+        finally:
+            self._closing = True
+            self._fail_call(ALL_CALLS, self._refused or ValueError("this publisher is closed"))
+            if self._leader is not None:
+                with suppress(RankFailed):
+                    self._ranks.tell({"kind": "stop"}, asks=True)
+                    self._ranks.answers()
+
     # Rank 0
 
-    def _lead(self) -> None:
-        leader = self._leader
-        if leader is None:
-            return
+    def _lead(self, leader: Leader) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or leader.tasks or self._closing)
@@ -200,19 +218,19 @@ class ShardedPublisher(BasePublisher):
             # Where it stays unknown whether a version exists, whoever resumes the run will see.
             with suppress(DeltawireError):
                 self._settle(leader)
-        with suppress(RankFailed):
-            self._ranks.tell({"kind": "stop"}, asks=True)
-            self._ranks.answers()
 
     def _publish_job(self, leader: Leader, job: Job) -> None:
         try:
+            if self._refused is not None:
+                raise self._refused
             self._settle(leader)
             if job.error is not None:
                 leader.base = None if job.is_anchor else leader.base
                 raise job.error
             manifest, seconds = leader.publish(job.call, job.publication.step, job.metadata, job.is_anchor)
         except BaseException as error:
-            command = {"kind": "failed", "call": job.call, "error": error_fields(error)}
+            starts_anew = leader.note_failure(job.call)
+            command = {"kind": "failed", "call": job.call, "starts_anew": starts_anew, "error": error_fields(error)}
             self._tell(command)
             self._holder.do(command)
             self._fail_call(job.call, error)
@@ -241,9 +259,11 @@ class ShardedPublisher(BasePublisher):
         self._holder.do(command)
 
     def _tell(self, command: Message) -> None:
-        # A version is what it is, whether the others hear of it or not.
-        with suppress(RankFailed):
+        # A version is what it is, whether the others hear of it or not. But who has missed a command takes no other.
+        try:
             self._ranks.tell(command)
+        except RankFailed as error:
+            self._refused = self._refused or error
 
     def _make_way(self, leader: Leader) -> None:
         self._is_making = True
@@ -271,18 +291,16 @@ class ShardedPublisher(BasePublisher):
         while True:
             try:
                 command = self._ranks.next_command(self._ranks.timeout / 16)
-                if command is not None:
-                    idle_since = time.monotonic()
-                    if self._obey(command):
-                        return
-                elif self._pending or self._closing:
+                if command is not None and self._obey(command):
+                    return
+                if command is None and (self._pending or self._closing):
                     self._ranks.check_alive([0])
-                    idle_since = self._check_leader(idle_since)
+                    self._check_leader()
+                if command is not None or not self._closing or self._ranks.beats[0].is_busy:
+                    idle_since = time.monotonic()
             except Exception as error:
                 self._fail_call(self._holder.num_calls, error)
-                if isinstance(error, RankFailed) and error.fields.get("is_lost"):
-                    self._refused = error
-                if self._refused is error or self._closing:
+                if self._closing or _is_lost(error):
                     return
             if self._closing and not self._pending and time.monotonic() - idle_since > self._ranks.timeout:
                 return
@@ -292,8 +310,10 @@ class ShardedPublisher(BasePublisher):
         kind = command["kind"]
         if kind == "stop":
             self._ranks.answer(dict)
-            self._closing = True
-            self._fail_call(self._holder.num_calls, RankFailed("rank 0 has stopped", rank=0, reason="it has stopped"))
+            stopped = RankFailed("rank 0 has stopped", rank=0, reason="it has stopped")
+            if not self._closing:
+                self._refused = self._refused or stopped
+            self._fail_call(ALL_CALLS, stopped)
             return True
         if kind == "rest":
             self._holder.do(command)
@@ -307,15 +327,14 @@ class ShardedPublisher(BasePublisher):
             self._ranks.answer(lambda: self._holder.do(command))
         return False
 
-    def _check_leader(self, idle_since: float) -> float:
-        """Give up what rank 0 does not know of for too long; since when it has had nothing to do."""
-        beat, now = self._ranks.beats[0], time.monotonic()
+    def _check_leader(self) -> None:
+        """Give up what rank 0 does not know of for too long."""
+        now = time.monotonic()
         late = [job for job in list(self._pending) if now - job.staged_at > self._ranks.timeout]
         for job in late:
-            if job.call > beat.num_published:
+            if job.call > self._ranks.beats[0].num_published:
                 reason = f"it has not called publish for the {job.call}. time within {self._ranks.timeout} s"
                 self._fail_call(job.call, RankFailed(f"rank 0: {reason}", rank=0, reason=reason))
-        return now if beat.is_busy else idle_since
 
     # All
 
@@ -330,9 +349,9 @@ class ShardedPublisher(BasePublisher):
             job.publication._finish()
 
     def _fail_call(self, call: int, error: BaseException) -> None:
-        if isinstance(error, Fenced):
+        if isinstance(error, Fenced) or _is_lost(error):
             self._refused = error
-            call = self._holder.num_calls
+            call = max(call, self._holder.num_calls)
         jobs = self._take(call, error)
         self.num_failed += len(jobs)
         for job in jobs:
@@ -360,3 +379,8 @@ class ShardedPublisher(BasePublisher):
             self._changed.notify_all()
         self._thread.join()
         self._ranks.close()
+
+
+def _is_lost(error: BaseException) -> TypeGuard[RankFailed]:
+    """Whether the ranks can no longer talk to each other, so that all later versions would fail too."""
+    return isinstance(error, RankFailed) and bool(error.fields.get("is_lost"))

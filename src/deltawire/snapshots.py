@@ -24,9 +24,11 @@ def new_history(
     """A history of weights as they are now; by default on the device where they lie on one."""
     if not _on_device(weights, snapshot):
         return History(weights, version, scratch=scratch)
-    from deltawire.device import DeviceHistory
+    from deltawire.device import DeviceHistory, is_kept
 
     assert isinstance(weights, ModuleWeights)
+    if not any(is_kept(weights, name) for name in weights):
+        return History(weights, version, scratch=scratch)
     return DeviceHistory(weights, version, allowed=allowed, scratch=scratch)
 
 

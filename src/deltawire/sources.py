@@ -128,6 +128,19 @@ def is_sharded(module: Any) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in module.parameters())
 
 
+def check_whole(module: Any) -> None:
+    """Refuse a module whose parameters are in pieces that nothing tells apart from whole tensors."""
+    if any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules()):
+        raise UnsupportedPlacement(
+            "the first FSDP has cut the parameters into pieces without a shape: use FSDP2 (fsdp_version: 2)"
+        )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "ds_id") and not parameter.numel():
+            raise UnsupportedPlacement(
+                f"{name} is spread over ranks by ZeRO-3, which gives no pieces of it: use ZeRO-2 or FSDP2", tensor=name
+            )
+
+
 def held_box(name: str, tensor: Any) -> Box | None:
     """The box of a DTensor that this rank publishes; None where another one does.
 

@@ -11,7 +11,7 @@ from deltawire.errors import MissingDependency
 from deltawire.publication import Publication
 from deltawire.publisher import Publisher
 from deltawire.sharded import ShardedPublisher
-from deltawire.sources import is_sharded
+from deltawire.sources import check_whole, is_sharded
 from deltawire.store import Store
 
 try:
@@ -23,9 +23,12 @@ except ImportError as error:
 class DeltawireCallback(TrainerCallback):  # type: ignore[misc]
     """Publishes the model when training starts and after each `every`-th optimizer step.
 
-    Configuration and tokenizer go with the anchors, so that a mirror can be loaded as it is. Numbers of the last
-    version are added to what the Trainer logs. Other options are those of `Publisher`, or of `ShardedPublisher`, which
-    takes its place where parameters are sharded over ranks (FSDP2); then all ranks publish.
+    Configuration and tokenizer go with the anchors, so that a mirror can be loaded as it is. Other options are those of
+    `Publisher`, or of `ShardedPublisher`, which takes its place where parameters are sharded over ranks (FSDP2); then
+    all ranks publish.
+
+    Numbers of the last version are added to the Trainer's `log_history` and to what callbacks after this one log. The
+    Trainer puts those in `report_to` before the ones that it is given; `go_first` changes that.
     """
 
     def __init__(self, store: str | Path | Store, *, every: int = 1, **options: Any) -> None:
@@ -35,33 +38,56 @@ class DeltawireCallback(TrainerCallback):  # type: ignore[misc]
         self.publisher: Publisher | ShardedPublisher | None = None
         self.last: Publication | None = None
         """The newest version that was handed over; it may still be on its way."""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def go_first(self, trainer: Any) -> None:
+        """Go before all other callbacks of a Trainer, so that trackers (W&B, TensorBoard) see the numbers too."""
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        # Training that broke off and starts again has not come to its end.
+        self._close()
+        self.last = None
         kind = ShardedPublisher if is_sharded(model) else Publisher
-        if kind is Publisher and not state.is_world_process_zero:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            files = _files_beside(model, others.get("processing_class"), Path(folder))
-            self.publisher = kind(self._store, model, **{"files": files, **self._options})
-            # A run that is taken up where it was needs no version for that.
-            if not self.publisher.resumed:
-                self._publish(state)
-                self.publisher.flush()
+        if kind is Publisher:
+            check_whole(model)
+            if not state.is_world_process_zero:
+                return
+        # Kept to the end: should the first anchor fail, a later one needs the files.
+        self._folder = tempfile.TemporaryDirectory()
+        files = _files_beside(model, others.get("processing_class"), Path(self._folder.name))
+        self.publisher = kind(self._store, model, **{"files": files, **self._options})
+        # A run that is taken up where it was needs no version for that.
+        if not self.publisher.resumed:
+            self._publish(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.publisher is not None and state.global_step % self._every == 0:
             self._publish(state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if self.publisher is not None and logs is not None:
-            logs.update(self.publisher.metrics())
+        if self.publisher is None or logs is None:
+            return
+        numbers = self.publisher.metrics()
+        logs.update(numbers)
+        # The Trainer has put a copy of its logs there before it calls anybody.
+        if state.log_history:
+            state.log_history[-1].update(numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.publisher is None:
             return
         if self.last is None or self.last.step != state.global_step:
             self._publish(state)
-        self.publisher.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _publish(self, state: Any) -> None:
         if self.publisher is not None:

@@ -190,7 +190,7 @@ class Part:
         batch: list[Row] = []
         num_changes = num_blocks = 0
         for name in self.names:
-            for row in self._rows(name, counts[name], CHUNK_LOG2):
+            for row in self._rows(name, counts[name]):
                 num_changes += row.num_changed
                 num_blocks += row.num_blocks
                 if batch and (num_changes > most_changes or num_blocks > most_blocks):
@@ -199,12 +199,12 @@ class Part:
                 batch.append(row)
         yield batch
 
-    def _rows(self, name: str, counts: npt.NDArray[np.int64], log2: int) -> Iterator[Row]:
+    def _rows(self, name: str, counts: npt.NDArray[np.int64]) -> Iterator[Row]:
         held = self.held[name]
         seed = int(np.uint64(held.seed).view(np.int64))
         for index, count in enumerate(counts):
-            start = index << log2
-            size = min(1 << log2, held.num_elements - start)
+            start = index * CHUNK
+            size = min(CHUNK, held.num_elements - start)
             yield Row(
                 name, index, (held.first_block + start // BLOCK, size, start, seed, *held.runs), int(count)
             )  # fmt: skip

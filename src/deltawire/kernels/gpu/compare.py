@@ -87,8 +87,8 @@ def find_words(
 ):  # fmt: skip
     """Blocks from a first one on: their changed words to a pool, new bits to the snapshot; where they start, how many.
 
-    There are `POOLS` pools of `pool` places, since one counter for all would be what everything waits for. `taken`
-    counts the places of each; it goes on where a block finds no room, which then says that it has no changes.
+    There are `POOLS` pools of `pool` places, which the blocks take in turns. `taken` counts the places of each; it goes
+    on where a block finds no room, which then says that it has no changes.
     """
     program = tl.program_id(0)
     block = first_block + program

@@ -42,7 +42,8 @@ LAYERS = [
     ["holder"],
     ["leader"],
     ["sharded"],
-    ["interop", "metrics", "trainers"],
+    ["interop", "metrics", "trainers", "engines"],
+    ["agent", "testing"],
     ["cli"],
 ]
 

@@ -153,8 +153,7 @@ def test_more_changes_than_were_expected(monkeypatch):
     looks = []
     look = Arena._find
     monkeypatch.setattr(Arena, "_find", lambda self: looks.append(self.expected) or look(self))
-    monkeypatch.setattr(Arena, "estimate", lambda self: (1.0, 1.0))
-    monkeypatch.setattr(arena_module, "LEAST_WORDS_BYTES", 10 * 300)
+    monkeypatch.setattr(Arena, "estimate", lambda self: 1.0)
     monkeypatch.setattr(arena_module, "SPARE", 100)
     old = patterns(6 * 4096, 1)
     arena = Arena([len(old)], torch.bfloat16, DEVICE)

@@ -20,7 +20,9 @@ DeltawireError
 ├── EngineError
 │   ├── UnknownParameter        a tensor the target does not have
 │   ├── ShapeMismatch           it has another shape or dtype there
-│   └── EngineRejected
+│   ├── EngineRejected          it refused the update, and is as it was
+│   ├── EngineUnavailable       it does not answer
+│   └── EngineBroken            its weights are a mix, so it must not serve: restart it
 ├── TrainerError
 │   ├── UnsupportedPlacement    a parameter is spread over ranks in a way that has no boxes
 │   └── RankFailed              a rank of a sharded trainer failed, or gave no sign of life
@@ -122,7 +124,15 @@ class ShapeMismatch(EngineError):
 
 
 class EngineRejected(EngineError):
-    """The engine refused the update."""
+    """The engine refused the update, and is as it was."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine does not answer, or not in the way it should."""
+
+
+class EngineBroken(EngineError):
+    """An update failed half-way and could not be taken back: the engine was left paused, and must be restarted."""
 
 
 class TrainerError(DeltawireError):

@@ -35,12 +35,12 @@ from deltawire.parts import save
 from deltawire.patches import Patch
 from deltawire.replay import Replay
 from deltawire.state import Digest, digest
-from deltawire.target import State
+from deltawire.target import State, Target
 from deltawire.weights import Tensor
 from deltawire.wire import PREFIX, Entry, Facts
 
 
-class Mirror:
+class Mirror(Target):
     """A checkpoint folder as a replica's target. One process at a time."""
 
     def __init__(self, folder: str | Path) -> None:

@@ -101,6 +101,23 @@ class Replay:
         self.check(expected)
         self._before = self._after = Digest()
 
+    def patches_from(self, weights: Weights, expected: Digest, most: float) -> list[Patch] | None:
+        """What turns other weights into these, of digest `expected`; None where that is more than a part of them."""
+        if {name: form(weights, name) for name in weights} != {name: form(self.base, name) for name in self.base}:
+            return None
+        patches, left = [], most * sum(num_elements(self.base, name) for name in self.base)
+        for name in self.base:
+            tensor, bits = view(name, weights[name]), self.bits_of(name)
+            where = np.flatnonzero(tensor.bits != bits)
+            left -= len(where)
+            if left < 0:
+                break
+            patches.append(Patch(name, tensor.dtype.name, Box.whole(tensor.shape), bits[where], where))
+        else:
+            self.check(expected)
+        self._before = self._after = Digest()
+        return None if left < 0 else [patch for patch in patches if len(patch.bits)]
+
     def _report(self, name: str, count: int) -> None:
         if self._progress is not None:
             self._progress(name, count)

@@ -101,8 +101,8 @@ class Replica:
 
     @property
     def version(self) -> int | None:
-        """The version that the weights are."""
-        state = self.target.state()
+        """The version that is in use."""
+        state = self.target.served()
         return None if state is None else state.version
 
     @property
@@ -115,6 +115,7 @@ class Replica:
     def pull(self, version: int | None = None, *, progress: Progress | None = None) -> Pull:
         """Bring the weights to a version (default: the newest)."""
         with self._pulling:
+            self.target.look()
             manifest = self._manifest(version)
             done = self._reach(manifest, self._have(manifest), progress)
             self.last_pull, self.error = done, None
@@ -198,7 +199,7 @@ class Replica:
             decoded = time.perf_counter()
             if not route.plan.links:
                 applied = decoded
-                if have is not None and self.target.state() is None:
+                if have is not None and self.target.served() != state:
                     self.target.apply([], have, state, manifest.tied)
             elif route.plan.starts_anew:
                 anchor = Replay(fetched[0].checkpoint(), deltas, workers)
@@ -256,6 +257,7 @@ class Replica:
             self._watched = False
 
     def _is_behind(self) -> bool:
+        self.target.look()
         self._refresh()
         return self.latest is not None and (self.version is None or self.version < self.latest)
 
@@ -308,7 +310,7 @@ class Replica:
 
     def status(self) -> dict[str, Any]:
         """What this replica would say of itself: version, digest, lag, timings, the last fault."""
-        state = self.target.state()
+        state = self.target.served()
         return {
             "version": None if state is None else state.version,
             "digest": None if state is None else str(state.digest),
@@ -316,6 +318,7 @@ class Replica:
             "lag": self.lag,
             "last_pull": None if self.last_pull is None else asdict(self.last_pull),
             "error": None if self.error is None else str(self.error),
+            **self.target.about(),
         }
 
     def metrics(self) -> dict[str, float]:
@@ -334,6 +337,7 @@ class Replica:
                 "fetch_seconds": pulled.fetch_seconds,
                 "decode_seconds": pulled.decode_seconds,
                 "apply_seconds": pulled.apply_seconds,
+                "pause_seconds": self.target.about().get("pause_seconds"),
             }
         return {f"deltawire/replica/{name}": value for name, value in values.items() if value is not None}
 

@@ -61,9 +61,13 @@ def tensor_key(name: str, dtype: DType, shape: tuple[int, ...]) -> TensorKey:
 
 def box_digest(key: TensorKey, box: Box, bits: Elements, workers: Workers = SERIAL) -> Digest:
     """The part of a tensor's digest that a box of it contributes, without the tensor's constant."""
-    from deltawire.kernels.cpu.digest import sum_runs
-
     starts, length = box.runs()
+    return runs_digest(key, starts, length, bits, workers)
+
+
+def runs_digest(key: TensorKey, starts: Positions, length: int, bits: Elements, workers: Workers = SERIAL) -> Digest:
+    """The same for runs of consecutive elements of the tensor, `length` from each of `starts`, one after the other."""
+    from deltawire.kernels.cpu.digest import sum_runs
 
     def one_run(at: int) -> tuple[int, int]:
         stretch = bits[at : at + _CHUNK]

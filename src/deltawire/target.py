@@ -38,6 +38,18 @@ class Target(Protocol):
     def state(self) -> State | None:
         """Run, version and digest of the weights, where they are known."""
 
+    def served(self) -> State | None:
+        """What is in use: the weights themselves, or those of the engine that they are a mirror of."""
+        return self.state()
+
+    def look(self) -> None:
+        """Find out anew what is in use, where that can change by itself."""
+        return
+
+    def about(self) -> dict[str, Any]:
+        """What else there is to tell, for a replica's status."""
+        return {}
+
     def digest(self, tied: Mapping[str, str]) -> Digest | None:
         """The digest of the weights as they are, for weights of unknown version; None where there are none yet."""
 
@@ -53,7 +65,7 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
-class MemoryTarget:
+class MemoryTarget(Target):
     """Arrays or tensors in memory, changed in place. An empty dictionary is filled from the first anchor."""
 
     scratch: Path | None = None

@@ -263,7 +263,7 @@ def pulled(done: "Pull") -> dict[str, Any]:
 
 
 def standing(replica: "Replica") -> dict[str, Any]:
-    state = replica.target.state()
+    state = replica.target.served()
     digest = None if state is None else str(state.digest)
     return {"digest": digest, "latest": replica.latest, "lag": replica.lag, "faults": replica.num_faults}
 
@@ -342,6 +342,13 @@ class ExportTarget:
 
     def state(self) -> "State | None":
         return None
+
+    served = state
+
+    def look(self) -> None: ...
+
+    def about(self) -> dict[str, Any]:
+        return {}
 
     def digest(self, _tied: Mapping[str, str]) -> "Digest | None":
         return None

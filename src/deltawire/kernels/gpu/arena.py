@@ -23,11 +23,8 @@ MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
 SPARE = BLOCK
 
-# The pools of changed words: bytes for each, and their share of the snapshot.
-WORD_BYTES = 10
-WORDS_SHARE = 64
-LEAST_WORDS_BYTES = 16 << 20
-FIND_WARPS = 4
+# How many words each thread compares, and how many changed ones a program then splits at a time.
+FIND = {"ROWS": 8, "SLOTS": 128, "num_warps": 4}
 
 
 class Arena:
@@ -48,8 +45,8 @@ class Arena:
         self._tensors = self._to_device(tensors)
         self._ordinals = self._to_device(ordinals.astype(np.int32))
         self._lengths = self._to_device(lengths.astype(np.int32))
-        self.expected: tuple[float, float] | None = None
-        """How many words and how many elements of a block change, by the last look."""
+        self.expected: float | None = None
+        """How many elements of a block change, by the last look."""
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
         self._pointers: tuple[tuple[int, int], ...] = ()
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
@@ -92,18 +89,17 @@ class Arena:
         for first, stop, cast in self._kinds:
             compare.take_all[(stop - first,)](first, self._addresses, self._lengths, self._words(), CAST=cast)
 
-    def estimate(self) -> tuple[float, float]:
-        """About how many words and how many elements of a block have changed, from some of the blocks."""
-        totals = torch.zeros(2, dtype=torch.int64, device=self._device)
+    def estimate(self) -> float:
+        """About how many elements of a block have changed, from some of the blocks."""
+        total = torch.zeros(1, dtype=torch.int64, device=self._device)
         num_blocks = 0
         for first, stop, cast in self._kinds:
             sampled = -(-(stop - first) // SAMPLE)
             num_blocks += sampled
             compare.count_changes[(sampled,)](
-                first, SAMPLE, self._addresses, self._lengths, self._words(), totals, CAST=cast
+                first, SAMPLE, self._addresses, self._lengths, self._words(), total, CAST=cast
             )
-        words, changes = totals.tolist()
-        return words / num_blocks, changes / num_blocks
+        return int(total) / num_blocks
 
     def find(self) -> Record:
         """Move the snapshot to the weights; what it was.
@@ -114,8 +110,6 @@ class Arena:
         record, complete = self._find()
         if complete:
             return record
-        assert self.expected is not None
-        words, _ = self.expected
         try:
             while not complete:
                 more, complete = self._find()
@@ -123,7 +117,7 @@ class Arena:
         except BaseException:
             self.put_back(record)
             raise
-        self.expected = words, int(record.begins[-1]) / self.num_blocks
+        self.expected = int(record.begins[-1]) / self.num_blocks
         return record
 
     def put_back(self, record: Record) -> None:
@@ -136,37 +130,22 @@ class Arena:
         """One look: what was found, and whether that is all. Blocks that found no room stay as they were."""
         if self.expected is None:
             self.expected = self.estimate()
-        words_per_block, changes_per_block = self.expected
         num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
-        per_pool = -(-self.num_blocks // num_pools)
-        word_pool = max(self.snapshot.nbytes // WORDS_SHARE, LEAST_WORDS_BYTES) // (WORD_BYTES * num_pools)
-        step = max(int(num_pools * word_pool / (MARGIN * words_per_block + 1)), 1)
-        pool = int(MARGIN * changes_per_block * per_pool) + SPARE
+        pool = int(MARGIN * self.expected * -(-self.num_blocks // num_pools)) + SPARE
         new = partial(torch.empty, device=self._device)
         changes = new(num_pools * pool, dtype=torch.int32)
         starts, counts = new(self.num_blocks, dtype=torch.int64), new(self.num_blocks, dtype=torch.int32)
-        places, words = new(num_pools * word_pool, dtype=torch.int16), new(num_pools * word_pool, dtype=torch.int64)
-        word_starts, word_counts = new(step, dtype=torch.int64), new(step, dtype=torch.int32)
-        stretches = [
-            (at, min(at + step, stop), cast) for first, stop, cast in self._kinds for at in range(first, stop, step)
-        ]
-        # How much of the pools is taken: by changes, and by the words of each stretch.
-        taken = torch.zeros((1 + len(stretches), num_pools), dtype=torch.int32, device=self._device)
-        for i, (first, stop, cast) in enumerate(stretches, 1):
-            compare.find_words[(stop - first,)](
-                first, self._addresses, self._lengths, self._words(), taken[i], word_pool, places, words, word_starts,
-                word_counts, CAST=cast, POOLS=num_pools, num_warps=FIND_WARPS,
+        taken = torch.zeros(num_pools, dtype=torch.int32, device=self._device)
+        for first, stop, cast in self._kinds:
+            compare.find_changes[(stop - first,)](
+                first, self._addresses, self._lengths, self._words(), taken, pool, changes, starts, counts,
+                CAST=cast, POOLS=num_pools, **FIND,
             )  # fmt: skip
-            compare.split_words[(stop - first,)](
-                first, self._words(), places, words, word_starts, word_counts, taken, pool, changes, starts, counts,
-                POOLS=num_pools, SLOTS=2 * SLOTS, num_warps=1,
-            )  # fmt: skip
-        begins = new(self.num_blocks + 1, dtype=torch.int64)
-        begins[:1] = 0
+        begins = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=self._device)
         torch.cumsum(counts, 0, out=begins[1:])
-        by_changes, by_words = np.split(taken.cpu().numpy(), [1])
-        self.expected = int(by_words.sum()) / self.num_blocks, int(by_changes.sum()) / self.num_blocks
-        return Record(begins, starts, changes), by_words.max() <= word_pool and by_changes.max() <= pool
+        found = taken.cpu().numpy()
+        self.expected = int(found.sum()) / self.num_blocks
+        return Record(begins, starts, changes), bool(found.max() <= pool)
 
 
 def _both(first: Record, second: Record) -> Record:

@@ -5,9 +5,9 @@ tensors at once: a table has the address of each block. The snapshot is one flat
 whole block. It is compared four elements at a time, as 64-bit words, which is what a GPU needs to keep up with its
 memory.
 
-A block takes room for its changed words from a pool by one atomic addition, and keeps where they start; those few words
-are then split into changes. A change is one number: the old bits above the place in the block. A block that finds no
-room stays as it was, so that a later look finds the same.
+A block takes room for its changes from a pool by one atomic addition, and keeps where they start. A change is one
+number: the old bits above the place in the block. A block that finds no room stays as it was, so that a later look
+finds the same.
 """
 
 import triton
@@ -34,9 +34,8 @@ def cast_bits(values, CAST: tl.constexpr):
 
 
 @triton.jit
-def block_words(address, length, CAST: tl.constexpr):
-    """A block of weights as words of four 16-bit patterns; what lies behind the end of the tensor is 0."""
-    index = tl.arange(0, WORDS)
+def block_words(address, length, index, CAST: tl.constexpr):
+    """Words of a block of weights, four 16-bit patterns each; what lies behind the end of the tensor is 0."""
     if CAST is not None:
         lane = tl.arange(0, 4)[None, :]
         at = index[:, None] * 4 + lane
@@ -79,13 +78,43 @@ def num_lanes(lanes):
     return (pairs & 3) + (pairs >> 2)
 
 
+@triton.jit
+def num_changed(difference):
+    """How many elements differ in some words."""
+    low_bits = 0x7FFF7FFF7FFF7FFF
+    tops = ((difference & low_bits) + low_bits) | difference
+    # Four sums at once, each below 2^16.
+    sums = tl.sum((tops >> 15) & 0x0001000100010001, 0)
+    sums += sums >> 32
+    return ((sums + (sums >> 16)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def order_of(changed, ROWS: tl.constexpr):
+    """How many changed words there are up to each, and in all.
+
+    Each thread has `ROWS` of the words, and their counters share a number, so that a single scan serves all.
+    """
+    bits: tl.constexpr = 64 // ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    shift = (bits * row).to(tl.int64)
+    ones = tl.sum(tl.reshape(changed, (ROWS, WORDS // ROWS)).to(tl.int64) << shift, 0)
+    totals = tl.sum(ones, 0)
+    order = ((tl.cumsum(ones, 0)[None, :] >> shift) & ((1 << bits) - 1)).to(tl.int32)
+    count = 0
+    for each in tl.static_range(ROWS):
+        order += tl.where(row == each, count, 0)
+        count += ((totals >> (bits * each)) & ((1 << bits) - 1)).to(tl.int32)
+    return tl.reshape(order, (WORDS,)), count
+
+
 # A word for each lane: with wider loads all that is stored at scattered places would have to change lanes first.
 @triton.jit(do_not_specialize_on_alignment=["snapshot"])
-def find_words(
-    first_block, addresses, lengths, snapshot, taken, pool, places, words, starts, counts,
-    CAST: tl.constexpr, POOLS: tl.constexpr,
+def find_changes(
+    first_block, addresses, lengths, snapshot, taken, pool, changes, starts, counts,
+    CAST: tl.constexpr, POOLS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks from a first one on: their changed words to a pool, new bits to the snapshot; where they start, how many.
+    """Blocks from a first one on: their changes to a pool, new bits to the snapshot; where they start, how many.
 
     There are `POOLS` pools of `pool` places, which the blocks take in turns. `taken` counts the places of each; it goes
     on where a block finds no room, which then says that it has no changes.
@@ -94,89 +123,62 @@ def find_words(
     block = first_block + program
     index = tl.arange(0, WORDS)
     here = snapshot + block.to(tl.int64) * WORDS
-    old = tl.load(here + index)
-    new = block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
-    changed = new != old
-    order = tl.cumsum(changed.to(tl.int32), 0)
-    count = tl.max(order, 0)
+    before = tl.load(here + index)
+    address, length = tl.load(addresses + block), tl.load(lengths + block)
+    difference = before ^ block_words(address, length, index, CAST)
+    changed = difference != 0
+    count = num_changed(difference)
+    order, num_words = order_of(changed, ROWS)
     own = program % POOLS
-    start = tl.atomic_add(taken + own, count, sem="relaxed")
-    fits = start + count <= pool
-    start = own.to(tl.int64) * pool + start
-    write = changed & fits
-    tl.store((places - 1 + start) + order, index.to(tl.int16), mask=write)
-    tl.store((words - 1 + start) + order, old, mask=write)
-    tl.store(here + index, new, mask=write)
-    tl.store(starts + program, start)
-    tl.store(counts + program, tl.where(fits, count, 0))
-
-
-@triton.jit
-def split_words(
-    first_block, snapshot, places, words, word_starts, word_counts, taken, pool, changes, starts, counts,
-    POOLS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """From the changed words of blocks to their changes, in pools of the same kind.
-
-    Where they find no room, the block gets its old words back.
-    """
-    program = tl.program_id(0)
-    block = first_block + program
-    num_words = tl.load(word_counts + program)
-    here = snapshot + block.to(tl.int64) * WORDS
-    first = tl.load(word_starts + program)
-    places += first
-    words += first
-    total = tl.zeros((SLOTS,), tl.int32)
-    for slot in range(0, num_words, SLOTS):
-        each = slot + tl.arange(0, SLOTS)
-        live = each < num_words
-        index = tl.load(places + each, mask=live, other=0).to(tl.int32)
-        old, new = tl.load(words + each, mask=live, other=0), tl.load(here + index, mask=live, other=0)
-        total += num_lanes(changed_lanes(old ^ new))
-    count = tl.sum(total, 0)
-    own = block % POOLS
     start = tl.atomic_add(taken + own, count, sem="relaxed")
     fits = start + count <= pool
     start = own.to(tl.int64) * pool + start
     tl.store(starts + block, start)
     tl.store(counts + block, tl.where(fits, count, 0))
-    changes += start
-    for slot in range(0, num_words, SLOTS):
-        each = slot + tl.arange(0, SLOTS)
-        live = each < num_words
-        index = tl.load(places + each, mask=live, other=0).to(tl.int32)
-        old, new = tl.load(words + each, mask=live, other=0), tl.load(here + index, mask=live, other=0)
-        lanes = changed_lanes(old ^ new)
-        found = num_lanes(lanes)
-        behind = tl.cumsum(found, 0)
-        to = behind - found
-        for lane in tl.static_range(4):
-            changed = ((lanes >> lane) & 1) != 0
-            bits = (old >> (16 * lane)).to(tl.int32) << 16
-            tl.store(changes + to, bits | (4 * index + lane), mask=changed & fits)
-            to += changed.to(tl.int32)
-        changes += tl.max(behind, 0)
-        tl.store(here + index, old, mask=live & (fits == 0))
+    if fits:
+        # First the changed words, at the end of the room: since each has a change, no change comes behind its word.
+        changes += start
+        listed = changes + (count - num_words)
+        tl.store((listed - 1) + order, index, mask=changed)
+        tl.debug_barrier()
+        for slot in range(0, num_words, SLOTS):
+            each = slot + tl.arange(0, SLOTS)
+            live = each < num_words
+            at = tl.load(listed + each, mask=live, other=0)
+            old = tl.load(here + at)
+            new = block_words(address, length, at, CAST)
+            lanes = tl.where(live, changed_lanes(old ^ new), 0)
+            found = num_lanes(lanes)
+            behind = tl.cumsum(found, 0)
+            to = behind - found
+            # All threads have read their words before one of them is written over.
+            tl.debug_barrier()
+            for lane in tl.static_range(4):
+                is_changed = ((lanes >> lane) & 1) != 0
+                bits = (old >> (16 * lane)).to(tl.int32) << 16
+                tl.store(changes + to, bits | (4 * at + lane), mask=is_changed)
+                to += is_changed.to(tl.int32)
+            changes += tl.max(behind, 0)
+            tl.store(here + at, new, mask=live)
 
 
 @triton.jit
-def count_changes(first_block, stride, addresses, lengths, snapshot, totals, CAST: tl.constexpr):
-    """Add up how many words and elements of every so many blocks differ; nothing is changed."""
+def count_changes(first_block, stride, addresses, lengths, snapshot, total, CAST: tl.constexpr):
+    """Add up how many elements of every so many blocks differ; nothing is changed."""
     block = first_block + tl.program_id(0) * stride
-    old = tl.load(snapshot + block.to(tl.int64) * WORDS + tl.arange(0, WORDS))
-    difference = old ^ block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
-    lanes = changed_lanes(difference)
-    tl.atomic_add(totals, tl.sum((lanes != 0).to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(totals + 1, tl.sum(num_lanes(lanes).to(tl.int64), 0), sem="relaxed")
+    index = tl.arange(0, WORDS)
+    old = tl.load(snapshot + block.to(tl.int64) * WORDS + index)
+    difference = old ^ block_words(tl.load(addresses + block), tl.load(lengths + block), index, CAST)
+    tl.atomic_add(total, num_changed(difference).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def take_all(first_block, addresses, lengths, snapshot, CAST: tl.constexpr):
     """Copy blocks of weights to the snapshot."""
     block = first_block + tl.program_id(0)
-    new = block_words(tl.load(addresses + block), tl.load(lengths + block), CAST)
-    tl.store(snapshot + block.to(tl.int64) * WORDS + tl.arange(0, WORDS), new)
+    index = tl.arange(0, WORDS)
+    new = block_words(tl.load(addresses + block), tl.load(lengths + block), index, CAST)
+    tl.store(snapshot + block.to(tl.int64) * WORDS + index, new)
 
 
 @triton.jit

@@ -1,0 +1,144 @@
+"""Where the elements of checkpoint tensors live in the memory of one process of an engine.
+
+Engines fuse tensors, slice them over processes and pad them, but element by element all of that is copying. A piece is
+one such copy: a grid of rows and columns that lies regularly in the tensor, and regularly in a storage.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire.boxes import Positions
+from deltawire.dtypes import dtype_named
+from deltawire.errors import EngineRejected, UnknownParameter
+from deltawire.state import Digest, tensor_key
+from deltawire.weights import Form
+
+# An element's number in a piece has 32 bits.
+MOST_ELEMENTS = 1 << 31
+MOST_PIECES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Element (r, c) is the tensor's element `start + r * stride + c`, and the storage's at `place`, which has an
+    offset and a step for each row and for each column.
+    """
+
+    tensor: str
+    storage: str
+    rows: int
+    columns: int
+    start: int
+    stride: int
+    place: tuple[int, int, int]
+
+    @property
+    def num_elements(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the elements follow each other in the tensor."""
+        return self.rows == 1 or self.stride == self.columns
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """Which elements of the tensor these are; the same for copies of them elsewhere."""
+        return self.rows, self.columns, self.start, self.stride
+
+    def select(self, positions: Positions) -> tuple[npt.NDArray[np.uint32], Any]:
+        """Which of some elements of the tensor (ascending) are here: their numbers in the piece, and which they are."""
+        if self.is_one_run:
+            first, last = np.searchsorted(positions, [self.start, self.start + self.num_elements])
+            return (positions[first:last] - self.start).astype(np.uint32), slice(first, last)
+        rows, columns = np.divmod(positions - self.start, self.stride)
+        inside = (rows >= 0) & (rows < self.rows) & (columns < self.columns)
+        return (rows[inside] * self.columns + columns[inside]).astype(np.uint32), inside
+
+    def as_list(self) -> list[Any]:
+        return [self.tensor, self.storage, self.rows, self.columns, self.start, self.stride, list(self.place)]
+
+    @classmethod
+    def from_list(cls, fields: Sequence[Any]) -> "Piece":
+        tensor, storage, rows, columns, start, stride, place = fields
+        return cls(tensor, storage, rows, columns, start, stride, tuple(place))
+
+
+def pieces_of_copy(
+    tensor: str,
+    storage: str,
+    shape: Sequence[int],
+    source: tuple[int, Sequence[int]],
+    place: tuple[int, Sequence[int]],
+) -> list[Piece]:
+    """A copy between two strided views of one shape, each an offset and a stride per dimension, as pieces."""
+    if prod(shape) == 0:
+        return []
+    start, offset = source[0], place[0]
+    # Each dimension's size, stride in the tensor and stride in the storage; the tensor's order decides.
+    dims = [dim for dim in zip(shape, source[1], place[1], strict=True) if dim[0] > 1]
+    dims.sort(key=lambda dim: -dim[1])
+    merged: list[tuple[int, int, int]] = []
+    for size, near, far in dims:
+        if merged and (merged[-1][1], merged[-1][2]) == (near * size, far * size):
+            merged[-1] = merged[-1][0] * size, near, far
+        else:
+            merged.append((size, near, far))
+    if not merged or merged[-1][1] != 1:
+        merged.append((1, 1, 1))
+    columns, _, column_step = merged.pop()
+    rows, stride, row_step = merged.pop() if merged else (1, columns, columns * column_step)
+    if columns > MOST_ELEMENTS or any(near <= 0 or far <= 0 for _, near, far in dims):
+        raise EngineRejected(f"{tensor} is not copied into {storage} element by element", tensor=tensor)
+    most_rows = max(MOST_ELEMENTS // columns, 1)
+    outer = [range(size) for size, _, _ in merged]
+    if prod(len(each) for each in outer) > MOST_PIECES:
+        raise EngineRejected(f"{tensor} is spread too thinly over {storage}", tensor=tensor)
+    pieces = []
+    for at in product(*outer):
+        near = start + sum(i * dim[1] for i, dim in zip(at, merged, strict=True))
+        far = offset + sum(i * dim[2] for i, dim in zip(at, merged, strict=True))
+        for row in range(0, rows, most_rows):
+            place = far + row * row_step, row_step, column_step
+            number = min(most_rows, rows - row)
+            pieces.append(Piece(tensor, storage, number, columns, near + row * stride, stride, place))
+    return pieces
+
+
+class Layout:
+    """The pieces of all processes of an engine, and which of them count for the digest: one of each that is copied."""
+
+    def __init__(self, forms: Mapping[str, Form], ranks: Iterable[Sequence[Piece]]) -> None:
+        self.forms = forms
+        keys = (tensor_key(name, dtype_named(dtype), shape) for name, (dtype, shape) in forms.items())
+        self._constant = sum((key.constant for key in keys), Digest())
+        self.ranks = [list(pieces) for pieces in ranks]
+        self.counted: list[list[int]] = [[] for _ in self.ranks]
+        self.by_tensor: list[dict[str, list[int]]] = [{} for _ in self.ranks]
+        found = dict.fromkeys(forms, 0)
+        seen: set[tuple[Any, ...]] = set()
+        for rank, pieces in enumerate(self.ranks):
+            for number, piece in enumerate(pieces):
+                self.by_tensor[rank].setdefault(piece.tensor, []).append(number)
+                key = (piece.tensor, *piece.source)
+                if key not in seen:
+                    seen.add(key)
+                    self.counted[rank].append(number)
+                    found[piece.tensor] += piece.num_elements
+        for name, (_, shape) in forms.items():
+            if found[name] != prod(shape):
+                raise UnknownParameter(
+                    f"the engine has a place for {found[name]:,} of the {prod(shape):,} elements of {name}: "
+                    "it does not load this tensor, or not as it is",
+                    tensor=name,
+                )
+
+    def total(self, partials: Iterable[Digest]) -> Digest:
+        """The digest of the weights, from what the pieces that count add up to in each process."""
+        return sum(partials, self._constant)

@@ -1,0 +1,124 @@
+"""The weights of one process of an engine, changed in place."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch
+
+from deltawire.dtypes import dtype_named
+from deltawire.engines.layout import Piece
+from deltawire.engines.memory import Item, Memory, memory_of
+from deltawire.engines.staged import Staged
+from deltawire.errors import BaseMismatch, DigestMismatch
+from deltawire.state import Digest, TensorKey, tensor_key
+from deltawire.target import State
+from deltawire.weights import Form
+from deltawire.workers import Workers
+
+Found = tuple[list[Piece], Mapping[str, torch.Tensor]]
+
+
+class LiveModel:
+    """What one process holds: where the checkpoint's elements are, what they are now, and a change that is staged.
+
+    `find` gives the pieces of a checkpoint's tensors, and flat tensors for the storages that they name. Calls come one
+    at a time.
+    """
+
+    def __init__(self, find: Callable[[Mapping[str, Form]], Found], threads: int | None = None) -> None:
+        self._find = find
+        self.boot = token_hex(8)
+        self.state: State | None = None
+        self.partial: Digest | None = None
+        """The digest of the pieces that count; they add up over processes."""
+        self.staged: Staged | None = None
+        self._items: list[Item] = []
+        self._forms: dict[str, Form] = {}
+        self._keys: dict[str, TensorKey] = {}
+        self._pieces: list[Piece] = []
+        self._counted: set[int] = set()
+        self._workers = Workers(threads)
+        self._memory: Memory = memory_of({}, self._workers)
+
+    def open(self, forms: Mapping[str, Form]) -> list[Piece]:
+        """Find the pieces. What the weights are has to be measured and told again."""
+        self.partial = None
+        self.adopt(None)
+        self._pieces, storages = self._find(forms)
+        self._memory = memory_of(storages, self._workers)
+        self._forms = dict(forms)
+        self._keys = {name: tensor_key(name, dtype_named(dtype), shape) for name, (dtype, shape) in forms.items()}
+        kinds = {forms[piece.tensor][0]: piece for piece in self._pieces}
+        for kind, piece in kinds.items():
+            self._memory.warm_up(piece, self._keys[piece.tensor], dtype_named(kind).unsigned)
+        return self._pieces
+
+    def measure(self, counted: Sequence[int]) -> Digest:
+        """The digest of the pieces that count here, read from memory."""
+        self._counted = set(counted)
+        parts = [
+            self._memory.digest(piece, self._keys[piece.tensor]) for piece in map(self._pieces.__getitem__, counted)
+        ]
+        self.partial = sum(parts, Digest())
+        return self.partial
+
+    def adopt(self, state: State | None) -> None:
+        """Say what the weights are, and drop what is staged."""
+        self.state, self.staged, self._items = state, None, []
+
+    def stage_file(self, path: Path) -> None:
+        self.stage(Staged.load(path, self._pieces, self._forms))
+
+    def stage(self, staged: Staged) -> None:
+        """Take a change, bring it to the device, and check that it fits what is there. Nothing is written yet."""
+        if self.state not in (staged.base, staged.state):
+            raise BaseMismatch(
+                f"the weights are {text(self.state)}, and the change leads from {text(staged.base)} "
+                f"to {text(staged.state)}"
+            )
+        self.staged, self._items = None, []
+        items = []
+        for change in staged.changes:
+            piece = self._pieces[change.number]
+            items.append(Item(piece, self._keys[piece.tensor], self._memory.take(change)))
+        _refuse(items, self._memory.count_strange(items))
+        self.staged, self._items = staged, items
+
+    def write(self, token: str, *, undo: bool = False) -> None:
+        """Write what is staged, or the old bits again. May be repeated."""
+        if self.staged is None or self.staged.token != token:
+            raise BaseMismatch(f"{token} is not what is staged")
+        # Until all of it is written, nobody knows what the weights are.
+        self.state = None
+        written = self._memory.put(self._items, undo)
+        for change, (_, gain) in zip(self.staged.changes, written, strict=True):
+            if change.number in self._counted:
+                self.partial = (self.partial or Digest()) + gain
+        _refuse(self._items, [each.num_strange for each in written])
+        self.state = self.staged.base if undo else self.staged.state
+
+    def status(self) -> dict[str, Any]:
+        """What this process would say of itself, as JSON."""
+        return {
+            "boot": self.boot,
+            "state": None if self.state is None else [self.state.run, self.state.version, str(self.state.digest)],
+            "partial": None if self.partial is None else str(self.partial),
+            "staged": None if self.staged is None else self.staged.token,
+            "num_pieces": len(self._pieces),
+        }
+
+
+def _refuse(items: Sequence[Item], num_strange: Sequence[int]) -> None:
+    for item, number in zip(items, num_strange, strict=True):
+        if number:
+            raise DigestMismatch(
+                f"{number:,} elements of {item.piece.tensor} have neither the old bits nor the new ones in "
+                f"{item.piece.storage}: someone else has changed them",
+                tensor=item.piece.tensor,
+            )
+
+
+def text(state: State | None) -> str:
+    return "of an unknown version" if state is None else f"version {state.version} of run {state.run}"

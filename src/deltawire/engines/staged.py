@@ -1,0 +1,126 @@
+"""A change on its way into one process of an engine: for each piece, which elements, their old and their new bits.
+
+On the way to another process it is a safetensors file:
+
+    pieces   I64 [n, 3]  number of the piece, where it begins in `index`, where in `old` and `new`
+    index    U32         elements' numbers in their pieces
+    old, new U8          bits, piece after piece
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire.dtypes import Bits, dtype_named
+from deltawire.engines.engine import Change
+from deltawire.engines.layout import Layout, Piece
+from deltawire.errors import CorruptObject
+from deltawire.state import Digest
+from deltawire.target import State
+from deltawire.weights import Form, view
+
+
+@dataclass(frozen=True, slots=True)
+class PieceChange:
+    """What changes in one piece."""
+
+    number: int
+    index: npt.NDArray[np.uint32]
+    old: Bits
+    new: Bits
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What changes in one process."""
+
+    token: str
+    base: State
+    state: State
+    changes: Sequence[PieceChange]
+
+    def save(self, path: Path) -> None:
+        from safetensors.numpy import save_file
+
+        # Wide elements first, so that all of them stay aligned.
+        changes = sorted(self.changes, key=lambda each: -each.old.itemsize)
+        table = np.zeros((len(changes), 3), np.int64)
+        elements = num_bytes = 0
+        for row, each in zip(table, changes, strict=True):
+            row[:] = each.number, elements, num_bytes
+            elements, num_bytes = elements + len(each.index), num_bytes + each.old.nbytes
+
+        def joined(parts: list[npt.NDArray[Any]], dtype: type[np.unsignedinteger]) -> npt.NDArray[Any]:
+            return np.concatenate([np.empty(0, dtype), *(part.view(dtype) for part in parts)])
+
+        arrays = {
+            "pieces": table,
+            "index": joined([each.index for each in changes], np.uint32),
+            "old": joined([each.old for each in changes], np.uint8),
+            "new": joined([each.new for each in changes], np.uint8),
+        }
+        facts = {"token": self.token, "base": state_text(self.base), "state": state_text(self.state)}
+        save_file(arrays, path, facts)
+
+    @classmethod
+    def load(cls, path: Path, pieces: Sequence[Piece], forms: Mapping[str, Form]) -> "Staged":
+        """Read such a file. Everything in it is checked against the pieces that it is for."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "numpy") as file:
+                facts = file.metadata()
+                table, index, old, new = (file.get_tensor(name) for name in ("pieces", "index", "old", "new"))
+            base, state = parse_state(facts["base"]), parse_state(facts["state"])
+            changes = []
+            ends = [*table[1:, 1], len(index)]
+            for (number, start, at), stop in zip(table, ends, strict=True):
+                piece = pieces[number]
+                kind = dtype_named(forms[piece.tensor][0]).unsigned
+                size = (stop - start) * kind.itemsize
+                own = index[start:stop]
+                change = PieceChange(int(number), own, old[at : at + size].view(kind), new[at : at + size].view(kind))
+                if number < 0 or not len(own) == len(change.old) == len(change.new) == stop - start:
+                    raise ValueError("sizes that do not fit")
+                if len(own) and own.max() >= piece.num_elements:
+                    raise ValueError(f"an element beyond the end of {piece.tensor}")
+                changes.append(change)
+            return cls(facts["token"], base, state, changes)
+        except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise CorruptObject(f"{path} holds no change for these pieces: {error}", path=str(path)) from error
+
+
+def split(change: Change, layout: Layout, token: str) -> list[Staged]:
+    """What changes in each process."""
+    ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
+    for patch in change.patches:
+        tensor = view(patch.name, change.old[patch.name])
+        where = patch.where
+        positions = np.arange(len(tensor.bits)) if isinstance(where, slice) else where
+        old, new = tensor.bits[where], patch.bits
+        if isinstance(where, slice):
+            differ = np.flatnonzero(old != new)
+            positions, old, new = differ, old[differ], new[differ]
+        elif np.any(positions[1:] < positions[:-1]):
+            order = np.argsort(positions)
+            positions, old, new = positions[order], old[order], new[order]
+        for changes, pieces, by_tensor in zip(ranks, layout.ranks, layout.by_tensor, strict=True):
+            for number in by_tensor.get(patch.name, []):
+                index, inside = pieces[number].select(positions)
+                if len(index):
+                    changes.append(PieceChange(number, index, old[inside], new[inside]))
+    return [Staged(token, change.base, change.state, changes) for changes in ranks]
+
+
+def state_text(state: State | None) -> str:
+    return json.dumps(None if state is None else [state.run, state.version, str(state.digest)])
+
+
+def parse_state(text: str) -> Any:
+    fields = json.loads(text)
+    return None if fields is None else State(str(fields[0]), int(fields[1]), Digest.parse(fields[2]))

@@ -1,0 +1,140 @@
+"""A mirror and the engine beside it, as one target: a replica keeps both current."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltawire.engines.engine import Change, Engine, Served
+from deltawire.errors import DeltawireError
+from deltawire.mirror import Mirror
+from deltawire.patches import Patch
+from deltawire.replay import Replay
+from deltawire.state import Digest
+from deltawire.target import MemoryTarget, State, Target
+from deltawire.weights import Form, Weights, form
+
+# An anchor that changes a smaller part of the weights is applied like a delta.
+LITTLE = 0.1
+
+
+class EngineTarget(Target):
+    """Deltas are decoded against the mirror while the engine serves, then written into the engine, then the mirror.
+
+    The mirror is a folder, or host memory. What counts as served is what the engine says, never what was sent to it.
+    """
+
+    def __init__(self, engine: Engine, mirror: str | Path | Target | None = None) -> None:
+        self.engine = engine
+        if mirror is None or isinstance(mirror, str | Path):
+            self.mirror: Target = MemoryTarget({}) if mirror is None else Mirror(mirror)
+        else:
+            self.mirror = mirror
+        self.scratch = self.mirror.scratch
+        self.pause_seconds: float | None = None
+        """How long the engine was paused for the last update."""
+        self.updated: float | None = None
+        """When that was."""
+        self._now: Served | None = None
+        self._opened: tuple[str, dict[str, Form]] | None = None
+        self._error: str | None = None
+
+    def state(self) -> State | None:
+        return self.mirror.state()
+
+    def served(self) -> State | None:
+        return None if self._now is None else self._now.state
+
+    def look(self) -> None:
+        try:
+            self._now = self.engine.look()
+            self._error = None
+        except DeltawireError as error:
+            self._now, self._error = None, str(error)
+            raise
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "engine": {
+                "kind": self.engine.kind,
+                "address": self.engine.address,
+                "weight_version": None if self._now is None else self._now.version,
+                "error": self._error,
+            },
+            "pause_seconds": self.pause_seconds,
+            "updated": self.updated,
+        }
+
+    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+        return self.mirror.digest(tied)
+
+    def weights(self) -> Weights:
+        return self.mirror.weights()
+
+    def apply(self, patches: Sequence[Patch], base: State, state: State, tied: Mapping[str, str]) -> None:
+        if self._is_at(base, state):
+            if patches or self.served() is None:
+                self._switch(Change(base, state, patches, self.mirror.weights()))
+            self.mirror.apply(patches, base, state, tied)
+        else:
+            self.mirror.apply(patches, base, state, tied)
+            self._load(state)
+
+    def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+        have = self.mirror.state()
+        patches = None if have is None else anchor.patches_from(self.mirror.weights(), state.digest, LITTLE)
+        if have is not None and patches is not None and self._is_at(have, state):
+            self._switch(Change(have, state, patches, self.mirror.weights()))
+            self.mirror.load(anchor, state, files, tied)
+        else:
+            self.mirror.load(anchor, state, files, tied)
+            self._load(state)
+
+    def _is_at(self, base: State, state: State) -> bool:
+        """Whether the engine is at one of two versions, or between them, so that the change from one to the other can
+        be written (again).
+        """
+        self._open()
+        if self._now is None or any(each not in (base, state) for each in self._now.states):
+            if self.engine.digest() != base.digest:
+                return False
+            self.engine.adopt(base)
+            self.look()
+        return True
+
+    def _open(self) -> None:
+        """Have the engine find its places, where it was started anew or the tensors are others."""
+        self.look()
+        weights = self.mirror.weights()
+        wanted = (self._now.boot if self._now else ""), {name: form(weights, name) for name in weights}
+        if self._opened != wanted:
+            self._opened = None
+            self.engine.open(wanted[1])
+            self._opened = wanted
+            self.look()
+
+    def _switch(self, change: Change) -> None:
+        try:
+            self.engine.stage(change)
+            self._paused(self.engine.switch(change))
+        finally:
+            self.look()
+
+    def _load(self, state: State) -> None:
+        """Make the engine what the mirror is, whatever it is now."""
+        self._open()
+        try:
+            if self.engine.digest() == state.digest:
+                self.engine.adopt(state)
+            else:
+                folder = self.mirror.folder if isinstance(self.mirror, Mirror) else None
+                self._paused(self.engine.load(self.mirror.weights(), folder, state))
+        finally:
+            self.look()
+
+    def _paused(self, seconds: float) -> None:
+        self.pause_seconds, self.updated = seconds, time.time()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.mirror.close()

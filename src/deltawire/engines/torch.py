@@ -1,0 +1,181 @@
+"""A torch module in this process, CPU or GPU, as an engine."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+
+import torch
+
+from deltawire.engines.engine import Change, Engine, Served
+from deltawire.engines.layout import Layout, pieces_of_copy
+from deltawire.engines.live import Found, LiveModel
+from deltawire.engines.staged import split
+from deltawire.engines.trace import flat_storages, torch_dtype
+from deltawire.errors import (
+    DeltawireError,
+    DigestMismatch,
+    EngineBroken,
+    EngineRejected,
+    ShapeMismatch,
+    UnknownParameter,
+)
+from deltawire.state import Digest
+from deltawire.target import State
+from deltawire.weights import Form, Weights, view, write
+
+
+class TorchEngine(Engine):
+    """Updates a module between forward passes: whoever computes with it does so inside `serving()`.
+
+    >>> engine = TorchEngine(model)  # doctest: +SKIP
+    >>> with engine.serving():  # doctest: +SKIP
+    ...     model.generate(...)
+    """
+
+    kind = "torch"
+
+    def __init__(self, model: torch.nn.Module, threads: int | None = None) -> None:
+        self.model = model
+        self.address = f"{type(model).__name__} in this process"
+        self._live = LiveModel(self._find, threads)
+        self._layout: Layout | None = None
+        self._gate = _Gate()
+
+    @property
+    def state(self) -> State | None:
+        """What the weights are."""
+        return self._live.state
+
+    @contextmanager
+    def serving(self) -> Iterator[State | None]:
+        """Keep the weights as they are for a block, which learns what they are."""
+        with self._gate.shared():
+            yield self._live.state
+
+    def look(self) -> Served:
+        state = self._live.state
+        return Served(self._live.boot, (state,), None if state is None else str(state.version))
+
+    def open(self, forms: Mapping[str, Form]) -> None:
+        self._layout = Layout(forms, [self._live.open(forms)])
+
+    def digest(self) -> Digest:
+        return self._opened.total([self._live.measure(self._opened.counted[0])])
+
+    def stage(self, change: Change) -> None:
+        (staged,) = split(change, self._opened, token_hex(8))
+        try:
+            self._live.stage(staged)
+        except DeltawireError as error:
+            raise EngineRejected(f"nothing was changed: {error}") from error
+
+    def switch(self, change: Change) -> float:
+        staged = self._live.staged
+        if staged is None or staged.state != change.state:
+            raise EngineRejected(f"the change to version {change.state.version} is not staged")
+        with self._gate.alone():
+            started = time.perf_counter()
+            try:
+                self._live.write(staged.token)
+                self._check(change.state)
+            except Exception as error:
+                self._take_back(staged.token, error)
+            return time.perf_counter() - started
+
+    def _take_back(self, token: str, error: Exception) -> None:
+        try:
+            self._live.write(token, undo=True)
+        except Exception as second:
+            self._live.adopt(None)
+            raise EngineBroken(f"the update failed ({error}) and could not be taken back: {second}") from error
+        raise EngineRejected(f"the update was taken back: {error}") from error
+
+    def _check(self, state: State) -> None:
+        found = self._opened.total([self._live.partial or Digest()])
+        if found != state.digest:
+            raise DigestMismatch(f"the weights have digest {found}, not {state.digest}")
+
+    def load(self, weights: Weights, folder: Path | None, state: State) -> float:
+        with self._gate.alone():
+            started = time.perf_counter()
+            self._live.adopt(None)
+            own = self.model.state_dict()
+            for name in weights:
+                write(own[name], slice(None), view(name, weights[name]).bits)
+            if self.digest() != state.digest:
+                raise EngineBroken(
+                    f"the weights of version {state.version} were written, and are not what they should be"
+                )
+            self.adopt(state)
+            return time.perf_counter() - started
+
+    def adopt(self, state: State) -> None:
+        self._live.adopt(state)
+
+    def close(self) -> None: ...
+
+    @property
+    def _opened(self) -> Layout:
+        if self._layout is None:
+            raise EngineRejected("the tensors are not known yet: open the engine first")
+        return self._layout
+
+    def _find(self, forms: Mapping[str, Form]) -> Found:
+        storages = flat_storages(self.model)
+        names = {flat.untyped_storage().data_ptr(): name for name, flat in storages.items()}
+        own = self.model.state_dict()
+        pieces = []
+        for name, (dtype, shape) in forms.items():
+            if name not in own:
+                raise UnknownParameter(f"the run has {name}, which the model does not have", tensor=name)
+            value = own[name]
+            if (value.dtype, tuple(value.shape)) != (torch_dtype(dtype), shape):
+                raise ShapeMismatch(
+                    f"{name} is {value.dtype} {list(value.shape)} in the model, and {dtype} {list(shape)} in the run",
+                    tensor=name, expected=[dtype, *shape], actual=[str(value.dtype), *value.shape],
+                )  # fmt: skip
+            if not value.is_contiguous():
+                raise EngineRejected(f"{name} is not contiguous in the model", tensor=name)
+            storage = names.get(value.untyped_storage().data_ptr(), name)
+            pieces += pieces_of_copy(
+                name, storage, value.shape, (0, value.stride()), (value.storage_offset(), value.stride())
+            )
+        return pieces, storages
+
+
+class _Gate:
+    """Many may pass at a time, or one alone; whoever wants to be alone goes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = self._waiting = 0
+        self._alone = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone and not self._waiting)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._alone and not self._inside)
+            self._waiting -= 1
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()

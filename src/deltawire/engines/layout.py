@@ -94,8 +94,20 @@ def pieces_of_copy(
         merged.append((1, 1, 1))
     columns, _, column_step = merged.pop()
     rows, stride, row_step = merged.pop() if merged else (1, columns, columns * column_step)
-    if columns > MOST_ELEMENTS or any(near <= 0 or far <= 0 for _, near, far in dims):
+    if _overlap([(size, near) for size, near, _ in dims]) or _overlap([(size, far) for size, _, far in dims]):
         raise EngineRejected(f"{tensor} is not copied into {storage} element by element", tensor=tensor)
+    if columns > MOST_ELEMENTS:
+        # Each row in several pieces.
+        parts = range(0, columns, MOST_ELEMENTS)
+        return [
+            piece
+            for part in parts
+            for piece in pieces_of_copy(
+                tensor, storage, [*(size for size, _, _ in merged), rows, min(MOST_ELEMENTS, columns - part)],
+                (start + part, [*(near for _, near, _ in merged), stride, 1]),
+                (offset + part * column_step, [*(far for _, _, far in merged), row_step, column_step]),
+            )
+        ]  # fmt: skip
     most_rows = max(MOST_ELEMENTS // columns, 1)
     outer = [range(size) for size, _, _ in merged]
     if prod(len(each) for each in outer) > MOST_PIECES:
@@ -105,10 +117,34 @@ def pieces_of_copy(
         near = start + sum(i * dim[1] for i, dim in zip(at, merged, strict=True))
         far = offset + sum(i * dim[2] for i, dim in zip(at, merged, strict=True))
         for row in range(0, rows, most_rows):
-            place = far + row * row_step, row_step, column_step
+            at_row = far + row * row_step, row_step, column_step
             number = min(most_rows, rows - row)
-            pieces.append(Piece(tensor, storage, number, columns, near + row * stride, stride, place))
+            pieces.append(Piece(tensor, storage, number, columns, near + row * stride, stride, at_row))
     return pieces
+
+
+def _overlap(dims: Iterable[tuple[int, int]]) -> bool:
+    """Whether dimensions, each a size and a stride, may come to one element in two ways."""
+    end = 1
+    for size, stride in sorted(dims, key=lambda dim: dim[1]):
+        if stride < end:
+            return True
+        end += (size - 1) * stride
+    return False
+
+
+def each_once(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces of one process without those that it has twice. Two tensors in one place are refused."""
+    found: dict[tuple[Any, ...], Piece] = {}
+    for piece in pieces:
+        first = found.setdefault((piece.storage, piece.rows, piece.columns, piece.place), piece)
+        if (first.tensor, first.source) != (piece.tensor, piece.source):
+            raise EngineRejected(
+                f"{first.tensor} and {piece.tensor} share the memory of {piece.storage}: publish them as tied, under "
+                "one name",
+                tensor=piece.tensor,
+            )
+    return list(found.values())
 
 
 class Layout:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deltawire.dtypes import dtype_named
-from deltawire.engines.layout import Piece
+from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, memory_of
 from deltawire.engines.staged import Staged
 from deltawire.errors import BaseMismatch, DigestMismatch
@@ -37,29 +37,30 @@ class LiveModel:
         self._items: list[Item] = []
         self._forms: dict[str, Form] = {}
         self._keys: dict[str, TensorKey] = {}
-        self._pieces: list[Piece] = []
-        self._counted: set[int] = set()
+        self.pieces: list[Piece] = []
+        self._counted: list[int] = []
         self._workers = Workers(threads)
         self._memory: Memory = memory_of({}, self._workers)
 
     def open(self, forms: Mapping[str, Form]) -> list[Piece]:
         """Find the pieces. What the weights are has to be measured and told again."""
-        self.partial = None
+        self.partial, self._counted = None, []
         self.adopt(None)
-        self._pieces, storages = self._find(forms)
-        self._memory = memory_of(storages, self._workers)
+        pieces, storages = self._find(forms)
+        self.pieces = each_once(pieces)
+        self._memory = memory_of({piece.storage: storages[piece.storage] for piece in self.pieces}, self._workers)
         self._forms = dict(forms)
         self._keys = {name: tensor_key(name, dtype_named(dtype), shape) for name, (dtype, shape) in forms.items()}
-        kinds = {forms[piece.tensor][0]: piece for piece in self._pieces}
+        kinds = {forms[piece.tensor][0]: piece for piece in self.pieces}
         for kind, piece in kinds.items():
             self._memory.warm_up(piece, self._keys[piece.tensor], dtype_named(kind).unsigned)
-        return self._pieces
+        return self.pieces
 
     def measure(self, counted: Sequence[int]) -> Digest:
         """The digest of the pieces that count here, read from memory."""
-        self._counted = set(counted)
+        self._counted = list(counted)
         parts = [
-            self._memory.digest(piece, self._keys[piece.tensor]) for piece in map(self._pieces.__getitem__, counted)
+            self._memory.digest(piece, self._keys[piece.tensor]) for piece in map(self.pieces.__getitem__, counted)
         ]
         self.partial = sum(parts, Digest())
         return self.partial
@@ -69,7 +70,7 @@ class LiveModel:
         self.state, self.staged, self._items = state, None, []
 
     def stage_file(self, path: Path) -> None:
-        self.stage(Staged.load(path, self._pieces, self._forms))
+        self.stage(Staged.load(path, self.pieces, self._forms))
 
     def stage(self, staged: Staged) -> None:
         """Take a change, bring it to the device, and check that it fits what is there. Nothing is written yet."""
@@ -81,7 +82,7 @@ class LiveModel:
         self.staged, self._items = None, []
         items = []
         for change in staged.changes:
-            piece = self._pieces[change.number]
+            piece = self.pieces[change.number]
             items.append(Item(piece, self._keys[piece.tensor], self._memory.take(change)))
         _refuse(items, self._memory.count_strange(items))
         self.staged, self._items = staged, items
@@ -92,10 +93,15 @@ class LiveModel:
             raise BaseMismatch(f"{token} is not what is staged")
         # Until all of it is written, nobody knows what the weights are.
         self.state = None
+        before, self.partial = self.partial, None
         written = self._memory.put(self._items, undo)
-        for change, (_, gain) in zip(self.staged.changes, written, strict=True):
-            if change.number in self._counted:
-                self.partial = (self.partial or Digest()) + gain
+        if before is None:
+            # A write before this one broke off, so nobody knows what it had gained.
+            self.measure(self._counted)
+        else:
+            counted = set(self._counted)
+            pairs = zip(self.staged.changes, written, strict=True)
+            self.partial = sum((each.gain for change, each in pairs if change.number in counted), before)
         _refuse(self._items, [each.num_strange for each in written])
         self.state = self.staged.base if undo else self.staged.state
 
@@ -106,7 +112,7 @@ class LiveModel:
             "state": None if self.state is None else [self.state.run, self.state.version, str(self.state.digest)],
             "partial": None if self.partial is None else str(self.partial),
             "staged": None if self.staged is None else self.staged.token,
-            "num_pieces": len(self._pieces),
+            "num_pieces": len(self.pieces),
         }
 
 

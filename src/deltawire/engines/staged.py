@@ -19,7 +19,7 @@ import numpy.typing as npt
 from deltawire.dtypes import Bits, dtype_named
 from deltawire.engines.engine import Change
 from deltawire.engines.layout import Layout, Piece
-from deltawire.errors import CorruptObject
+from deltawire.errors import CorruptObject, UnknownParameter
 from deltawire.state import Digest
 from deltawire.target import State
 from deltawire.weights import Form, view
@@ -77,19 +77,26 @@ class Staged:
                 facts = file.metadata()
                 table, index, old, new = (file.get_tensor(name) for name in ("pieces", "index", "old", "new"))
             base, state = parse_state(facts["base"]), parse_state(facts["state"])
+            kinds = [each.dtype for each in (table, index, old, new)]
+            if kinds != [np.int64, np.uint32, np.uint8, np.uint8] or table.shape[1:] != (3,) or None in (base, state):
+                raise ValueError("other fields than it should have")
             changes = []
-            ends = [*table[1:, 1], len(index)]
-            for (number, start, at), stop in zip(table, ends, strict=True):
+            elements = num_bytes = 0
+            ends = [*table[1:, 1].tolist(), len(index)]
+            for (number, start, at), stop in zip(table.tolist(), ends, strict=True):
                 piece = pieces[number]
                 kind = dtype_named(forms[piece.tensor][0]).unsigned
                 size = (stop - start) * kind.itemsize
                 own = index[start:stop]
-                change = PieceChange(int(number), own, old[at : at + size].view(kind), new[at : at + size].view(kind))
-                if number < 0 or not len(own) == len(change.old) == len(change.new) == stop - start:
+                if number < 0 or (start, at) != (elements, num_bytes) or not start <= stop <= len(index):
                     raise ValueError("sizes that do not fit")
-                if len(own) and own.max() >= piece.num_elements:
-                    raise ValueError(f"an element beyond the end of {piece.tensor}")
-                changes.append(change)
+                # Two changes of one element would depend on their order.
+                if len(own) and (own[-1] >= piece.num_elements or np.any(own[1:] <= own[:-1])):
+                    raise ValueError(f"elements of {piece.tensor} beyond its end, or not in order")
+                changes.append(PieceChange(number, own, old[at : at + size].view(kind), new[at : at + size].view(kind)))
+                elements, num_bytes = stop, at + size
+            if not (elements, num_bytes, num_bytes) == (len(index), len(old), len(new)):
+                raise ValueError("sizes that do not fit")
             return cls(facts["token"], base, state, changes)
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise CorruptObject(f"{path} holds no change for these pieces: {error}", path=str(path)) from error
@@ -99,16 +106,18 @@ def split(change: Change, layout: Layout, token: str) -> list[Staged]:
     """What changes in each process."""
     ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
     for patch in change.patches:
+        if patch.name not in layout.forms:
+            raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
         tensor = view(patch.name, change.old[patch.name])
-        where = patch.where
-        positions = np.arange(len(tensor.bits)) if isinstance(where, slice) else where
-        old, new = tensor.bits[where], patch.bits
-        if isinstance(where, slice):
-            differ = np.flatnonzero(old != new)
-            positions, old, new = differ, old[differ], new[differ]
-        elif np.any(positions[1:] < positions[:-1]):
-            order = np.argsort(positions)
-            positions, old, new = positions[order], old[order], new[order]
+        old, new = tensor.bits[patch.where], patch.bits
+        if isinstance(patch.where, slice):
+            positions = np.flatnonzero(old != new)
+            old, new = old[positions], new[positions]
+        else:
+            positions = patch.where
+            if np.any(positions[1:] < positions[:-1]):
+                order = np.argsort(positions)
+                positions, old, new = positions[order], old[order], new[order]
         for changes, pieces, by_tensor in zip(ranks, layout.ranks, layout.by_tensor, strict=True):
             for number in by_tensor.get(patch.name, []):
                 index, inside = pieces[number].select(positions)

@@ -1,0 +1,46 @@
+"""An inference server's HTTP interface: JSON in, JSON out, and errors with a name."""
+
+from typing import Any
+
+from deltawire.errors import EngineRejected, EngineUnavailable, MissingDependency
+
+
+class Server:
+    """Requests to one server, over connections that are kept."""
+
+    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise MissingDependency("engines over HTTP need a package: pip install 'deltawire[agent]'") from None
+        self._httpx = httpx
+        self.url, self._timeout = url, timeout
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(base_url=url, headers=headers, trust_env=False)
+
+    def get(self, path: str, timeout: float | None = None) -> Any:
+        return self._request("GET", path, None, timeout)
+
+    def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        return self._request("POST", path, body, timeout)
+
+    def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        try:
+            answer = self._client.request(method, path, json=body, timeout=timeout or self._timeout)
+        except self._httpx.HTTPError as error:
+            raise EngineUnavailable(
+                f"{self.url} does not answer {path}: {str(error) or type(error).__name__}", url=self.url
+            ) from error
+        if answer.status_code == 404:
+            raise EngineRejected(f"{self.url} has no {path}: is it a server of the right kind, in development mode?")
+        if answer.status_code in (502, 503, 504):
+            raise EngineUnavailable(f"{self.url} is not ready: {answer.status_code}", url=self.url)
+        if answer.is_error:
+            raise EngineRejected(f"{self.url} refused {path}: {answer.status_code} {answer.text[:500]}")
+        try:
+            return answer.json() if answer.content else {}
+        except ValueError as error:
+            raise EngineUnavailable(f"{self.url} answers {path} with something that is not JSON") from error
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,80 @@
+"""vLLM on a CPU packs weights for faster products when it has loaded them, and computes from the packed copies.
+
+Changes written into the parameters would then be lost, in silence for the output layer. So packed weights are refused,
+and a server started with `DELTAWIRE_CPU_UNPACKED=1` computes from the parameters themselves, as on a GPU.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+SWITCH = "DELTAWIRE_CPU_UNPACKED"
+
+
+def keep_unpacked() -> None:
+    """Make linear layers and experts of this process compute from their parameters."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        utils.dispatch_cpu_unquantized_gemm = _dispatch
+        CPUUnquantizedExperts.process_weights_after_loading = _process_nothing
+        CPUUnquantizedExperts.apply = _apply_experts
+
+
+def packed_layer(model: torch.nn.Module) -> str | None:
+    """The first layer that computes from something else than its parameters, if there is one."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    experts_packed = CPUUnquantizedExperts.process_weights_after_loading is not _process_nothing
+    for name, module in model.named_modules():
+        if getattr(module, "cpu_linear", linear) is not linear:
+            return str(name)
+        if experts_packed and hasattr(module, "w13_weight"):
+            return str(name)
+    return None
+
+
+def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = linear
+
+
+def _process_nothing(self: Any, layer: torch.nn.Module) -> None:
+    self._use_zentorch = False
+
+
+def _apply_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    *_: Any,
+    apply_router_weight_on_input: bool = False,
+    **__: Any,
+) -> None:
+    """Each expert's product for the tokens that it was chosen for, added up in the order of the experts."""
+    from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
+
+    config = ApplyMoEActivationConfig.from_configs(self.moe_config, self.quant_config)
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for number in range(len(w1)):
+        own = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        tokens, slots = (own == number).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        inner = linear(hidden_states[tokens], w1[number], None if self.w1_bias is None else self.w1_bias[number])
+        half = inner.new_empty(len(tokens), inner.shape[1] // 2 if activation.is_gated else inner.shape[1])
+        apply_moe_activation(activation, half, inner, activation_config=config)
+        result = linear(half, w2[number], None if self.w2_bias is None else self.w2_bias[number]).float()
+        if not apply_router_weight_on_input:
+            result = result * topk_weights[tokens, slots, None].float()
+        total.index_add_(0, tokens, result)
+    output.copy_(total)

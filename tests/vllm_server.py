@@ -1,0 +1,137 @@
+"""A real vLLM server on the CPU, and the tiny models that it serves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import torch
+
+from servers import free_ports
+
+EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
+SMALL = {
+    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 304, "intermediate_size": 256, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def make_model(kind="dense", *, tied=False, seed=0, **sizes):
+    """A Qwen3, dense or with experts, with norms that are not all one."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {**SMALL, "tie_word_embeddings": tied, **sizes}
+    torch.manual_seed(seed)
+    if kind == "moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(torch.bfloat16)
+
+
+def save_model(model, folder):
+    """A checkpoint that vLLM serves: with a tokenizer, which has a word for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t0"))  # noqa: S106
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(folder)  # noqa: S106
+
+
+class Vllm:
+    """A server that is running."""
+
+    def __init__(self, model, *, tp=1, environment=None, arguments=(), extension=EXTENSION, log=None, backend="deltawire"):
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        command = [
+            str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", "tiny",
+            "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager",
+            "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
+            "--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tp),
+            "--weight-transfer-config", json.dumps({"backend": backend}), *arguments,
+        ]  # fmt: skip
+        if extension:
+            command += ["--worker-extension-cls", extension]
+        own = {
+            "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+            "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+            "DELTAWIRE_CPU_UNPACKED": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": str(Path(__file__).parent),
+        }  # fmt: skip
+        self._log = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, env={**os.environ, **own, **(environment or {})}, stdout=self._log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    def wait(self, seconds=180):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"vLLM ended with {self._process.returncode}")
+            try:
+                if self.client.get("/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise TimeoutError("vLLM did not start")
+
+    def complete(self, prompt, *, num_tokens=8, logprobs=3, **more):
+        """Tokens and log probabilities that follow some tokens, greedily."""
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "logprobs": logprobs,
+            "return_token_ids": True, "ignore_eos": True, **more,
+        }  # fmt: skip
+        answer = self.client.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]
+        return answer["token_ids"], (answer.get("logprobs") or {}).get("token_logprobs"), answer["finish_reason"]
+
+    @property
+    def weight_version(self):
+        return self.client.get("/weight_info").raise_for_status().json()["weight_version"]
+
+    def checksums(self):
+        answer = self.client.post("/weight_checker", json={"action": "checksum"}).raise_for_status()
+        return answer.json()["checksums"]
+
+    def kill(self):
+        """As when the machine goes away."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self):
+        self.client.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        if self._log is not subprocess.DEVNULL:
+            self._log.close()
+
+
+@contextmanager
+def serving(model, **options):
+    server = Vllm(model, **options)
+    try:
+        yield server.wait()
+    finally:
+        server.close()

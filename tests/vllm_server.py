@@ -13,6 +13,7 @@ import httpx
 import torch
 
 from servers import free_ports
+from vllm_reference import ENVIRONMENT
 
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
 SMALL = {
@@ -45,16 +46,16 @@ def save_model(model, folder):
     from transformers import PreTrainedTokenizerFast
 
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t0"))  # noqa: S106
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(folder)  # noqa: S106
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(folder)
 
 
 class Vllm:
     """A server that is running."""
 
-    def __init__(self, model, *, tp=1, environment=None, arguments=(), extension=EXTENSION, log=None, backend="deltawire"):
-        (self.port,) = free_ports(1)
+    def __init__(self, model, *, tp=1, port=None, environment=None, arguments=(), extension=EXTENSION, log=None):
+        self.port = port or free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
         command = [
@@ -62,15 +63,11 @@ class Vllm:
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager",
             "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
             "--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tp),
-            "--weight-transfer-config", json.dumps({"backend": backend}), *arguments,
+            "--weight-transfer-config", json.dumps({"backend": "deltawire"}), *arguments,
         ]  # fmt: skip
         if extension:
             command += ["--worker-extension-cls", extension]
-        own = {
-            "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-            "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-            "DELTAWIRE_CPU_UNPACKED": "1", "VLLM_LOGGING_LEVEL": "WARNING", "PYTHONPATH": str(Path(__file__).parent),
-        }  # fmt: skip
+        own = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         self._log = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115
         self._process = subprocess.Popen(
             command, env={**os.environ, **own, **(environment or {})}, stdout=self._log, stderr=subprocess.STDOUT,

@@ -1,0 +1,340 @@
+"""Real vLLM servers, driven over HTTP while they answer requests."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deltawire import Publisher, Replica
+from deltawire.engines.target import EngineTarget
+from deltawire.engines.vllm.client import VllmEngine
+from deltawire.errors import EngineBroken, EngineRejected
+from deltawire.store import open_store
+from servers import BUCKET
+from vllm_reference import checksums, fresh_vllm
+from vllm_server import Vllm, make_model, save_model, serving
+
+pytest.importorskip("vllm")
+
+VERSIONS = 20
+PROMPTS = [[1, 2, 3], list(range(40, 60))]
+
+
+class Trainer:
+    """Weights that change as in training, with the checkpoint of each version."""
+
+    def __init__(self, folder, store, **options):
+        self.folder, self.tied = folder, options.get("tied", False)
+        save_model(make_model(**options), folder / "base")
+        self.weights = {name: value.clone() for name, value in load_file(folder / "base/model.safetensors").items()}
+        self.publisher = Publisher(store, self.weights, anchors=None)
+        self.expected = {}
+
+    def publish(self, *, density=0.02, tp=1, **how):
+        for value in self.weights.values():
+            value[torch.rand(value.shape) < density] += 0.01
+        version = self.publisher.publish(**how).wait().version
+        self.expected[version] = checksums(self.weights, tp=tp)
+        return version
+
+    def checkpoint(self):
+        """The weights as they are, for a fresh server."""
+        save_file(self.weights, self.folder / "base/model.safetensors", {"format": "pt"})
+        return self.folder / "base"
+
+
+class Load:
+    """Requests, one after the other in a few threads, and a watch on what the server says its version is."""
+
+    def __init__(self, server, expected, threads=2):
+        self.server, self.expected = server, expected
+        self.reasons, self.versions, self.wrong = [], [], []
+        self.running = 0
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(threads)]
+        self._threads.append(threading.Thread(target=self._watch))
+
+    def _ask(self, seed):
+        with httpx.Client(base_url=self.server.url, timeout=120, trust_env=False) as client:
+            while not self._stop.is_set():
+                self.running += 1
+                body = {"model": "tiny", "prompt": [seed + 1, 2, 3], "max_tokens": 60, "ignore_eos": True}
+                answer = client.post("/v1/completions", json=body).raise_for_status().json()
+                self.running -= 1
+                self.reasons.append(answer["choices"][0]["finish_reason"])
+
+    def _watch(self):
+        with httpx.Client(base_url=self.server.url, timeout=120, trust_env=False) as client:
+            while not self._stop.is_set():
+                before = client.get("/weight_info").json()["weight_version"]
+                found = client.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+                after = client.get("/weight_info").json()["weight_version"]
+                self.versions.append(after)
+                # Weights and version change between pause and resume; here only what lies outside is looked at.
+                if before == after and before.isdigit() and not client.get("/is_paused").json()["is_paused"]:
+                    self.wrong += [before] if found != self.expected[int(before)] else []
+                time.sleep(0.05)
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@contextmanager
+def following(store, server, mirror=None, **options):
+    with Replica(store, EngineTarget(VllmEngine(server.url, **options), mirror), heartbeat_seconds=None) as replica:
+        yield replica
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("dense", 1), ("moe", 1), ("dense", 2), ("moe", 2)])
+def test_follows_through_s3(kind, tp, tmp_path, s3_server):
+    store = open_store(f"s3://{BUCKET}/vllm-{kind}-{tp}", config=s3_server.config)
+    trainer = Trainer(tmp_path, store, kind=kind)
+    trainer.publish(density=0, tp=tp)
+    with (
+        serving(tmp_path / "base", tp=tp, log=tmp_path / "log") as server,
+        following(store, server, tmp_path / "mirror") as replica,
+        fresh_vllm(tmp_path / "fresh.log") as fresh,
+        Load(server, trainer.expected) as load,
+    ):
+        assert server.weight_version == "default"
+        replica.pull()
+        assert server.weight_version == "0"
+        for number in range(1, VERSIONS + 2):
+            version = trainer.publish(tp=tp, anchor=number == 12)
+            pulled = replica.pull()
+            assert (pulled.version, server.weight_version) == (version, str(version))
+            assert server.checksums() == trainer.expected[version]
+            assert replica.target.pause_seconds < 5
+            if tp == 1 or number in (12, VERSIONS + 1):
+                asked = [server.complete(prompt)[:2] for prompt in PROMPTS]
+                checkpoint = trainer.checkpoint()
+                if tp == 1:
+                    assert [list(each) for each in asked] == fresh.ask(checkpoint, PROMPTS)
+    assert set(load.reasons) == {"length"}
+    assert len(load.reasons) > 10
+    assert not load.wrong
+    told = [int(version) for version in load.versions if version.isdigit()]
+    assert told == sorted(told)
+    if tp == 2:
+        with serving(tmp_path / "base", tp=tp, log=tmp_path / "log") as other:
+            assert other.checksums() == trainer.expected[VERSIONS + 1]
+            assert [other.complete(prompt)[:2] for prompt in PROMPTS] == asked
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A dense server with tied embeddings, for the tests that leave it in order."""
+    folder = tmp_path_factory.mktemp("shared")
+    trainer = Trainer(folder, f"memory:{folder}", tied=True)
+    trainer.publish(density=0)
+    with serving(folder / "base", log=folder / "log") as server, following(f"memory:{folder}", server) as replica:
+        replica.pull()
+        yield trainer, server, replica
+
+
+def test_tied_embeddings(shared):
+    trainer, server, replica = shared
+    version = trainer.publish()
+    replica.pull()
+    assert server.weight_version == str(version)
+    assert server.checksums() == trainer.expected[version]
+
+
+def test_little_of_an_anchor_is_patched_and_much_is_loaded(shared):
+    trainer, server, replica = shared
+    loads = []
+    original = replica.target.engine.load
+    replica.target.engine.load = lambda *given: loads.append(1) or original(*given)
+    for density, expected in ((0.01, 0), (0.9, 1), (0.01, 1)):
+        version = trainer.publish(density=density, anchor=True)
+        replica.pull()
+        assert server.checksums() == trainer.expected[version]
+        assert len(loads) == expected
+    version = trainer.publish()
+    replica.pull()
+    assert server.checksums() == trainer.expected[version]
+
+
+def test_no_stale_prefix_cache(shared):
+    """The context that a request shares with one before the update is computed again."""
+    trainer, server, replica = shared
+    prompt = [1 + i % 300 for i in range(200)]
+    before = server.complete(prompt)
+    assert server.complete(prompt) == before
+    trainer.publish(density=0.3)
+    replica.pull()
+    first = server.complete(prompt)
+    assert first[1] != before[1]
+    server.client.post("/reset_prefix_cache").raise_for_status()
+    assert server.complete(prompt) == first
+
+
+@pytest.mark.parametrize(("kv", "reason"), [("keep", "length"), ("abort", "abort")])
+def test_other_ways_to_treat_running_requests(shared, kv, reason):
+    trainer, server, replica = shared
+    replica.target.engine._kv = kv
+    try:
+        found = []
+        thread = threading.Thread(target=lambda: found.append(server.complete([1, 2, 3], num_tokens=200)[2]))
+        thread.start()
+        time.sleep(0.3)
+        version = trainer.publish()
+        replica.pull()
+        thread.join()
+    finally:
+        replica.target.engine._kv = "recompute"
+    assert found == [reason]
+    assert server.checksums() == trainer.expected[version]
+    server.client.post("/reset_prefix_cache").raise_for_status()
+
+
+def test_a_pause_by_someone_else_stays(shared):
+    trainer, server, replica = shared
+    server.client.post("/pause?mode=keep").raise_for_status()
+    try:
+        version = trainer.publish()
+        replica.pull()
+        assert server.client.get("/is_paused").json()["is_paused"]
+        assert server.weight_version == str(version)
+    finally:
+        server.client.post("/resume").raise_for_status()
+
+
+def test_weights_changed_by_someone_else_are_replaced(shared):
+    trainer, server, replica = shared
+    server.client.post("/weight_checker", json={"action": "reset"}).raise_for_status()
+    version = trainer.publish()
+    replica.pull()
+    assert server.checksums() == trainer.expected[version]
+    assert server.weight_version == str(version)
+
+
+def test_agent_that_died_in_the_pause(shared):
+    """Whoever comes next finds the server paused in the middle of an update, and goes on."""
+    trainer, server, replica = shared
+    engine = replica.target.engine
+    for step in ("_begin_session", "_pause", "_problem", "_go_on"):
+        version = trainer.publish()
+
+        def dead(*_, **__):
+            raise KeyboardInterrupt
+
+        setattr(engine, step, dead)
+        with pytest.raises(KeyboardInterrupt):
+            replica.pull()
+        delattr(engine, step)
+        replica.target.look()
+        assert replica.version is None
+        replica.pull()
+        assert server.checksums() == trainer.expected[version]
+        assert server.weight_version == str(version)
+        assert not server.client.get("/is_paused").json()["is_paused"]
+        assert server.complete([1, 2])[2] == "length"
+
+
+def test_packed_weights_are_refused(tmp_path):
+    """By default vLLM computes from packed copies on a CPU. A patch would be lost, so it never comes to that."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    with (
+        serving(tmp_path / "base", log=tmp_path / "log", environment={"DELTAWIRE_CPU_UNPACKED": "0"}) as server,
+        following(f"memory:{tmp_path}", server) as replica,
+    ):
+        before = server.complete([1, 2, 3])
+        with pytest.raises(EngineRejected, match="DELTAWIRE_CPU_UNPACKED=1"):
+            replica.pull()
+        trainer.publish()
+        with pytest.raises(EngineRejected, match="packed the weights"):
+            replica.pull()
+        assert replica.version is None
+        assert server.weight_version == "default"
+        assert server.complete([1, 2, 3]) == before
+
+
+def test_server_without_the_extension_is_refused(tmp_path):
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    with (
+        serving(tmp_path / "base", log=tmp_path / "log", extension=None) as server,
+        following(f"memory:{tmp_path}", server) as replica,
+    ):
+        with pytest.raises(EngineRejected, match="--worker-extension-cls"):
+            replica.pull()
+        assert server.complete([1, 2, 3])[2] == "length"
+
+
+def test_error_on_one_rank(tmp_path):
+    """One of two workers fails while it writes, once or for good: the server stays usable, the version true."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0, tp=2)
+    with (
+        serving(tmp_path / "base", tp=2, log=tmp_path / "log", extension="vllm_faults.FaultyExtension") as server,
+        following(f"memory:{tmp_path}", server) as replica,
+    ):
+        replica.pull()
+
+        def fail(**how):
+            body = {"method": "fail", "args": [how]}
+            server.client.post("/collective_rpc", json=body).raise_for_status()
+
+        version = trainer.publish(tp=2)
+        fail(rank=1, writes=1)
+        replica.pull()  # written again, at once
+        assert server.weight_version == str(version)
+        assert server.checksums() == trainer.expected[version]
+
+        trainer.publish(tp=2)
+        fail(rank=1, writes=2)
+        with pytest.raises(EngineRejected, match="taken back"):
+            replica.pull()
+        assert replica.version == version
+        assert server.weight_version == str(version)
+        assert server.checksums() == trainer.expected[version]
+        assert server.complete([1, 2, 3])[2] == "length"
+        replica.pull()
+        assert server.checksums() == trainer.expected[version + 1]
+
+        trainer.publish(tp=2)
+        fail(rank=1, writes=2, undos=1)
+        with pytest.raises(EngineBroken, match="restart"):
+            replica.pull()
+        assert replica.version is None
+        assert server.weight_version == str(version + 1)
+        assert server.client.get("/is_paused").json()["is_paused"]
+
+
+def test_restarts_of_the_server(tmp_path):
+    """A server that comes back has the weights that it was started with, and catches up."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    server = Vllm(tmp_path / "base", log=tmp_path / "log")
+    try:
+        server.wait()
+        with following(f"memory:{tmp_path}", server, tmp_path / "mirror") as replica:
+            replica.pull()
+            trainer.publish()
+            with replica.watching(poll_seconds=0.2):
+                replica.wait(1, 60)
+                server.kill()
+                version = trainer.publish()
+                again = Vllm(tmp_path / "base", log=tmp_path / "log", port=server.port)
+                try:
+                    again.wait()
+                    replica.wait(version, 60)
+                    assert again.weight_version == str(version)
+                    assert again.checksums() == trainer.expected[version]
+                finally:
+                    again.close()
+    finally:
+        server.close()

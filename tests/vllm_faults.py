@@ -1,0 +1,23 @@
+"""A worker extension that fails when it is told to."""
+
+from deltawire.engines.vllm.worker import WorkerExtension
+
+
+class FaultyExtension(WorkerExtension):
+    def fail(self, how):
+        """Let the next writes of a rank fail, and the next ones that take something back."""
+        live = self.weight_transfer_engine.live
+        if self.rank != how["rank"]:
+            return {}
+        left = {False: how.get("writes", 0), True: how.get("undos", 0)}
+        original = type(live).write.__get__(live)
+
+        def write(token, *, undo=False):
+            if left[undo]:
+                left[undo] -= 1
+                live.state = None
+                raise MemoryError("no room for that")
+            original(token, undo=undo)
+
+        live.write = write
+        return {}

@@ -1,0 +1,105 @@
+"""What a vLLM server must hold and say, found without deltawire: fused tensors by hand, answers by a fresh vLLM."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "DELTAWIRE_CPU_UNPACKED": "1", "PYTHONPATH": str(HERE),
+}  # fmt: skip
+PADDING = 64
+
+
+def checksums(weights, *, tp=1):
+    """SHA-256 of every parameter of a Qwen3 in vLLM, on each rank, from the tensors of its checkpoint."""
+    found = {}
+    for rank in range(tp):
+        for name, value in fused(weights, tp, rank).items():
+            bits = value.contiguous().view(-1).view(torch.uint8).numpy()
+            found[f"dp0:pp0:pcp0:tp{rank}:{name}"] = hashlib.sha256(bits).hexdigest()
+    return found
+
+
+def fused(weights, tp, rank):
+    def rows(value):
+        return value.chunk(tp, 0)[rank]
+
+    def columns(value):
+        return value.chunk(tp, 1)[rank]
+
+    def padded(value):
+        size = -(-len(value) // PADDING) * PADDING
+        return rows(torch.cat([value, value.new_zeros(size - len(value), value.shape[1])]))
+
+    result = {}
+    for name, value in weights.items():
+        stem, _, last = name.removesuffix(".weight").rpartition(".")
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            result[name] = padded(value)
+        elif last == "q_proj":
+            result[f"{stem}.qkv_proj.weight"] = torch.cat(
+                [rows(weights[f"{stem}.{each}_proj.weight"]) for each in "qkv"]
+            )
+        elif last == "gate_proj" and ".experts." not in name:
+            result[f"{stem}.gate_up_proj.weight"] = torch.cat([rows(value), rows(weights[f"{stem}.up_proj.weight"])])
+        elif last in ("o_proj", "down_proj") and ".experts." not in name:
+            result[name] = columns(value)
+        elif ".experts.0.gate_proj" in name:
+            layer = name.partition(".experts.")[0] + ".experts"
+            count = len({each for each in weights if each.startswith(layer) and each.endswith("gate_proj.weight")})
+            each = [f"{layer}.{number}" for number in range(count)]
+            result[f"{layer}.routed_experts.w13_weight"] = torch.stack(
+                [
+                    torch.cat([rows(weights[f"{e}.gate_proj.weight"]), rows(weights[f"{e}.up_proj.weight"])])
+                    for e in each
+                ]
+            )
+            result[f"{layer}.routed_experts.w2_weight"] = torch.stack(
+                [columns(weights[f"{e}.down_proj.weight"]) for e in each]
+            )
+        elif "norm" in last or last == "gate":
+            result[name] = value
+    return result
+
+
+class Fresh:
+    """Asks a fresh vLLM, without tensor parallelism, what it answers with the weights of a checkpoint."""
+
+    def __init__(self, log):
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / "fresh_vllm.py"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=log, text=True,
+        )  # fmt: skip
+
+    def ask(self, model, prompts, num_tokens=8):
+        print(json.dumps({"model": str(model), "prompts": prompts, "num_tokens": num_tokens}),
+              file=self._process.stdin, flush=True)  # fmt: skip
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+@contextmanager
+def fresh_vllm(log):
+    with open(log, "ab") as opened:
+        fresh = Fresh(opened)
+        try:
+            yield fresh
+        finally:
+            fresh.close()

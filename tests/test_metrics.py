@@ -5,10 +5,13 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltawire import Publisher, Replica
+from deltawire.engines.target import EngineTarget
+from deltawire.engines.torch import TorchEngine
 from deltawire.errors import MissingDependency
 from deltawire.metrics import COUNTERS, HELP, registry, serve_metrics
 
@@ -58,7 +61,9 @@ def test_values_are_those_of_metrics(run):
 
 def test_every_metric_has_help_and_every_help_a_metric(run):
     publisher, url = run
-    with Replica(url, {}) as replica:
+    module = torch.nn.Module()
+    module.register_parameter("w", torch.nn.Parameter(torch.zeros(100)))
+    with Replica(url, EngineTarget(TorchEngine(module))) as replica:
         replica.pull()
         known = {key.removeprefix("deltawire/") for part in (publisher, replica) for key in part.metrics()}
         _, families = scrape(registry(publisher, replica))

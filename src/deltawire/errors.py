@@ -26,6 +26,7 @@ DeltawireError
 ├── TrainerError
 │   ├── UnsupportedPlacement    a parameter is spread over ranks in a way that has no boxes
 │   └── RankFailed              a rank of a sharded trainer failed, or gave no sign of life
+├── AddressUnavailable          the agent cannot listen there
 └── MissingDependency           an optional package is not installed
 """
 
@@ -145,6 +146,10 @@ class UnsupportedPlacement(TrainerError):
 
 class RankFailed(TrainerError):
     """Another rank failed, or gave no sign of life: `rank`, and the `reason`."""
+
+
+class AddressUnavailable(DeltawireError):
+    """The host or port to listen on is taken, not allowed or not ours: `host`, `port`."""
 
 
 class MissingDependency(DeltawireError):

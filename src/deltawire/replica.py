@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from deltawire.runs import Run
 from deltawire.store import Store
 from deltawire.target import MemoryTarget, State, Target
 from deltawire.workers import Workers
+
+# An engine that serves the weights is looked at this often, also where the store is asked less often.
+LOOK_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +104,19 @@ class Replica:
 
     @property
     def version(self) -> int | None:
-        """The version that is in use."""
-        state = self.target.served()
+        """The version that is in use; None where that is not known, or weights of another run."""
+        state = self._served()
         return None if state is None else state.version
+
+    def _served(self) -> State | None:
+        state = self.target.served()
+        return None if state is None or self.run.known_id not in (None, state.run) else state
 
     @property
     def lag(self) -> int | None:
         """How many versions behind, as far as the store was seen."""
-        if self.latest is None or self.version is None:
-            return None
-        return max(self.latest - self.version, 0)
+        latest, version = self.latest, self.version  # others may ask while `watch` changes them
+        return None if latest is None or version is None else max(latest - version, 0)
 
     def pull(self, version: int | None = None, *, progress: Progress | None = None) -> Pull:
         """Bring the weights to a version (default: the newest)."""
@@ -248,18 +254,32 @@ class Replica:
                 except (DeltawireError, OSError) as error:
                     failures, self.error = failures + 1, error
                     self.num_faults += 1
+                except Exception as error:
+                    self.error = error
+                    raise
                 self._heartbeat.beat(self.status(), at_once=False)
                 # Jitter, so that a thousand replicas do not ask at the same moment.
-                pause = poll_seconds * random.uniform(0.75, 1.25) * min(2**failures, 32)  # noqa: S311
-                self._wake.wait(pause)
-                self._wake.clear()
+                self._pause(poll_seconds * random.uniform(0.75, 1.25) * min(2**failures, 32))  # noqa: S311
         finally:
             self._watched = False
+
+    def _pause(self, seconds: float) -> None:
+        """Wait so long, or for a nudge, or until an engine has gone, come back or been started anew."""
+        before, until = self.status(), time.monotonic() + seconds
+        while not self._wake.wait(min(max(until - time.monotonic(), 0), LOOK_SECONDS)) and time.monotonic() < until:
+            with suppress(DeltawireError, OSError):
+                self.target.look()
+            now = self.status()
+            self._heartbeat.beat(now, at_once=False)
+            if now != before:
+                break
+        self._wake.clear()
 
     def _is_behind(self) -> bool:
         self.target.look()
         self._refresh()
-        return self.latest is not None and (self.version is None or self.version < self.latest)
+        # Its id has to be known by then, to tell its versions from another run's.
+        return self.latest is not None and bool(self.run.id) and (self.version is None or self.version < self.latest)
 
     @contextmanager
     def watching(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> Iterator[None]:
@@ -310,7 +330,7 @@ class Replica:
 
     def status(self) -> dict[str, Any]:
         """What this replica would say of itself: version, digest, lag, timings, the last fault."""
-        state = self.target.served()
+        state = self._served()
         return {
             "version": None if state is None else state.version,
             "digest": None if state is None else str(state.digest),

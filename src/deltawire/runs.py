@@ -68,6 +68,11 @@ class Run:
                 ) from None
         return self._id
 
+    @property
+    def known_id(self) -> str | None:
+        """The same, where it was read already; the store is not asked."""
+        return self._id
+
     def exists(self) -> bool:
         try:
             return bool(self.id)

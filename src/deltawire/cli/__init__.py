@@ -3,16 +3,18 @@
 import click
 
 from deltawire import __version__
+from deltawire.cli.attach import attach_command
 from deltawire.cli.chain import info_command, ls_command, plan_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
+from deltawire.cli.status import status_command
 from deltawire.cli.upkeep import compact_command, gc_command
 from deltawire.cli.watch import watch_command
 
 SECTIONS = {
     "Runs": [
-        publish_command, pull_command, watch_command, ls_command, info_command, plan_command, verify_command,
-        gc_command, compact_command, export_command, keygen_command,
+        publish_command, pull_command, watch_command, attach_command, status_command, ls_command, info_command,
+        plan_command, verify_command, gc_command, compact_command, export_command, keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
 }  # fmt: skip
@@ -37,6 +39,7 @@ def main() -> None:
     A run is a chain of versions in a store, which any number of replicas follow:
         deltawire publish checkpoint/ --to s3://bucket/run
         deltawire watch s3://bucket/run --to mirror/
+        deltawire attach --engine vllm --url http://127.0.0.1:8000 --from s3://bucket/run
 
     \b
     A delta turns one checkpoint into another, bit for bit:

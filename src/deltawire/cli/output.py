@@ -140,6 +140,23 @@ def _bytes_text(done: int, total: int | None) -> str:
     return f"[{'#' * filled}{'-' * (24 - filled)}]  {size_text(done)} of {size_text(total)}"
 
 
+class Drawing:
+    """A text on a terminal that is drawn over itself, as far as it fits."""
+
+    def __init__(self) -> None:
+        self._height = 0
+
+    def draw(self, text: str) -> None:
+        columns, rows = shutil.get_terminal_size()
+        lines = [line[: columns - 1] for line in text.splitlines()]
+        if len(lines) >= rows:
+            kept = max(rows - 2, 0)
+            lines[kept:] = [f"... and {len(lines) - kept} more lines"]
+        up = f"\x1b[{self._height}A" if self._height else ""
+        click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
+        self._height = len(lines)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need to be; the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
@@ -176,6 +193,11 @@ def age_text(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def pause_text(seconds: float | None) -> str:
+    """How long an engine was paused, in milliseconds."""
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
 def facts_text(rows: Sequence[tuple[str, str]]) -> str:

@@ -264,8 +264,9 @@ def pulled(done: "Pull") -> dict[str, Any]:
 
 def standing(replica: "Replica") -> dict[str, Any]:
     state = replica.target.served()
-    digest = None if state is None else str(state.digest)
-    return {"digest": digest, "latest": replica.latest, "lag": replica.lag, "faults": replica.num_faults}
+    digest, about = None if state is None else str(state.digest), replica.target.about()
+    paused = {"pause_seconds": about["pause_seconds"]} if "pause_seconds" in about else {}
+    return {"digest": digest, "latest": replica.latest, "lag": replica.lag, "faults": replica.num_faults, **paused}
 
 
 def pulled_text(data: Mapping[str, Any]) -> str:

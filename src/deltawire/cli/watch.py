@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import age_text, size_text, speaking_errors, table
+from deltawire.cli.output import Drawing, age_text, pause_text, size_text, speaking_errors, table
 from deltawire.cli.runs import public_key_option, pulled, standing
 
 if TYPE_CHECKING:
@@ -51,9 +50,12 @@ def watch_command(
         if not Run(url, public_key=public_key).exists():
             click.echo(f"waiting for a run at {url}", err=True)
         with Replica(url, folder, name=name, public_key=public_key) as replica:
-            live = output_format == "text" and not quiet and sys.stdout.isatty()
-            view = Screen(replica, url) if live else Lines(replica, output_format)
-            Watch(replica, view, until).run(poll)
+            Watch(replica, view_of(replica, url, output_format, quiet), until, poll).run()
+
+
+def view_of(replica: "Replica", title: str, output_format: str, quiet: bool) -> "Lines | Screen":
+    live = output_format == "text" and not quiet and sys.stdout.isatty()
+    return Screen(replica, title) if live else Lines(replica, output_format)
 
 
 class Lines:
@@ -79,37 +81,36 @@ class Lines:
 
 def line_text(data: dict[str, Any]) -> str:
     times = " ".join(f"{name} {data[f'{name}_seconds']:.2f} s," for name in ("fetch", "decode", "apply"))
+    pause = f" pause {pause_text(data['pause_seconds'])}," if "pause_seconds" in data else ""
     source = "anchor" if data["anchor"] else f"from {data['base']}"
     return (
         f"version {data['version']} ({source}), lag {data['lag']}, {size_text(data['bytes'])}, "
-        f"{times} faults {data['faults']}"
+        f"{times}{pause} faults {data['faults']}"
     )
 
 
 class Screen:
     """The last pulls as a table, drawn over itself."""
 
-    def __init__(self, replica: "Replica", url: str) -> None:
-        self._replica, self._url = replica, url
+    def __init__(self, replica: "Replica", title: str) -> None:
+        self._replica, self._title = replica, title
         self._pulls: deque[tuple[float, dict[str, Any]]] = deque(maxlen=NUM_ROWS)
-        self._height = 0
+        self._drawing = Drawing()
+        self._pauses = "pause_seconds" in replica.target.about()
 
     def pulled(self, done: "Pull") -> None:
         self._pulls.append((time.monotonic(), {**pulled(done), **standing(self._replica)}))
 
     def refresh(self) -> None:
-        columns = shutil.get_terminal_size().columns
-        lines = [line[: columns - 1] for line in self.text().splitlines()]
-        up = f"\x1b[{self._height}A" if self._height else ""
-        click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
-        self._height = len(lines)
+        self._drawing.draw(self.text())
 
     def text(self) -> str:
         replica = self._replica
         version = "-" if replica.version is None else replica.version
         state = "waiting" if replica.lag is None else "current" if replica.lag == 0 else f"{replica.lag} behind"
-        head = f"version {version}  {state}  faults {replica.num_faults}  {self._url}"
-        header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", "faults", "ago"]
+        head = f"version {version}  {state}  faults {replica.num_faults}  {self._title}"
+        pause = ["pause"] if self._pauses else []
+        header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", *pause, "faults", "ago"]
         fault = f"\nlast fault: {replica.error}" if replica.error else ""
         return f"{head}\n{table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
 
@@ -118,6 +119,7 @@ class Screen:
             str(data["version"]), "anchor" if data["anchor"] else str(data["base"]), str(data["lag"]),
             f"{data['changed']:,}", size_text(data["bytes"]),
             *(f"{data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply")),
+            *([pause_text(data["pause_seconds"])] if self._pauses else []),
             str(data["faults"]), age_text(time.monotonic() - when),
         ]  # fmt: skip
 
@@ -128,20 +130,22 @@ class Screen:
 class Watch:
     """Runs a replica's watch in a thread; this one draws and takes signals."""
 
-    def __init__(self, replica: "Replica", view: Lines | Screen, until: int | None) -> None:
+    def __init__(self, replica: "Replica", view: Lines | Screen, until: int | None, poll_seconds: float) -> None:
         self._replica, self._view, self._until = replica, view, until
+        self._poll_seconds = poll_seconds
         self._stop = False
         self._ended = threading.Event()
         self._failure: BaseException | None = None
 
-    def run(self, poll_seconds: float) -> None:
+    def run(self) -> None:
         before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
-        thread = threading.Thread(target=self._work, args=(poll_seconds,), name="deltawire-watch", daemon=True)
+        thread = threading.Thread(target=self._work, name="deltawire-watch", daemon=True)
         thread.start()
         try:
             while thread.is_alive() and not self._stop:
                 thread.join(REDRAW_SECONDS)
                 self._view.refresh()
+                self._check()
             self._ended.set()
             self._replica.stop()
             thread.join(1.0)
@@ -155,25 +159,29 @@ class Watch:
         if self._failure is not None:
             raise self._failure
 
-    def _work(self, poll_seconds: float) -> None:
+    def _work(self) -> None:
         try:
             self._check()
-            self._await_run(poll_seconds)
-            if not self._stop:
-                self._replica.watch(self._pulled, poll_seconds=poll_seconds)
+            self.follow()
         except BaseException as error:
             self._failure = error
 
-    def _await_run(self, poll_seconds: float) -> None:
+    def follow(self) -> None:
+        """What the thread does, until it is told to stop."""
+        self._await_run()
+        if not self._stop:
+            self._replica.watch(self.pulled, poll_seconds=self._poll_seconds)
+
+    def _await_run(self) -> None:
         from deltawire.errors import StoreUnavailable
 
         while not self._stop:
             with suppress(StoreUnavailable):
                 if self._replica.run.exists():
                     return
-            self._ended.wait(poll_seconds)
+            self._ended.wait(self._poll_seconds)
 
-    def _pulled(self, done: "Pull") -> None:
+    def pulled(self, done: "Pull") -> None:
         self._view.pulled(done)
         self._check()
 

@@ -42,7 +42,7 @@ from deltawire.replica import Replica
 from deltawire.runs import Run
 from deltawire.state import Digest, digest
 from deltawire.store import Store, open_store
-from deltawire.target import State
+from deltawire.target import State, Target
 from deltawire.weights import Tensor, Weights, form
 
 PART_BYTES = 16 << 20
@@ -224,7 +224,7 @@ def _check_room(run: Run, store: Store, first: int) -> None:
         raise Conflict(f"{store.url} has {taken[0]} already: remove it, or export to another place", key=taken[0])
 
 
-class _Tape:
+class _Tape(Target):
     """A replica's target in memory that remembers what the last pull has changed."""
 
     scratch: Path | None = None

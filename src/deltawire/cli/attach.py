@@ -1,0 +1,129 @@
+"""The attach command: an agent beside an inference server, and a table that shows how it goes."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltawire.cli.files import PATH, output_options
+from deltawire.cli.output import speaking_errors
+from deltawire.cli.runs import public_key_option
+from deltawire.cli.watch import Watch, view_of
+
+if TYPE_CHECKING:
+    from deltawire.agent import Agent
+    from deltawire.engines.engine import Engine
+
+TOKEN_VARIABLE = "DELTAWIRE_TOKEN"  # noqa: S105
+
+
+class AddressType(click.ParamType[tuple[str, int]]):
+    name = "[host:]port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        if isinstance(value, tuple):
+            return value
+        host, colon, port = value.rpartition(":")
+        if not port.isdecimal() or int(port) >= 1 << 16 or (colon and not host):
+            self.fail("expected PORT or HOST:PORT, such as 127.0.0.1:9100", param, ctx)
+        return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+@click.command("attach")
+@click.option("--engine", "kind", type=click.Choice(["vllm", "sglang"]), required=True, help="What serves the weights.")
+@click.option("--url", "address", metavar="URL", required=True, help="The server, such as http://127.0.0.1:8000.")
+@click.option("--from", "url", metavar="URL", required=True, help="The store that holds the run.")
+@click.option("--mirror", type=PATH, help="A folder for the copy of the weights that deltas are decoded against; it "
+              "outlives restarts.  [default: host memory]")  # fmt: skip
+@click.option("--stage", type=PATH, help="A folder that the server sees too, for changes on their way to it.  "
+              "[default: shared memory]")  # fmt: skip
+@click.option("--way", type=click.Choice(["patch", "disk"]),
+              help="For sglang: write what has changed, or have it load the mirror.  [default: patch]")  # fmt: skip
+@click.option("--kv", type=click.Choice(["recompute", "keep", "abort"]), default="recompute", show_default=True,
+              help="What becomes of requests that are running: their context is computed again, or kept, or they "
+              "end.")  # fmt: skip
+@click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
+              help="How often to look, in seconds.")  # fmt: skip
+@click.option("--listen", type=AddressType(), help="Answer /health, /status, /metrics and /nudge here. A port alone "
+              "is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
+@click.option("--token-file", type=PATH,
+              help=f"Holds the bearer token that a nudge needs.  [default: what {TOKEN_VARIABLE} is]")  # fmt: skip
+@click.option("--api-key-env", metavar="NAME", help="The environment variable with the server's API key.")
+@click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
+@public_key_option
+@click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
+@output_options
+def attach_command(
+    kind: str, address: str, url: str, mirror: Path | None, stage: Path | None, way: str | None, kv: str, poll: float,
+    listen: tuple[str, int] | None, token_file: Path | None, api_key_env: str | None, name: str | None,
+    public_key: str | None, until: int | None, output_format: str, quiet: bool,
+) -> None:  # fmt: skip
+    """Keep an inference server at the newest version of a run.
+
+    Changes are fetched, checked and decoded while the server serves, and written into it in a short pause. A server
+    that is away is waited for; one that was started anew is brought up to date. Ctrl-C ends it. On a terminal a table
+    is drawn in place; elsewhere each update prints a line, with --format json a JSON object.
+    """
+    from deltawire.agent import Agent
+    from deltawire.runs import Run
+
+    if way is not None and kind != "sglang":
+        raise click.UsageError("--way is for --engine sglang")
+    if way == "disk" and mirror is None:
+        raise click.UsageError("--way disk needs --mirror: the server loads that folder")
+    with speaking_errors(url):
+        host, port = listen or ("127.0.0.1", None)
+        # A store that refuses us is an error now. A run that does not exist yet is waited for.
+        if not Run(url, public_key=public_key).exists():
+            click.echo(f"waiting for a run at {url}", err=True)
+        token, api_key = token_of(token_file), api_key_of(api_key_env)
+        engine = make_engine(kind, address, way=way or "patch", stage=stage, kv=kv, api_key=api_key)
+        with Agent(
+            engine, url, mirror=mirror, name=name, public_key=public_key, poll_seconds=poll, host=host, port=port,
+            token=token,
+        ) as agent:  # fmt: skip
+            if agent.port is not None:
+                click.echo(f"listening on {f'[{host}]' if ':' in host else host}:{agent.port}", err=True)
+            Attached(agent, f"{engine.kind} at {engine.address}, from {url}", until, poll, output_format, quiet).run()
+
+
+class Attached(Watch):
+    """Runs an agent in a thread; this one draws and takes signals."""
+
+    def __init__(
+        self, agent: "Agent", title: str, until: int | None, poll_seconds: float, output_format: str, quiet: bool
+    ) -> None:
+        super().__init__(agent.replica, view_of(agent.replica, title, output_format, quiet), until, poll_seconds)
+        self._agent = agent
+
+    def follow(self) -> None:
+        if not self._stop:
+            self._agent.run(self.pulled)
+
+
+def make_engine(kind: str, address: str, *, way: str, stage: Path | None, kv: str, api_key: str | None) -> "Engine":
+    if kind == "sglang":
+        from deltawire.engines.sglang.client import SglangEngine
+
+        return SglangEngine(address, way=way, stage=stage, kv=kv, api_key=api_key)
+    from deltawire.engines.vllm.client import VllmEngine
+
+    return VllmEngine(address, stage=stage, kv=kv, api_key=api_key)
+
+
+def token_of(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE)
+    token = file.read_text().strip()
+    if not token:
+        raise ValueError(f"{file} is empty: write a token into it")
+    return token
+
+
+def api_key_of(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ValueError(f"the environment variable {variable}, which should hold the API key, is not set")
+    return os.environ[variable]

@@ -1,0 +1,167 @@
+"""The status command: a run and everyone who follows it."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltawire.cli.files import output_options
+from deltawire.cli.output import Drawing, age_text, count_text, pause_text, show, speaking_errors, table
+from deltawire.cli.runs import public_key_option
+
+if TYPE_CHECKING:
+    from deltawire.runs import Run
+
+# Four heartbeats. One that is in the middle of a pull sends none, and has longer.
+SILENT_SECONDS = 60.0
+
+HEALTHS = ("ok", "behind", "fault", "silent")
+
+
+@click.command("status")
+@click.argument("url")
+@click.option("--watch", "-w", is_flag=True, help="Go on, and show what changes. Ctrl-C ends it.")
+@click.option("--poll", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True,
+              help="How often to look with --watch, in seconds.")  # fmt: skip
+@public_key_option
+@output_options
+def status_command(
+    url: str, watch: bool, poll: float, public_key: str | None, output_format: str, quiet: bool
+) -> None:  # fmt: skip
+    """Show the replicas of a run: version, lag, last pause, health.
+
+    They tell of themselves every 15 seconds. Health is ok, behind, fault with its text, or silent: not heard of for a
+    minute, or for ten in the middle of a pull. With --watch the table is drawn in place on a terminal; elsewhere each
+    change prints it again, with --format json a JSON object on one line.
+    """
+    from deltawire.runs import Run
+
+    with speaking_errors(url):
+        run = Run(url, public_key=public_key)
+        data = fleet(run, url)
+        if not watch:
+            show(data, lambda: fleet_text(data), output_format)
+            return
+        follow(run, data, poll, output_format, sys.stdout.isatty() and output_format == "text" and not quiet)
+
+
+def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format: str, live: bool) -> None:
+    """Show a fleet again and again, or where it changes."""
+    from deltawire.errors import StoreError
+
+    before_signal = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    drawing, shown, fault = Drawing(), None, None
+    try:
+        while True:
+            if live:
+                drawing.draw(fleet_text(data) + (f"\n\nfault: {fault}" if fault else ""))
+            elif (lasting := without_ages(data)) != shown:
+                text = json.dumps(data) if output_format == "json" else fleet_text(data) + "\n"
+                click.echo(text)
+                shown = lasting
+            time.sleep(poll_seconds)
+            try:
+                data, fault = fleet(run, data["url"], data["version"]), None
+            except StoreError as error:
+                if not live and str(error) != fault:
+                    click.echo(f"fault: {error}", err=True)
+                fault = str(error)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before_signal)
+
+
+def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
+    """A run and its replicas, as they are now; the newest version is `known` or a later one."""
+    from deltawire.heartbeat import read_heartbeats
+
+    name, version = run.id, run.latest(after=-1 if known is None else known - 1)
+    manifest = None if version is None else run.manifest(version)
+    about = {
+        "run": name,
+        "url": url,
+        "version": version,
+        "step": None if manifest is None else manifest.step,
+        "metadata": {} if manifest is None else dict(manifest.metadata),
+        "created": None if manifest is None else manifest.created,
+        "age_seconds": None if manifest is None else max(time.time() - manifest.created, 0.0),
+    }
+    rows = [replica_row(told, version) for told in read_heartbeats(run)]
+    rows.sort(key=lambda row: (row["health"] not in ("fault", "silent"), row["name"]))
+    counts = {health: sum(row["health"] == health for row in rows) for health in HEALTHS}
+    return {**about, "replicas": rows, "summary": {"replicas": len(rows), **counts}}
+
+
+def replica_row(told: Mapping[str, Any], latest: int | None) -> dict[str, Any]:
+    """What a replica says of itself, and what that means. Whoever may write to the store can say anything."""
+    version, pause, engine = told.get("version"), told.get("pause_seconds"), told.get("engine")
+    version = version if type(version) is int else None
+    lag = None if version is None or latest is None else max(latest - version, 0)
+    row = {
+        "name": printable(told.get("name")),
+        "engine": printable(engine.get("kind")) if isinstance(engine, dict) else None,
+        "address": printable(engine.get("address")) if isinstance(engine, dict) else None,
+        "version": version,
+        "lag": lag,
+        "pause_seconds": pause if isinstance(pause, int | float) and isfinite(pause) else None,
+        "age_seconds": told["age_seconds"],
+        "error": printable(told["error"]) if told.get("error") else None,
+    }
+    return {**row, "health": health_of(row, bool(told.get("using")), latest)}
+
+
+def health_of(row: Mapping[str, Any], pulling: bool, latest: int | None) -> str:
+    from deltawire.heartbeat import LIVE_SECONDS
+
+    if row["age_seconds"] > (LIVE_SECONDS if pulling else SILENT_SECONDS):
+        return "silent"
+    if row["error"]:
+        return "fault"
+    return "behind" if row["lag"] or (row["version"] is None and latest is not None) else "ok"
+
+
+def printable(value: Any) -> str:
+    """Text that moves no cursor."""
+    return "".join(each if each.isprintable() else " " for each in str(value))
+
+
+def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [{key: value for key, value in row.items() if key != "age_seconds"} for row in data["replicas"]]
+    return {key: value for key, value in data.items() if key != "age_seconds"} | {"replicas": rows}
+
+
+def fleet_text(data: Mapping[str, Any]) -> str:
+    summary, rows = data["summary"], data["replicas"]
+    counts = ", ".join(f"{summary[health]} {health}" for health in HEALTHS if summary[health])
+    text = f"run {data['run']}: {version_text(data)}\n{count_text(len(rows), 'replica')}" + (counts and f": {counts}")
+    if not rows:
+        return text
+    header = ["replica", "engine", "version", "lag", "pause", "heard", "health"]
+    cells = [
+        [
+            row["name"], *("-" if row[key] is None else str(row[key]) for key in ("engine", "version", "lag")),
+            pause_text(row["pause_seconds"]), age_text(row["age_seconds"]), health_text(row),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return f"{text}\n\n{table(header, cells)}"
+
+
+def version_text(data: Mapping[str, Any]) -> str:
+    if data["version"] is None:
+        return "no version yet"
+    step = "" if data["step"] is None else f", step {data['step']}"
+    metadata = f", {printable(json.dumps(data['metadata']))}" if data["metadata"] else ""
+    return f"version {data['version']}{step}, {age_text(data['age_seconds'])} ago{metadata}"
+
+
+def health_text(row: Mapping[str, Any]) -> str:
+    if row["health"] == "silent":
+        return f"silent for {age_text(row['age_seconds'])}"
+    return f"fault: {row['error']}" if row["health"] == "fault" else str(row["health"])

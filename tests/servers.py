@@ -61,6 +61,24 @@ class S3Server(Server):
     access_key: str = "testkey"
     secret: str = "testsecret"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the command line needs to reach it."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret,
+        }  # fmt: skip
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def start_again(self) -> None:
+        """After a kill: the same server on the same port with what it had on disk."""
+        folder = Path(next(each for each in self.process.args if each.startswith("-dir=")).removeprefix("-dir="))
+        self.process = _spawn(folder, self.process.args)
+        _ready(self, folder, lambda: _make_s3_bucket(self.config, "ready"))
+
 
 def free_ports(count: int) -> list[int]:
     """Ports that nothing listens on, below the range from which the kernel takes those of outgoing connections."""

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import httpx
 import torch
+from safetensors.torch import load_file, save_file
 
+from deltawire import Publisher
 from servers import free_ports
-from vllm_reference import ENVIRONMENT
+from vllm_reference import ENVIRONMENT, checksums
 
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
 SMALL = {
@@ -49,6 +51,30 @@ def save_model(model, folder):
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(folder)
+
+
+class Trainer:
+    """Weights that change as in training, with the checkpoint of each version."""
+
+    def __init__(self, folder, store, **options):
+        self.folder, self.tied = folder, options.get("tied", False)
+        save_model(make_model(**options), folder / "base")
+        self.weights = {name: value.clone() for name, value in load_file(folder / "base/model.safetensors").items()}
+        self.publisher = Publisher(store, self.weights, anchors=None)
+        self.expected, self.digests = {}, {}
+
+    def publish(self, *, density=0.02, tp=1, **how):
+        for value in self.weights.values():
+            value[torch.rand(value.shape) < density] += 0.01
+        version = self.publisher.publish(**how).wait().version
+        self.expected[version] = checksums(self.weights, tp=tp)
+        self.digests[version] = str(self.publisher.run.manifest(version).digest)
+        return version
+
+    def checkpoint(self):
+        """The weights as they are, for a fresh server."""
+        save_file(self.weights, self.folder / "base/model.safetensors", {"format": "pt"})
+        return self.folder / "base"
 
 
 class Vllm:

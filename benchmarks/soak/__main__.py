@@ -1,6 +1,7 @@
 """Kills, faults and races on a real S3 server, many of each.
 
     python benchmarks/soak --crashes 200 --syncs 500 --races 100 --report benchmarks/results/soak.md
+    python benchmarks/soak --parts engines --report benchmarks/results/soak_engines.md
 
 Ends with 1 if any weights were wrong, anything was stuck or any version was lost.
 """
@@ -26,6 +27,9 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=3, help="kills at each named point")
     parser.add_argument("--syncs", type=int, default=500)
     parser.add_argument("--races", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=50, help="kills beside a vLLM server")
+    parser.add_argument("--versions", type=int, default=100, help="versions that a fleet of engines follows")
+    parser.add_argument("--parts", choices=["runs", "engines"], default="runs", help="what to do")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--report", type=Path)
     chosen = parser.parse_args()
@@ -39,6 +43,14 @@ def main() -> int:
         server.make_bucket(BUCKET)
         place = Path(folder)
         common = {"seed": chosen.seed, "progress": progress}
+        if chosen.parts == "engines":
+            from soak import engines
+
+            with report.Timed(tally, "kills beside an engine"):
+                engines.kills(server, place / "kills", tally, num_kills=chosen.kills, **common)
+            with report.Timed(tally, "fleet"):
+                engines.fleet(server, place / "fleet", tally, num_versions=chosen.versions, **common)
+            chosen.crashes = chosen.each = chosen.syncs = chosen.races = 0
         if chosen.crashes or chosen.each:
             with report.Timed(tally, "crashes"):
                 crashes.run(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deltawire.engines.engine import Change, Engine, Served
-from deltawire.errors import DeltawireError
+from deltawire.errors import DeltawireError, EngineRejected
 from deltawire.mirror import Mirror
 from deltawire.patches import Patch
 from deltawire.replay import Replay
@@ -58,6 +58,7 @@ class EngineTarget(Target):
             "engine": {
                 "kind": self.engine.kind,
                 "address": self.engine.address,
+                "boot": None if self._now is None else self._now.boot,
                 "weight_version": None if self._now is None else self._now.version,
                 "error": self._error,
             },
@@ -72,30 +73,34 @@ class EngineTarget(Target):
         return self.mirror.weights()
 
     def apply(self, patches: Sequence[Patch], base: State, state: State, tied: Mapping[str, str]) -> None:
-        if self._is_at(base, state):
-            if patches or self.served() is None:
-                self._switch(Change(base, state, patches, self.mirror.weights()))
-            self.mirror.apply(patches, base, state, tied)
-        else:
-            self.mirror.apply(patches, base, state, tied)
+        is_there = self._is_at(base, state)
+        if is_there and (patches or self.served() != state):
+            is_there = self._switch(Change(base, state, patches, self.mirror.weights()))
+        self.mirror.apply(patches, base, state, tied)
+        if not is_there:
             self._load(state)
 
     def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
         have = self.mirror.state()
-        patches = None if have is None else anchor.patches_from(self.mirror.weights(), state.digest, LITTLE)
+        patches = None
+        if have is not None and self.engine.in_place:
+            patches = anchor.patches_from(self.mirror.weights(), state.digest, LITTLE)
+        is_there = False
         if have is not None and patches is not None and self._is_at(have, state):
-            self._switch(Change(have, state, patches, self.mirror.weights()))
-            self.mirror.load(anchor, state, files, tied)
-        else:
-            self.mirror.load(anchor, state, files, tied)
+            is_there = self._switch(Change(have, state, patches, self.mirror.weights()))
+        self.mirror.load(anchor, state, files, tied)
+        if not is_there:
             self._load(state)
 
     def _is_at(self, base: State, state: State) -> bool:
         """Whether the engine is at one of two versions, or between them, so that the change from one to the other can
         be written (again).
         """
+        if not self.engine.in_place:
+            return False
         self._open()
-        if self._now is None or any(each not in (base, state) for each in self._now.states):
+        states = () if self._now is None else self._now.states
+        if not states or any(each not in (base, state) for each in states):
             if self.engine.digest() != base.digest:
                 return False
             self.engine.adopt(base)
@@ -113,10 +118,16 @@ class EngineTarget(Target):
             self._opened = wanted
             self.look()
 
-    def _switch(self, change: Change) -> None:
+    def _switch(self, change: Change) -> bool:
+        """Write a change into the engine; False where its weights turn out to be others than it says."""
         try:
             self.engine.stage(change)
             self._paused(self.engine.switch(change))
+            return True
+        except EngineRejected:
+            if self.engine.digest() == change.base.digest:
+                raise
+            return False
         finally:
             self.look()
 
@@ -136,5 +147,7 @@ class EngineTarget(Target):
         self.pause_seconds, self.updated = seconds, time.time()
 
     def close(self) -> None:
-        self.engine.close()
-        self.mirror.close()
+        try:
+            self.engine.close()
+        finally:
+            self.mirror.close()

@@ -66,7 +66,7 @@ class VllmEngine(Engine):
         try:
             if not self._checked:
                 self._check_server()
-            version = self._server.get("/weight_info")["weight_version"]
+            version = self._server.get("/weight_info").get("weight_version")
             statuses = self._ask("status")
         except EngineUnavailable:
             self._checked = False
@@ -159,9 +159,9 @@ class VllmEngine(Engine):
 
     def _check_server(self) -> None:
         """Refuse a server that was not started as it should be. One that has only just started may take long."""
-        config = self._server.get("/server_info?config_format=json", self._load_timeout)["vllm_config"]
+        config = self._server.get("/server_info?config_format=json", self._load_timeout).get("vllm_config", {})
         backend = (config.get("weight_transfer_config") or {}).get("backend")
-        extension = config["parallel_config"].get("worker_extension_cls")
+        extension = config.get("parallel_config", {}).get("worker_extension_cls")
         if backend != "deltawire" or not extension:
             raise EngineRejected(f"the server at {self.address} was not started with {FLAGS}")
         self._checked = True
@@ -169,8 +169,8 @@ class VllmEngine(Engine):
     def _ask(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
         """A command to all workers; their answers in the order of ranks."""
         body = {"method": "deltawire", "args": [name, arguments]}
-        results = self._server.post("/collective_rpc", body, self._load_timeout)["results"]
-        if any(not isinstance(each, dict) or "rank" not in each for each in results):
+        results = self._server.post("/collective_rpc", body, self._load_timeout).get("results")
+        if not results or any(not isinstance(each, dict) or "rank" not in each for each in results):
             raise EngineRejected(f"the workers of {self.address} answer {results}")
         return sorted(results, key=lambda each: int(each["rank"]))
 

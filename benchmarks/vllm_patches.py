@@ -1,0 +1,47 @@
+"""A worker extension that also applies patches by vLLM's own `load_checkpoint_weight_patches`, and times both ways."""
+
+import os
+import time
+
+import torch
+from safetensors import safe_open
+from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+    CheckpointWeightPatch,
+    load_checkpoint_weight_patches,
+)
+
+from deltawire.engines.vllm.worker import DeltawireEngine, WorkerExtension
+
+_receive = DeltawireEngine.receive_weights
+
+
+def _timed(self, update_info):
+    started = time.perf_counter()
+    _receive(self, update_info)
+    self.seconds = time.perf_counter() - started
+
+
+DeltawireEngine.receive_weights = _timed
+
+
+class BenchExtension(WorkerExtension):
+    def bench_seconds(self):
+        """How long the last update took inside the worker."""
+        return {"seconds": self.weight_transfer_engine.seconds, "pid": os.getpid()}
+
+    def bench_stage(self, path):
+        """Read patches, before the pause."""
+        with safe_open(path, "pt") as file:
+            self._patches = [
+                CheckpointWeightPatch(
+                    name, tuple(map(int, shape.split(","))), torch.bfloat16, file.get_tensor(f"{name}.values"),
+                    file.get_tensor(f"{name}.indices"),
+                )
+                for name, shape in file.metadata().items()
+            ]  # fmt: skip
+        return {}
+
+    def bench_apply(self):
+        started = time.perf_counter()
+        load_checkpoint_weight_patches(self.weight_transfer_engine.model, self._patches)
+        return {"seconds": time.perf_counter() - started}

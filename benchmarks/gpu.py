@@ -9,7 +9,6 @@ weights once; timed in the same run.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from deltawire.kernels.gpu.decode import apply, decode, tile_table
 from deltawire.sources import ModuleWeights, module_source
 from deltawire.upload import boxes_digest, encode_changes
 from deltawire.workers import Workers
-from gpu_receive import Row, Timer
+from gpu_receive import Row, Timer, timed
 from measure import write_csv
 
 DEVICE = torch.device("cuda")
@@ -204,9 +203,10 @@ def measure_sending(size: float) -> list[Row]:
         surveyed = encoder.survey(tiles, contextual)
         rows = (encoder.context_rows if contextual else encoder.gap_rows)(tiles, surveyed)
         ends = torch.cumsum(rows.sizes, 0)
+        offsets = ends - rows.sizes
         total = int(ends[-1])
         out = torch.zeros(total // 4 + 3, dtype=torch.int32, device=DEVICE)
-        encoder.write(tiles, surveyed, rows, ends - rows.sizes, out, False)
+        encoder.write(tiles, surveyed, rows, offsets, out, False)
         sizes[contextual] = total / changes
 
     for contextual, name in ((False, "gap"), (True, "context")):
@@ -217,23 +217,6 @@ def measure_sending(size: float) -> list[Row]:
     timer.add("compare from float32 (reads 1.5 floors)", timed(arena.find, reset))
     timer.add("ne, nonzero, gather, copy (torch)", timed(partial(torch_changes, new, old.clone()), None))
     return timer.rows
-
-
-def timed(work: Callable[[], object], prepare: Callable[[], object] | None = None, rounds: int = 9) -> float:
-    """Milliseconds on the device, launches and waits included; the median."""
-    times = []
-    for i in range(rounds + 2):
-        if prepare is not None:
-            prepare()
-        torch.cuda.synchronize()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        stop.record()
-        torch.cuda.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def torch_changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,7 +71,7 @@ Where a delta's time goes, in seconds: {phases}
 
 The part of `publish` that blocks the caller takes {blocking} times `np.flatnonzero(old != new)` on the same weights,
 and the publisher needs {memory} % of the model's size beyond weights and snapshot, while it also makes skip deltas.
-{gpu}{grpo}
+{vllm}{gpu}{grpo}
 ## Where it does not help
 
 - **On a fast, shared network** (NVLink, 400 Gb/s InfiniBand) broadcasting all weights takes a second or two for models
@@ -83,6 +83,21 @@ and the publisher needs {memory} % of the model's size beyond weights and snapsh
 - **Tiny tensors**: norms and biases cost 200 to 300 bytes of header each, more than their payload.
 """
 
+
+VLLM = """
+## In a live vLLM server
+
+One update of a vLLM {vllm} server on the CPU, {weights:,} bf16 weights, {density} of them changed, in three ways in
+the same server and run: by deltawire, by vLLM's own `load_checkpoint_weight_patches` (its patches read before the
+pause), and by its layerwise reload of the whole checkpoint from a local folder. "Written" is the time inside the
+worker, "pause" from `/pause` sent to `/resume` answered. Memory is what the worker needs beyond what it has, as a part
+of the model.
+
+{table}
+
+From the call of `publish` until the server serves the new version {served} ms pass, store, checks and decoding
+included. Made by `benchmarks/vllm_updates.py`.
+"""
 
 GPU = """
 ## On a GPU
@@ -186,6 +201,23 @@ def gpu_section() -> str:
     return GPU.format(gpu=notes["gpu"], torch=notes["torch"], table=table, publish=publish_section())
 
 
+def vllm_section() -> str:
+    """Updates of a live server, where they were measured."""
+    if not (RESULTS / "vllm.csv").exists():
+        return ""
+    notes, rows = read("vllm.csv")
+    lines = [
+        [row["way"], row["apply_ms"], row["apply_ratio"], row["pause_ms"], row["pause_ratio"],
+         f"{100 * float(row['memory_of_model']):.0f} %"]
+        for row in rows
+    ]  # fmt: skip
+    header = ["way", "written, ms", "times ours", "pause, ms", "times ours", "memory"]
+    return VLLM.format(
+        vllm=notes["vllm"], weights=int(notes["weights"]), density=f"{100 * float(notes['density']):.0f} %",
+        served=rows[0]["publish_to_served_ms"], table=markdown_table(header, lines),
+    )  # fmt: skip
+
+
 def publish_section() -> str:
     if not (RESULTS / "gpu_publish.csv").exists():
         return ""
@@ -243,6 +275,7 @@ def performance_page() -> str:
         "times faster",
     ]
     return PERFORMANCE.format(
+        vllm=vllm_section(),
         gpu=gpu_section(),
         grpo=grpo_section(),
         chain_weights=f"{int(chain[0]['weights']):,}",

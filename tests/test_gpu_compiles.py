@@ -16,8 +16,14 @@ from deltawire.codec import allowed_encodings
 from deltawire.codec.tiled import encode_payload, read_tiles
 from deltawire.device import DeviceHistory
 from deltawire.dtypes import dtype_named
+from deltawire.engines.device_memory import DeviceMemory
+from deltawire.engines.layout import Piece
+from deltawire.engines.memory import Item
+from deltawire.engines.staged import PieceChange
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
+from deltawire.kernels.gpu.digest import SIGNED
 from deltawire.sources import module_source
+from deltawire.state import tensor_key
 from deltawire.upload import boxes_digest, encode_changes
 from deltawire.workers import SERIAL
 
@@ -60,6 +66,16 @@ def launches(monkeypatch):
     return seen
 
 
+def write_changes_live(dtype):
+    index, nothing = np.arange(3, dtype=np.uint32), np.zeros(3, dtype.unsigned)
+    memory = DeviceMemory({"s": torch.zeros(64, dtype=SIGNED[dtype.itemsize])})
+    piece = Piece("t", "s", 3, 1, 0, 2, (0, 5, 1))
+    items = [Item(piece, tensor_key("t", dtype, (5,)), memory.take(PieceChange(0, index, nothing, nothing + 1)))]
+    memory.count_strange(items)
+    memory.put(items, undo=False)
+    memory.digest(piece, items[0].key)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the other tests compile them")
 def test_kernels_compile_without_a_gpu(launches, tmp_path):
     module = torch.nn.Module()
@@ -82,8 +98,10 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
         weights = torch.from_numpy(old.view(np.int16).copy())
         found = decode(torch.from_numpy(payload), table, weights, dtype_named("BF16"), contextual)
         apply(weights, found.positions, found.old, found.new, 1)
+    for name in ("U8", "BF16", "F32", "F64"):
+        write_changes_live(dtype_named(name))
     names = {launch["name"] for launch in launches.values()}
-    assert {"find_changes", "rank_changes", "make_rows", "write", "locate", "write_changes"} <= names
+    assert {"find_changes", "rank_changes", "make_rows", "write", "locate", "write_changes", "put_changes"} <= names
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_kernels.py")],
         input=json.dumps(list(launches.values())), capture_output=True, text=True,

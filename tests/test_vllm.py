@@ -47,11 +47,14 @@ class Load:
         with httpx.Client(base_url=self.server.url, timeout=120, trust_env=False) as client:
             while not self._stop.is_set():
                 before = client.get("/weight_info").json()["weight_version"]
+                paused = client.get("/is_paused").json()["is_paused"]
                 found = client.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+                # Weights change in a pause, and then the version: where it is the same after one that was none, no
+                # update lies between.
+                paused |= client.get("/is_paused").json()["is_paused"]
                 after = client.get("/weight_info").json()["weight_version"]
                 self.versions.append(after)
-                # Weights and version change between pause and resume; here only what lies outside is looked at.
-                if before == after and before.isdigit() and not client.get("/is_paused").json()["is_paused"]:
+                if before == after and before.isdigit() and not paused:
                     self.wrong += [before] if found != self.expected[int(before)] else []
                 time.sleep(0.05)
 

@@ -80,20 +80,23 @@ class Truth(threading.Thread):
                 self._look_at_agent()
 
     def _look_at_server(self, client: httpx.Client) -> None:
-        def told() -> tuple[str, bool]:
-            version = client.get("/weight_info").raise_for_status().json()["weight_version"]
-            return version, client.get("/is_paused").raise_for_status().json()["is_paused"]
+        def version() -> str:
+            return str(client.get("/weight_info").raise_for_status().json()["weight_version"])
 
-        before = told()
+        def is_paused() -> bool:
+            return bool(client.get("/is_paused").raise_for_status().json()["is_paused"])
+
+        before, paused = version(), is_paused()
         found = client.post("/weight_checker", json={"action": "checksum"}).raise_for_status().json()["checksums"]
-        # While it is paused, or where it went on meanwhile, the two need not be of one moment.
-        if before != told() or before[1]:
+        # Weights change in a pause, and then the version: where it is the same after one that was none, no update lies
+        # between.
+        if is_paused() or paused or version() != before:
             return
-        version = before[0]
         self._tally.count("Looks", "at a server")
-        expected = self._trainer.expected.get(int(version) if version.isdigit() else 0)
+        # "default" is what a server says of the weights that it was started with.
+        expected = self._trainer.expected.get(int(before) if before.isdigit() else 0)
         if expected is not None and found != expected:
-            self._tally.wrong.append(f"the server says version {version}, and has other weights")
+            self._tally.wrong.append(f"the server says version {before}, and has other weights")
 
     def _look_at_agent(self) -> None:
         status = self._agent.status()

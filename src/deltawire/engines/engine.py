@@ -55,6 +55,10 @@ class Engine(Protocol):
 
     kind: str
     address: str
+    in_place: bool = True
+    """Whether changes are written into the weights that are there. Otherwise the engine loads all of them each time,
+    from a mirror that was brought to the new version before.
+    """
 
     def look(self) -> Served:
         """Ask the engine what it serves. Cheap: it is asked at every poll."""

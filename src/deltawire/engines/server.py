@@ -24,7 +24,18 @@ class Server:
     def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         return self._request("POST", path, body, timeout)
 
+    def tell(self, path: str, body: Any = None, timeout: float | None = None) -> None:
+        """A request whose answer says only that it went well."""
+        self._send("POST", path, body, timeout)
+
     def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        answer = self._send(method, path, body, timeout)
+        try:
+            return answer.json() if answer.content else {}
+        except ValueError as error:
+            raise EngineUnavailable(f"{self.url} answers {path} with something that is not JSON") from error
+
+    def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         try:
             answer = self._client.request(method, path, json=body, timeout=timeout or self._timeout)
         except self._httpx.HTTPError as error:
@@ -32,15 +43,12 @@ class Server:
                 f"{self.url} does not answer {path}: {str(error) or type(error).__name__}", url=self.url
             ) from error
         if answer.status_code == 404:
-            raise EngineRejected(f"{self.url} has no {path}: is it a server of the right kind, in development mode?")
+            raise EngineRejected(f"{self.url} has no {path}: is it a server of the right kind, started as the guide says?")
         if answer.status_code in (502, 503, 504):
             raise EngineUnavailable(f"{self.url} is not ready: {answer.status_code}", url=self.url)
         if answer.is_error:
             raise EngineRejected(f"{self.url} refused {path}: {answer.status_code} {answer.text[:500]}")
-        try:
-            return answer.json() if answer.content else {}
-        except ValueError as error:
-            raise EngineUnavailable(f"{self.url} answers {path} with something that is not JSON") from error
+        return answer
 
     def close(self) -> None:
         self._client.close()

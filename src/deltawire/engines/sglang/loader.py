@@ -1,0 +1,199 @@
+"""What runs in each tensor-parallel rank of an SGLang server: the function for
+`--custom-weight-loader deltawire.engines.sglang.loader.load`.
+
+SGLang ends the whole server when a loader raises, and passes nothing back from one that does not. So nothing here
+raises; answers, and what went wrong, are files in the folder that the agent names.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from deltawire.engines.live import Found, LiveModel
+from deltawire.engines.sglang.ranks import save
+from deltawire.engines.staged import parse_state
+from deltawire.engines.trace import flat_storages, trace
+from deltawire.errors import Conflict, EngineRejected
+from deltawire.weights import Form
+
+_ATTRIBUTE = "_deltawire_worker"
+# SGLang's models compute here what they derive from their weights, after all of these were loaded.
+_DERIVE = "post_load_weights"
+
+
+def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Do what the agent orders. The one tensor holds JSON: a folder, the name of the order there, and the rank."""
+
+    def obey() -> None:
+        ((_, order),) = named_tensors
+        fields = json.loads(bytes(order.tolist()))
+        worker = vars(model).get(_ATTRIBUTE)
+        if worker is None:
+            worker = Worker(model, fields["rank"])
+            setattr(model, _ATTRIBUTE, worker)
+        worker.run(Path(fields["folder"]), fields["call"])
+
+    _logged(obey)
+
+
+def _logged(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        # Without an answer the agent knows that something went wrong.
+        logging.getLogger(__name__).exception("an order of deltawire's agent could not be read or answered")
+
+
+class Worker:
+    """The weights of one rank, and how the agent hears of them."""
+
+    def __init__(self, model: torch.nn.Module, rank: int) -> None:
+        self.model, self.rank = model, rank
+        self.live = LiveModel(self._find)
+        self.busy = False
+        """Writing was begun and did not end well: the weights may be a mix."""
+        self._alive: TextIO | None = None
+        self._places: dict[str, Any] = {}
+        self._counted: list[int] = []
+        self._staging: threading.Thread | None = None
+
+    def run(self, folder: Path, call: str) -> None:
+        """Do an order and answer it. What is staged is brought here in a thread, so that the server goes on serving."""
+        if self._staging is not None:
+            self._staging.join()
+            self._staging = None
+        self._show_alive(folder / f"rank{self.rank}.alive")
+        order = json.loads((folder / f"{call}.json").read_text())
+        work = partial(self._answer, folder, call, order["name"], order["arguments"][self.rank])
+        if order["name"] == "stage":
+            self._staging = threading.Thread(target=_logged, args=[work], name="deltawire-stage", daemon=True)
+            self._staging.start()
+        else:
+            work()
+
+    def _answer(self, folder: Path, call: str, name: str, arguments: Mapping[str, Any]) -> None:
+        result = error = None
+        try:
+            result = self._do(folder, name, **arguments)
+        except Exception as problem:
+            error = {"message": f"{type(problem).__name__}: {problem}", "tensor": getattr(problem, "tensor", None)}
+        self._tell(folder)
+        save(folder / f"{call}-rank{self.rank}.json", {**self.status(), "result": result, "error": error})
+
+    def status(self) -> dict[str, Any]:
+        return {"rank": self.rank, "busy": self.busy, **self.live.status()}
+
+    def _tell(self, folder: Path) -> None:
+        save(folder / f"rank{self.rank}.json", self.status())
+
+    def _do(self, folder: Path, name: str, **arguments: Any) -> Any:
+        live = self.live
+        if name == "open":
+            return self._open(**arguments)
+        if name == "measure":
+            self._check_places()
+            self._counted = arguments["counted"]
+            return str(live.measure(self._counted))
+        if name == "stage":
+            self._check_places()
+            with _device_of(self.model):
+                live.stage_file(Path(arguments["path"]))
+        elif name == "write":
+            again = self.busy
+            self._begin(folder)
+            self._write(**arguments)
+            if again:
+                # Nobody knows how much the attempt before has written, and so what the digest has gained.
+                live.measure(self._counted)
+            self.busy = False
+        elif name == "begin":
+            self._begin(folder)
+            live.adopt(None)
+        elif name == "adopt":
+            live.adopt(parse_state(arguments["state"]))
+            self.busy = False
+        elif name != "status":
+            raise ValueError(f"unknown order {name!r}")
+        return None
+
+    def _open(self, forms: Mapping[str, Any]) -> list[Any]:
+        pieces = self.live.open({name: (dtype, tuple(shape)) for name, (dtype, shape) in forms.items()})
+        self._places = _places(self.model)
+        return [piece.as_list() for piece in pieces]
+
+    def _begin(self, folder: Path) -> None:
+        """From here on nobody may rely on what was told before, even if this process ends."""
+        self.busy = True
+        self._tell(folder)
+
+    def _write(self, token: str, undo: bool) -> None:
+        # A batch may still be on its way through the model: pausing does not wait for the device.
+        _synchronize(self.model)
+        self.live.write(token, undo=undo)
+        derive = getattr(self.model, _DERIVE, None)
+        if derive is not None:
+            with torch.no_grad():
+                derive()
+        _synchronize(self.model)
+
+    def _find(self, forms: Mapping[str, Form]) -> Found:
+        storages = flat_storages(self.model)
+        derives = hasattr(self.model, _DERIVE)
+        if derives:
+            # It is not part of where weights go, and is called after each change.
+            setattr(self.model, _DERIVE, lambda *_, **__: None)
+        try:
+            with torch.no_grad():
+                return trace(self.model.load_weights, storages, forms), storages
+        finally:
+            if derives:
+                delattr(self.model, _DERIVE)
+
+    def _check_places(self) -> None:
+        if _places(self.model) != self._places:
+            raise EngineRejected(
+                "the model's parameters are not where they were found, as SGLang moves those of this model when it has "
+                "loaded them: they cannot be changed in place, use the way 'disk'"
+            )
+
+    def _show_alive(self, path: Path) -> None:
+        """Hold a lock that the system lets go of when this process ends."""
+        if self._alive is not None:
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(self._alive.fileno())):
+                return
+            self._alive.close()
+            self._alive = None
+        alive = path.open("w")
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            alive.close()
+            raise Conflict(f"another server uses {path.parent}: give each agent a stage folder of its own") from None
+        self._alive = alive
+
+    def close(self) -> None:
+        if self._alive is not None:
+            self._alive.close()
+
+
+def _places(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: (each.data_ptr(), each.dtype, each.shape) for name, each in model.named_parameters()}
+
+
+def _device_of(model: torch.nn.Module) -> Any:
+    device = next(model.parameters()).device
+    return torch.get_device_module(device).device(device) if device.type != "cpu" else torch.device("cpu")
+
+
+def _synchronize(model: torch.nn.Module) -> None:
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

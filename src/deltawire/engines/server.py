@@ -43,7 +43,9 @@ class Server:
                 f"{self.url} does not answer {path}: {str(error) or type(error).__name__}", url=self.url
             ) from error
         if answer.status_code == 404:
-            raise EngineRejected(f"{self.url} has no {path}: is it a server of the right kind, started as the guide says?")
+            raise EngineRejected(
+                f"{self.url} has no {path}: is it a server of the right kind, started as the guide says?"
+            )
         if answer.status_code in (502, 503, 504):
             raise EngineUnavailable(f"{self.url} is not ready: {answer.status_code}", url=self.url)
         if answer.is_error:

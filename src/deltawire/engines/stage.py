@@ -4,10 +4,19 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 
+from deltawire.checkpoint import save_anchor
+from deltawire.engines.engine import Change
+from deltawire.engines.layout import Layout
+from deltawire.engines.staged import split
 from deltawire.errors import Conflict
+from deltawire.target import State
+from deltawire.weights import Weights
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
@@ -18,7 +27,7 @@ class Stage:
     def __init__(self, folder: str | Path | None, address: str) -> None:
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         own = f"deltawire-{os.getuid()}-{sha256(address.encode()).hexdigest()[:12]}"
-        self.folder = (parent if folder is None else Path(folder)) / own
+        self.folder = (parent if folder is None else Path(folder).absolute()) / own
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = (self.folder / "lock").open("a")
         try:
@@ -33,6 +42,32 @@ class Stage:
 
     def path(self, name: str) -> Path:
         return self.folder / name
+
+    @contextmanager
+    def change(self, change: Change, layout: Layout, token: str) -> Iterator[list[Path]]:
+        """A change as files, one for each process of the engine, while a block runs."""
+        paths = []
+        try:
+            for rank, staged in enumerate(split(change, layout, token)):
+                paths.append(self.path(f"{token}-{rank}.safetensors"))
+                staged.save(paths[-1])
+            yield paths
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def checkpoint(self, weights: Weights, folder: Path | None, state: State) -> Iterator[Path]:
+        """Weights as a checkpoint while a block runs: the one that is there, or one that is made."""
+        if folder is not None:
+            yield folder.absolute()
+            return
+        made = self.path(f"checkpoint-{token_hex(4)}")
+        try:
+            save_anchor(weights, made, run=state.run, version=state.version)
+            yield made
+        finally:
+            self.remove(made)
 
     def remove(self, path: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

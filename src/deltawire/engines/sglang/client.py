@@ -19,13 +19,12 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from deltawire.checkpoint import save_anchor
 from deltawire.engines.engine import Change, Engine, Served
 from deltawire.engines.layout import Layout, Piece
 from deltawire.engines.server import Server
 from deltawire.engines.sglang.ranks import Ranks
 from deltawire.engines.stage import Stage
-from deltawire.engines.staged import parse_state, split, state_text
+from deltawire.engines.staged import parse_state, state_text
 from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.state import Digest
 from deltawire.target import State
@@ -136,17 +135,11 @@ class SglangEngine(Engine):
         return self._total(answers)
 
     def stage(self, change: Change) -> None:
-        ranks, token, paths = self._patched, token_hex(8), []
-        try:
-            for rank, staged in enumerate(split(change, self._opened, token)):
-                paths.append(self._stage.path(f"{token}-{rank}.safetensors"))
-                staged.save(paths[-1])
+        ranks, token = self._patched, token_hex(8)
+        with self._stage.change(change, self._opened, token) as paths:
             with self._held():
-                call = ranks.send("stage", [{"path": str(path.absolute())} for path in paths])
+                call = ranks.send("stage", [{"path": str(path)} for path in paths])
             _refuse(ranks.answers(call), "nothing was changed")
-        finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
         self._token = token
 
     def switch(self, change: Change) -> float:
@@ -179,17 +172,10 @@ class SglangEngine(Engine):
         return None if found == state.digest else f"the weights have digest {found}, not {state.digest}"
 
     def load(self, weights: Weights, folder: Path | None, state: State) -> float:
-        own = None
-        if folder is None:
-            if self._ranks is None:
-                raise EngineRejected("the way 'disk' needs a mirror in a folder that the server sees, not in memory")
-            own = folder = self._stage.path(f"checkpoint-{token_hex(4)}")
-            save_anchor(weights, own, run=state.run, version=state.version)
-        try:
-            return self._load(folder.absolute(), state)
-        finally:
-            if own is not None:
-                self._stage.remove(own)
+        if folder is None and self._ranks is None:
+            raise EngineRejected("the way 'disk' needs a mirror in a folder that the server sees, not in memory")
+        with self._stage.checkpoint(weights, folder, state) as source:
+            return self._load(source, state)
 
     def _load(self, folder: Path, state: State) -> float:
         before, was = self._mark(), self._served(self._version()).state

@@ -10,12 +10,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from deltawire.checkpoint import save_anchor
 from deltawire.engines.engine import Change, Engine, Served
 from deltawire.engines.layout import Layout, Piece
 from deltawire.engines.server import Server
 from deltawire.engines.stage import Stage
-from deltawire.engines.staged import split, state_text
+from deltawire.engines.staged import state_text
 from deltawire.errors import EngineBroken, EngineRejected, EngineUnavailable
 from deltawire.state import Digest
 from deltawire.target import State
@@ -92,15 +91,8 @@ class VllmEngine(Engine):
     def stage(self, change: Change) -> None:
         self._note_pause()
         token = token_hex(8)
-        paths = []
-        try:
-            for rank, staged in enumerate(split(change, self._opened, token)):
-                paths.append(self._stage.path(f"{token}-{rank}.safetensors"))
-                staged.save(paths[-1])
+        with self._stage.change(change, self._opened, token) as paths:
             _refuse(self._ask("stage", paths=[str(path) for path in paths]), "nothing was changed")
-        finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
         self._token = token
 
     def switch(self, change: Change) -> float:
@@ -123,22 +115,15 @@ class VllmEngine(Engine):
 
     def load(self, weights: Weights, folder: Path | None, state: State) -> float:
         self._note_pause()
-        own = None
-        if folder is None:
-            own = folder = self._stage.path(f"checkpoint-{token_hex(4)}")
-            save_anchor(weights, own, run=state.run, version=state.version)
-        try:
+        with self._stage.checkpoint(weights, folder, state) as source:
             self._ask("begin")
             self._begin_session()
             started = self._pause()
-            self._call("/update_weights", {"update_info": {"folder": str(folder)}}, self._load_timeout)
+            self._call("/update_weights", {"update_info": {"folder": str(source)}}, self._load_timeout)
             problem = self._problem(state, loaded=True)
             if problem is not None:
                 self._break(f"version {state.version} could not be loaded: {problem}")
             return self._go_on(state, started)
-        finally:
-            if own is not None:
-                self._stage.remove(own)
 
     def adopt(self, state: State) -> None:
         self._note_pause()

@@ -1,8 +1,10 @@
 """The tensors of one device: their snapshot in an arena, and what is encoded from it there."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,25 +28,52 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 # How much is encoded at a time: shares of all changes and of all blocks, and the least that is worth a launch.
 SHARE = 24
-LEAST_CHANGES, LEAST_BLOCKS = 1 << 20, 1 << 13
+LEAST_CHANGES, LEAST_BLOCKS = 1 << 20, 1 << 12
+
+# Tensors of at most so many elements are read all at once: a copy of each would take longer than what it is for.
+SMALL = 1 << 14
+
+Numbers = npt.NDArray[np.int64]
 
 
-class Row(NamedTuple):
-    """A tile: what the kernels know of it, as in kernels/gpu/ranks.py, and whose it is."""
+class Chunks(NamedTuple):
+    """Chunks, or the tiles that they are split into: whose each is, and its row, as in kernels/gpu/ranks.py."""
 
-    name: str
-    number: int
-    fields: tuple[int, ...]
-    num_changed: int
+    tensors: Numbers
+    rows: Numbers
 
     @property
-    def num_blocks(self) -> int:
-        return -(-self.fields[1] // BLOCK)
+    def first_blocks(self) -> Numbers:
+        return self.rows[:, 0]
+
+    @property
+    def sizes(self) -> Numbers:
+        return self.rows[:, 1]
+
+    @property
+    def starts(self) -> Numbers:
+        return self.rows[:, 2]
+
+    def split(self, log2: Numbers) -> "Chunks":
+        """Each into tiles, whose size it has."""
+        num_tiles = -(-self.sizes >> log2)
+        whole = np.repeat(np.arange(len(num_tiles)), num_tiles)
+        at = (np.arange(len(whole)) - (np.cumsum(num_tiles) - num_tiles)[whole]) << log2[whole]
+        tiles = Chunks(self.tensors[whole], self.rows[whole])
+        tiles.first_blocks[:] += at // BLOCK
+        tiles.sizes[:] = np.minimum(tiles.sizes - at, 1 << log2[whole])
+        tiles.starts[:] += at
+        return tiles
+
+    def by_tensor(self) -> Iterator[tuple[int, slice]]:
+        edges = [0, *(np.flatnonzero(np.diff(self.tensors)) + 1).tolist(), len(self.tensors)]
+        for first, last in pairwise(edges):
+            yield int(self.tensors[first]), slice(first, last)
 
 
 @dataclass(slots=True)
 class Streams:
-    """The streams of one tensor's tiles, as they come."""
+    """The streams of one tensor's tiles, as they come, some in a piece."""
 
     tile_log2: int
     sizes: list[int] = field(default_factory=list)
@@ -90,6 +119,19 @@ class Part:
             )
             for name, tensor, first in zip(names, tensors, self._arena.first_blocks, strict=True)
         }  # fmt: skip
+        seeds = np.array([held.seed for held in self.held.values()], np.uint64).view(np.int64)
+        tensor_rows = np.array(
+            [
+                (held.first_block, held.num_elements, 0, seed, *held.runs)
+                for held, seed in zip(self.held.values(), seeds, strict=True)
+            ],
+            np.int64,
+        )
+        # All chunks follow each other without a hole.
+        self._chunks = Chunks(np.arange(len(names)), tensor_rows).split(np.full(len(names), CHUNK_LOG2))
+        edges = np.append(self._chunks.first_blocks, self._arena.num_blocks)
+        self._chunk_edges = torch.from_numpy(edges).to(self._device)
+        self._small: dict[str, Bits] | None = None
 
     def _alone(self) -> AbstractContextManager[Any]:
         """The stream on which everything here happens, so that training goes on beside it."""
@@ -107,6 +149,7 @@ class Part:
 
     def stage(self, weights: ModuleWeights) -> kernels.Record:
         """Move the snapshot to the weights, and return when they may change again."""
+        self._small = None
         with self._after_training():
             self._arena.point_at([weights.tensor(name) for name in self.names])
             record = self._arena.find()
@@ -114,6 +157,7 @@ class Part:
         return record
 
     def put_back(self, record: kernels.Record) -> None:
+        self._small = None
         with self._alone():
             self._arena.put_back(record)
         self._join()
@@ -121,11 +165,27 @@ class Part:
     def read(self, name: str, stretch: slice) -> Bits:
         held = self.held[name]
         start, stop, _ = stretch.indices(held.num_elements)
+        if held.num_elements <= SMALL:
+            return self._read_small()[name][start:stop]
         first = held.first_block * BLOCK
         with self._alone():
             return torch_view(self._arena.snapshot[first + start : first + stop])
 
+    def _read_small(self) -> dict[str, Bits]:
+        """All small tensors, until the snapshot moves."""
+        if self._small is None:
+            small = {name: held for name, held in self.held.items() if held.num_elements <= SMALL}
+            starts = {name: held.first_block * BLOCK for name, held in small.items()}
+            with self._alone():
+                pieces = [self._arena.snapshot[at : at + small[name].num_elements] for name, at in starts.items()]
+                bits = torch_view(torch.cat(pieces))
+            ends = np.cumsum([held.num_elements for held in small.values()]).tolist()
+            parts = zip(small, [0, *ends[:-1]], ends, strict=True)
+            self._small = {name: bits[start:end] for name, start, end in parts}
+        return self._small
+
     def write(self, name: str, stretch: slice, bits: Bits) -> None:
+        self._small = None
         held = self.held[name]
         start, stop, _ = stretch.indices(held.num_elements)
         first = held.first_block * BLOCK
@@ -141,141 +201,121 @@ class Part:
             bits = self._arena.snapshot[first : first + held.num_elements]
             return as_digest(box_sum(bits, held.seed, held.runs).cpu().numpy())
 
-    def num_changed(self, record: kernels.Record) -> dict[str, npt.NDArray[np.int64]]:
+    def num_changed(self, record: kernels.Record) -> dict[str, Numbers]:
         """For each tensor how many changes each of its chunks has."""
-        per_chunk = CHUNK // BLOCK
-        ends = {name: held.first_block + -(-held.num_elements // BLOCK) for name, held in self.held.items()}
-        edges = [
-            np.minimum(np.arange(held.first_block, ends[name] + per_chunk, per_chunk), ends[name])
-            for name, held in self.held.items()
-        ]
         with self._alone():
-            begins = record.begins[torch.from_numpy(np.concatenate(edges)).to(self._device)].cpu().numpy()
-        parts = np.split(begins, np.cumsum([len(each) for each in edges])[:-1])
-        return {name: np.diff(part) for name, part in zip(self.held, parts, strict=True)}
+            counts = np.diff(record.begins[self._chunk_edges].cpu().numpy())
+        return {self.names[tensor]: counts[stretch] for tensor, stretch in self._chunks.by_tensor()}
 
     def encode(
-        self, record: kernels.Record, counts: Mapping[str, npt.NDArray[np.int64]], allowed: list[str], way_back: Settled
+        self, record: kernels.Record, counts: Mapping[str, Numbers], allowed: list[str], way_back: Settled
     ) -> dict[str, Prepared]:
         """The delta that a record stands for, and the way back."""
         encoder = kernels.Encoder(self._arena.snapshot, record, self._layout)
         totals = {name: int(count.sum()) for name, count in counts.items()}
-        log2 = {
-            name: min(tile_log2_for(total, self.held[name].num_elements), CHUNK_LOG2) for name, total in totals.items()
-        }
-        sizes = {name: {GAP.name: Streams(log2[name]), CONTEXT.name: Streams(log2[name])} for name in totals}
-        gains = dict.fromkeys(totals, Digest())
-        with self._alone():
-            for chunks in self._batches(counts):
-                self._encode_batch(encoder, record, chunks, log2, allowed, sizes, gains, way_back)
+        log2 = [min(tile_log2_for(totals[name], self.held[name].num_elements), CHUNK_LOG2) for name in self.names]
+        batch = _Batch(encoder, self._device, np.array(log2), allowed)
+        num_changed = np.concatenate([counts[name] for name in self.names])
+        origins = np.cumsum(num_changed) - num_changed
+        # What goes to a file does so beside the rest.
+        with self._alone(), ThreadPoolExecutor(1) as writer:
+            kept = []
+            for some in self._batches(num_changed):
+                chunks = Chunks(self._chunks.tensors[some], self._chunks.rows[some])
+                back = batch.encode(chunks, int(origins[some.start]), int(num_changed[some].sum()))
+                kept.append(writer.submit(self._keep, chunks, num_changed[some], back, way_back))
+        for each in kept:
+            each.result()
         prepared = {}
-        for name in [name for name, total in totals.items() if total]:
-            held, streams = self.held[name], sizes[name]
-            tiled = CONTEXT.name if CONTEXT.name in allowed else GAP.name
-            found = {each: streams[each].num_bytes for each in (GAP.name, CONTEXT.name) if streams[each].sizes}
-            best = smallest_encoding(
-                {each: size for each, size in found.items() if each in allowed}, held.num_elements, totals[name],
-                held.dtype, allowed,
-            )  # fmt: skip
+        for tensor, name in enumerate(self.names):
+            if not totals[name]:
+                continue
+            held, streams = self.held[name], {each: batch.streams[each][tensor] for each in batch.streams}
+            found = {each: streams[each].num_bytes for each in streams if each in allowed}
+            best = smallest_encoding(found, held.num_elements, totals[name], held.dtype, allowed)
             # Anything else is for the host to make; it is small, or nearly everything.
-            if best == tiled:
+            if best == batch.wanted:
                 encoded = Encoded(best, totals[name], {best: streams[best].payload()})
-                prepared[name] = Prepared(encoded, gains[name])
+                prepared[name] = Prepared(encoded, batch.gains[tensor])
         return prepared
 
-    def _batches(self, counts: Mapping[str, npt.NDArray[np.int64]]) -> Iterator[list[Row]]:
-        """Chunks, as tiles, some at a time. They follow each other without a hole, so some may have no changes."""
-        most_changes = max(sum(int(count.sum()) for count in counts.values()) // SHARE, LEAST_CHANGES)
+    def _batches(self, num_changed: Numbers) -> Iterator[slice]:
+        """Chunks, some at a time. Those between chunks with changes are there too, so some may have none."""
+        most_changes = max(int(num_changed.sum()) // SHARE, LEAST_CHANGES)
         most_blocks = max(self._arena.num_blocks // SHARE, LEAST_BLOCKS)
-        batch: list[Row] = []
-        num_changes = num_blocks = 0
-        for name in self.names:
-            for row in self._rows(name, counts[name]):
-                num_changes += row.num_changed
-                num_blocks += row.num_blocks
-                if batch and (num_changes > most_changes or num_blocks > most_blocks):
-                    yield batch
-                    batch, num_changes, num_blocks = [], row.num_changed, row.num_blocks
-                batch.append(row)
-        yield batch
+        num_blocks = -(-self._chunks.sizes // BLOCK)
+        first = blocks = changes = 0
+        for i, more in enumerate(zip(num_blocks.tolist(), num_changed.tolist(), strict=True)):
+            blocks, changes = blocks + more[0], changes + more[1]
+            if i > first and (changes > most_changes or blocks > most_blocks):
+                yield slice(first, i)
+                first, (blocks, changes) = i, more
+        yield slice(first, len(num_changed))
 
-    def _rows(self, name: str, counts: npt.NDArray[np.int64]) -> Iterator[Row]:
-        held = self.held[name]
-        seed = int(np.uint64(held.seed).view(np.int64))
-        for index, count in enumerate(counts):
-            start = index * CHUNK
-            size = min(CHUNK, held.num_elements - start)
-            yield Row(
-                name, index, (held.first_block + start // BLOCK, size, start, seed, *held.runs), int(count)
-            )  # fmt: skip
+    def _keep(self, chunks: Chunks, num_changed: Numbers, back: list[Bits], way_back: Settled) -> None:
+        numbers = (chunks.starts // CHUNK).tolist()
+        for tensor, number, count, stream in zip(chunks.tensors, numbers, num_changed.tolist(), back, strict=False):
+            if count:
+                way_back.add((self.names[tensor], number), stream, count, is_raw=False)
 
-    def _encode_batch(
-        self, encoder: kernels.Encoder, record: kernels.Record, chunks: list[Row], log2: Mapping[str, int],
-        allowed: list[str], sizes: Mapping[str, Mapping[str, Streams]], gains: dict[str, Digest], way_back: Settled,
-    ) -> None:  # fmt: skip
-        as_tiles = [tile for chunk in chunks for tile in self._split(chunk, log2[chunk.name])]
-        first, last = chunks[0].fields[0], chunks[-1].fields[0] + chunks[-1].num_blocks
-        origin, end = record.begins[[first, last]].tolist()
-        if origin == end:
-            for row in as_tiles:
-                for streams in sizes[row.name].values():
-                    streams.sizes.append(0)
-            return
 
-        def table(rows: list[Row]) -> kernels.Tiles:
-            fields = np.array([row.fields for row in rows], np.int64)
-            return kernels.tile_table(fields, origin, end - origin, self._device)
+class _Batch:
+    """Encodes some chunks at a time, and has what came of it by tensor."""
 
-        contextual = CONTEXT.name in allowed
-        tiles = table(as_tiles)
-        surveyed = encoder.survey(tiles, contextual)
-        for row, gain in zip(as_tiles, surveyed.digests.cpu().numpy(), strict=True):
-            gains[row.name] += as_digest(gain)
-        gap = encoder.gap_rows(tiles, surveyed)
-        if GAP.name in allowed:
-            wanted = not contextual
-            self._take(encoder, tiles, as_tiles, surveyed, gap, sizes, GAP.name, wanted)
-        if contextual:
-            rows = encoder.context_rows(tiles, surveyed)
-            self._take(encoder, tiles, as_tiles, surveyed, rows, sizes, CONTEXT.name, True)
+    def __init__(self, encoder: kernels.Encoder, device: Any, log2: Numbers, allowed: list[str]) -> None:
+        self._encoder, self._device, self._log2 = encoder, device, log2
+        self._contextual = CONTEXT.name in allowed
+        tiled = CONTEXT.name if self._contextual else GAP.name
+        self.wanted = tiled if tiled in allowed else None
+        """The encoding whose streams are written; of others there are sizes alone."""
+        encodings = [GAP.name, CONTEXT.name] if self._contextual else [GAP.name]
+        self.streams = {each: [Streams(int(size)) for size in log2] for each in encodings}
+        self.gains = [Digest()] * len(log2)
+
+    def encode(self, chunks: Chunks, origin: int, num_changes: int) -> list[Bits]:
+        """The streams that lead back, one for each chunk; none where nothing changed."""
+        split = chunks.split(self._log2[chunks.tensors])
+        if num_changes == 0:
+            for tensor, some in split.by_tensor():
+                for streams in self.streams.values():
+                    streams[tensor].sizes += [0] * (some.stop - some.start)
+            return []
+        tiles = kernels.tile_table(split.rows, origin, num_changes, self._device)
+        surveyed = self._encoder.survey(tiles, self._contextual)
+        rows = {GAP.name: self._encoder.gap_rows(tiles, surveyed)}
+        if self._contextual:
+            rows[CONTEXT.name] = self._encoder.context_rows(tiles, surveyed)
+        # One wait for all numbers.
+        numbers = torch.cat([surveyed.digests.view(-1), *(each.sizes for each in rows.values())]).cpu().numpy()
+        gains, *lengths = np.split(numbers, len(split.rows) * np.arange(2, 2 + len(rows)))
+        sizes = dict(zip(rows, lengths, strict=True))
+        for tensor, some in split.by_tensor():
+            self.gains[tensor] += as_digest(gains.reshape(-1, 2)[some].sum(0))
+            for each, streams in self.streams.items():
+                streams[tensor].sizes += sizes[each][some].tolist()
+        if self.wanted is not None:
+            host, edges = self._written(tiles, surveyed, rows[self.wanted], sizes[self.wanted], False)
+            for tensor, some in split.by_tensor():
+                self.streams[self.wanted][tensor].pieces.append(host[edges[some.start] : edges[some.stop]])
+        gap, back_sizes = rows[GAP.name], sizes[GAP.name]
+        if len(split.rows) != len(chunks.rows):
             del rows
-        if len(as_tiles) != len(chunks):
-            tiles = table(chunks)
-            surveyed = encoder.survey(tiles, False)
-            gap = encoder.gap_rows(tiles, surveyed)
-        for row, stream in zip(chunks, self._written(encoder, tiles, surveyed, gap, True), strict=True):
-            if len(stream):
-                way_back.add((row.name, row.number), stream, row.num_changed, is_raw=False)
-
-    def _split(self, chunk: Row, log2: int) -> Iterator[Row]:
-        block, size, start, *rest = chunk.fields
-        for at in range(0, size, 1 << log2):
-            fields = (block + at // BLOCK, min(1 << log2, size - at), start + at, *rest)
-            yield Row(chunk.name, (start + at) >> log2, fields, 0)
-
-    def _take(
-        self, encoder: kernels.Encoder, tiles: kernels.Tiles, rows: list[Row], surveyed: kernels.Surveyed,
-        measured: kernels.Rows, sizes: Mapping[str, Mapping[str, Streams]], encoding: str, wanted: bool,
-    ) -> None:  # fmt: skip
-        """Note the sizes of some tiles' streams, and the streams where they are wanted."""
-        lengths = measured.sizes.cpu().tolist()
-        written = self._written(encoder, tiles, surveyed, measured, False) if wanted else None
-        for i, row in enumerate(rows):
-            streams = sizes[row.name][encoding]
-            streams.sizes.append(lengths[i])
-            if written is not None:
-                streams.pieces.append(written[i])
+            tiles = kernels.tile_table(chunks.rows, origin, num_changes, self._device)
+            surveyed = self._encoder.survey(tiles, False)
+            gap = self._encoder.gap_rows(tiles, surveyed)
+            back_sizes = gap.sizes.cpu().numpy()
+        host, edges = self._written(tiles, surveyed, gap, back_sizes, True)
+        return [host[start:end] for start, end in pairwise(edges)]
 
     def _written(
-        self, encoder: kernels.Encoder, tiles: kernels.Tiles, surveyed: kernels.Surveyed, rows: kernels.Rows, back: bool
-    ) -> list[Bits]:
-        """Streams, on the host; `back` for those that lead back."""
-        ends = np.cumsum(rows.sizes.cpu().numpy())
-        offsets = torch.from_numpy(np.concatenate([[0], ends[:-1]])).to(self._device)
-        out = torch.zeros(int(ends[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
-        encoder.write(tiles, surveyed, rows, offsets, out, back)
-        host = torch_view(out).view(np.uint8)
-        return np.split(host[: ends[-1]], ends[:-1])
+        self, tiles: kernels.Tiles, surveyed: kernels.Surveyed, rows: kernels.Rows, sizes: Numbers, back: bool
+    ) -> tuple[Bits, list[int]]:
+        """Streams, one behind the other on the host, and where they begin and end; `back` for those that lead back."""
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        offsets = torch.from_numpy(edges[:-1]).to(self._device)
+        out = torch.zeros(int(edges[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
+        self._encoder.write(tiles, surveyed, rows, offsets, out, back)
+        return torch_view(out).view(np.uint8), edges.tolist()
 
 
 def single_stride(box: Box) -> Runs | None:

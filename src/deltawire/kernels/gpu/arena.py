@@ -1,7 +1,6 @@
 """The snapshot of many tensors on a device, and the weights that are held against it where they lie."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,8 @@ import triton.language as tl
 
 from deltawire.kernels.gpu import compare
 from deltawire.kernels.gpu.compare import BLOCK
-from deltawire.kernels.gpu.encode import SLOTS, Record
+from deltawire.kernels.gpu.encode import Record
+from deltawire.kernels.gpu.fetch import Fetch
 
 CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -21,10 +21,11 @@ MARGIN = 1.1
 # The changes of many blocks go into each pool, so that there are about as many in all.
 MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
-SPARE = BLOCK
+SPARE = BLOCK // 2
 
 # How many words each thread compares, and how many changed ones a program then splits at a time.
 FIND = {"ROWS": 8, "SLOTS": 128, "num_warps": 4}
+PUT_BACK = {"SLOTS": 64, "num_warps": 1}
 
 
 class Arena:
@@ -48,6 +49,10 @@ class Arena:
         self.expected: float | None = None
         """How many elements of a block change, by the last look."""
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
+        self._words = self.snapshot.view(torch.int64)
+        # How much of each pool is taken; always 0 before a look.
+        num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
+        self._taken = torch.zeros(num_pools, dtype=torch.int32, device=device)
         self._pointers: tuple[tuple[int, int], ...] = ()
         self._addresses = torch.empty(0, dtype=torch.int64, device=device)
         self._kinds: list[tuple[int, int, Any]] = []
@@ -81,13 +86,10 @@ class Arena:
         tensor = tensor.contiguous()
         return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
-    def _words(self) -> torch.Tensor:
-        return self.snapshot.view(torch.int64)
-
     def take_all(self) -> None:
         """Make the snapshot equal to the weights."""
         for first, stop, cast in self._kinds:
-            compare.take_all[(stop - first,)](first, self._addresses, self._lengths, self._words(), CAST=cast)
+            compare.take_all[(stop - first,)](first, self._addresses, self._lengths, self._words, CAST=cast)
 
     def estimate(self) -> float:
         """About how many elements of a block have changed, from some of the blocks."""
@@ -97,7 +99,7 @@ class Arena:
             sampled = -(-(stop - first) // SAMPLE)
             num_blocks += sampled
             compare.count_changes[(sampled,)](
-                first, SAMPLE, self._addresses, self._lengths, self._words(), total, CAST=cast
+                first, SAMPLE, self._addresses, self._lengths, self._words, total, CAST=cast
             )
         return int(total) / num_blocks
 
@@ -122,30 +124,30 @@ class Arena:
 
     def put_back(self, record: Record) -> None:
         """Undo what a record says."""
-        compare.put_back[(self.num_blocks,)](
-            record.begins, record.starts, record.changes, self.snapshot, SLOTS=SLOTS, num_warps=1
-        )
+        compare.put_back[(self.num_blocks,)](record.begins, record.starts, record.changes, self.snapshot, **PUT_BACK)
 
     def _find(self) -> tuple[Record, bool]:
         """One look: what was found, and whether that is all. Blocks that found no room stay as they were."""
         if self.expected is None:
             self.expected = self.estimate()
-        num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
+        num_pools = len(self._taken)
         pool = int(MARGIN * self.expected * -(-self.num_blocks // num_pools)) + SPARE
-        new = partial(torch.empty, device=self._device)
-        changes = new(num_pools * pool, dtype=torch.int32)
-        starts, counts = new(self.num_blocks, dtype=torch.int64), new(self.num_blocks, dtype=torch.int32)
-        taken = torch.zeros(num_pools, dtype=torch.int32, device=self._device)
+        # All memory is there before the snapshot moves.
+        changes = torch.empty(num_pools * pool, dtype=torch.int32, device=self._device)
+        starts = torch.empty(self.num_blocks, dtype=torch.int64, device=self._device)
+        begins = torch.empty(self.num_blocks + 1, dtype=torch.int64, device=self._device)
         for first, stop, cast in self._kinds:
             compare.find_changes[(stop - first,)](
-                first, self._addresses, self._lengths, self._words(), taken, pool, changes, starts, counts,
+                first, self._addresses, self._lengths, self._words, self._taken, pool, changes, starts, begins,
                 CAST=cast, POOLS=num_pools, **FIND,
             )  # fmt: skip
-        begins = torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=self._device)
-        torch.cumsum(counts, 0, out=begins[1:])
-        found = taken.cpu().numpy()
-        self.expected = int(found.sum()) / self.num_blocks
-        return Record(begins, starts, changes), bool(found.max() <= pool)
+        taken = Fetch(self._taken)
+        # The device does the rest while the host waits.
+        self._taken.zero_()
+        begins.cumsum_(0)
+        found = taken.wait().tolist()
+        self.expected = sum(found) / self.num_blocks
+        return Record(begins, starts, changes), max(found) <= pool
 
 
 def _both(first: Record, second: Record) -> Record:

@@ -111,7 +111,7 @@ def order_of(changed, ROWS: tl.constexpr):
 # A word for each lane: with wider loads all that is stored at scattered places would have to change lanes first.
 @triton.jit(do_not_specialize_on_alignment=["snapshot"])
 def find_changes(
-    first_block, addresses, lengths, snapshot, taken, pool, changes, starts, counts,
+    first_block, addresses, lengths, snapshot, taken, pool, changes, starts, begins,
     CAST: tl.constexpr, POOLS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Blocks from a first one on: their changes to a pool, new bits to the snapshot; where they start, how many.
@@ -134,7 +134,9 @@ def find_changes(
     fits = start + count <= pool
     start = own.to(tl.int64) * pool + start
     tl.store(starts + block, start)
-    tl.store(counts + block, tl.where(fits, count, 0))
+    # Once they are added up, these say how many come before each block.
+    tl.store(begins + block + 1, tl.where(fits, count, 0))
+    tl.store(begins, 0, mask=block == 0)
     if fits:
         # First the changed words, at the end of the room: since each has a change, no change comes behind its word.
         changes += start

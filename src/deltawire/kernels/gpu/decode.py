@@ -6,8 +6,11 @@ waits once, for what the headers say, to know how much memory that is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +29,7 @@ from deltawire.kernels.gpu.digest import (
     store_sums,
     unsigned,
 )
+from deltawire.kernels.gpu.fetch import Fetch
 from deltawire.kernels.gpu.positions import BLOCK_BITMAP_WORDS, number_of
 from deltawire.kernels.gpu.streams import (
     CHANGES,
@@ -45,7 +49,7 @@ from deltawire.kernels.gpu.streams import (
     inverted_member,
 )
 
-MOST_ELEMENTS = 1 << 28
+MOST_ELEMENTS = 1 << 29
 HEADERS = 32
 
 # How much each program takes, and its warps, as measured on an H200.
@@ -53,9 +57,9 @@ ONES = {"VECTOR": 512, "num_warps": 16}
 GROUPS = {"VECTOR": 512, "num_warps": 4}
 LENGTHS = {"VECTOR": 256, "num_warps": 4}
 COUNT = {"BLOCKS": 2, "num_warps": 2}
-ADD = {"VECTOR": 128, "num_warps": 4}
+ADD = {"VECTOR": 256, "num_warps": 4}
 SEARCH = {"VECTOR": 256, "num_warps": 4}
-LOCATE = {"VECTOR": 128, "num_warps": 4, "maxnreg": 80}
+LOCATE = {"VECTOR": 32, "num_warps": 1, "maxnreg": 64}
 NUMBER = {"VECTOR": 4096, "num_warps": 16}
 TAKE = {"VECTOR": 256, "num_warps": 4}
 WRITE = {"VECTOR": 128, "num_warps": 4}
@@ -172,7 +176,8 @@ def write_changes(
         after = tl.load(new + each, mask=live, other=0)
         if CHECKED:
             good = good & (before == tl.load(expected + each, mask=live, other=0))
-        tl.store(weights + position, after, mask=good)
+        # The store waits for what it replaces, and so finds it in the cache: a blind one takes twice the time.
+        tl.store(weights + position, after, mask=good & (before != after))
         wrong += (live & (good == 0)).to(tl.int64)
         before, after = unsigned(before), unsigned(after)
         if ITEM_BITS < 64:
@@ -210,7 +215,7 @@ def decode(
     step = max(most_elements // (batch.tile_blocks * BLOCK), 1)
     for first in range(0, len(tiles), step):
         batch.decode(first, min(first + step, len(tiles)))
-    return Decoded(batch.positions, batch.old_bits, batch.new_bits, batch.statuses)
+    return batch.decoded
 
 
 class _Batch:
@@ -218,13 +223,13 @@ class _Batch:
 
     def __init__(self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: DType, contextual: bool):
         self.old, self.device = old, old.device
-        self.shift, self.mask = dtype.exponent_shift, dtype.exponent_mask
         self.classes = place.CLASSES.value if contextual else 1
         self.words = self._new(payload.numel() // WORD_BYTES + SPARE_WORDS, torch.int32)
         self.words.view(torch.uint8)[: payload.numel()].copy_(payload, non_blocking=True)
         largest = int(tiles[:, TILE_SIZE.value].max()) if len(tiles) else 1
         self.tile_blocks = triton.next_power_of_2(triton.cdiv(largest, BLOCK))
-        self.aligned = old.data_ptr() % 16 == 0 and not (tiles[:, TILE_START.value] % 8).any()
+        aligned = old.data_ptr() % 16 == 0 and not (tiles[:, TILE_START.value] % 8).any()
+        self.layout = {"SHIFT": dtype.exponent_shift, "MASK": dtype.exponent_mask, "ALIGNED": bool(aligned)}
         self.tiles = tiles.to(self.device, non_blocking=True)
         self._read_headers()
 
@@ -239,24 +244,36 @@ class _Batch:
         if num_tiles:
             streams.read_headers[(triton.cdiv(num_tiles, HEADERS),)](
                 self.words, self.tiles, num_tiles, self.rows, self.facts, self.statuses,
-                MASK=self.mask, CLASSES=self.classes, VECTOR=HEADERS, num_warps=1,
+                MASK=self.layout["MASK"], CLASSES=self.classes, VECTOR=HEADERS, num_warps=1,
             )  # fmt: skip
         counts = self.facts[:, CHANGES.value : CODES.value + 1]
-        self.counts = counts.cpu()
-        self.before = self.counts.cumsum(0) - self.counts
-        self.facts[:, FIRST_CHANGE.value : FIRST_CODE.value + 1] = self.before.to(self.device, non_blocking=True)
-        total = int(self.counts[:, 0].sum())
-        self.positions = self._new(total, torch.int32 if len(self.old) <= MOST_INT32 else torch.int64)
-        self.old_bits, self.new_bits = self._new(total, torch.int16), self._new(total, torch.int16)
+        self._counts = Fetch(counts)
+
+    @cached_property
+    def before(self) -> npt.NDArray[np.int64]:
+        """How many changes and codes the tiles before each have, and all have. The first time the host waits."""
+        counts = self._counts.wait()
+        before = torch.zeros((len(counts) + 1, 2), dtype=torch.int64)
+        torch.cumsum(counts, 0, out=before[1:])
+        self.facts[:, FIRST_CHANGE.value : FIRST_CODE.value + 1] = before[:-1].to(self.device, non_blocking=True)
+        return before.numpy()
+
+    @cached_property
+    def decoded(self) -> Decoded:
+        total = int(self.before[-1, 0])
+        positions = self._new(total, torch.int32 if len(self.old) <= MOST_INT32 else torch.int64)
+        return Decoded(positions, self._new(total, torch.int16), self._new(total, torch.int16), self.statuses)
 
     def decode(self, first: int, last: int) -> None:
         """Decode some tiles."""
         num_tiles = last - first
-        num_changes, num_codes = map(int, self.counts[first:last].sum(0))
+        # The device has something to do while the host waits for the headers, and for long enough to stay ahead then.
+        counted = self._count(first, num_tiles) if self.classes > 1 else ()
+        first_change, first_code = map(int, self.before[first])
+        num_changes, num_codes = map(int, self.before[last] - self.before[first])
         if num_changes == 0:
             return
-        most = int(self.counts[first:last, 0].max())
-        first_change, first_code = map(int, self.before[first])
+        most = int(np.diff(self.before[first : last + 1, 0]).max())
         ones, places = self._new(num_codes, torch.int32), self._new(num_codes, torch.int32)
         extras = self._new(num_changes, torch.int16).zero_()
         tables = (self.tiles, self.rows, self.facts)
@@ -273,35 +290,40 @@ class _Batch:
         )  # fmt: skip
         found = (places,) * 4
         if self.classes > 1:
-            found = self._locate(first, num_tiles, num_changes, most, first_change, first_code, places)
+            found = self._locate(first, num_tiles, num_changes, most, first_change, first_code, places, *counted)
         programs = triton.cdiv(most, TAKE["VECTOR"])
+        result = self.decoded
         take_steps[(num_tiles * programs,)](
             self.words, self.old, *tables, first, first_change, first_code, places, extras, *found,
-            self.positions, self.old_bits, self.new_bits, self.tile_blocks, programs,
+            result.positions, result.old, result.new, self.tile_blocks, programs,
             CLASSES=self.classes, **TAKE,
         )  # fmt: skip
 
-    def _locate(
-        self, first: int, num_tiles: int, num_changes: int, most: int, first_change: int, first_code: int,
-        places: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """For `context`: positions and old bits by class, a bitmap of the changes, and their numbers by its words."""
+    def _count(self, first: int, num_tiles: int) -> tuple[torch.Tensor, ...]:
+        """For `context`: classes by sub, by block, and by tile."""
         num_blocks = num_tiles * self.tile_blocks
-        classes, layout = self.classes, {"SHIFT": self.shift, "MASK": self.mask, "ALIGNED": self.aligned}
         counts = self._new(num_blocks * place.BLOCK_COUNTS.value, torch.int32)
-        before = self._new(num_blocks * classes, torch.int32)
-        populations = self._new(num_tiles * classes, torch.int32)
-        bitmap = self._new(num_blocks * BITMAP_WORDS, torch.int64).zero_()
-        numbers = self._new(num_blocks * BITMAP_WORDS, torch.int32)
-        blocks, found = self._new(num_changes, torch.int32), self._new(num_changes, torch.int32)
-        found_old = self._new(num_changes, torch.int16)
+        before = self._new(num_blocks * self.classes, torch.int32)
+        populations = self._new(num_tiles * self.classes, torch.int32)
         place.count_classes[(num_tiles * triton.cdiv(self.tile_blocks, COUNT["BLOCKS"]),)](
-            self.old, self.tiles, self.facts, first, counts, self.tile_blocks, **COUNT, **layout
+            self.old, self.tiles, self.facts, first, counts, self.tile_blocks, **COUNT, **self.layout
         )
         place.add_up_blocks[(num_tiles * place.COUNTS.value,)](
             self.tiles, self.rows, self.facts, self.statuses, first, counts, before, populations, self.tile_blocks,
             **ADD,
         )  # fmt: skip
+        return counts, before, populations
+
+    def _locate(
+        self, first: int, num_tiles: int, num_changes: int, most: int, first_change: int, first_code: int,
+        places: torch.Tensor, counts: torch.Tensor, before: torch.Tensor, populations: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """For `context`: positions and old bits by class, a bitmap of the changes, and their numbers by its words."""
+        num_blocks = num_tiles * self.tile_blocks
+        bitmap = self._new(num_blocks * BITMAP_WORDS, torch.int64).zero_()
+        numbers = self._new(num_blocks * BITMAP_WORDS, torch.int32)
+        blocks, found = self._new(num_changes, torch.int32), self._new(num_changes, torch.int32)
+        found_old = self._new(num_changes, torch.int16)
         programs = triton.cdiv(most, SEARCH["VECTOR"])
         place.find_blocks[(num_tiles * programs,)](
             self.rows, self.facts, self.statuses, first, first_change, first_code, places, before, populations, blocks,
@@ -310,7 +332,7 @@ class _Batch:
         programs = triton.cdiv(most, LOCATE["VECTOR"])
         place.locate[(num_tiles * programs,)](
             self.old, self.tiles, self.facts, first, first_change, counts, blocks, found, found_old, bitmap,
-            self.tile_blocks, programs, **LOCATE, **layout,
+            self.tile_blocks, programs, **LOCATE, **self.layout,
         )  # fmt: skip
         place.number_changes[(num_tiles,)](
             self.facts, first, bitmap, numbers, self.tile_blocks * BITMAP_WORDS, **NUMBER

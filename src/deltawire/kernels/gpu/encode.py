@@ -13,9 +13,15 @@ from deltawire.kernels.gpu.compare import BLOCK
 
 GAP_CLASSES, CONTEXT_CLASSES = 1, 16
 
-# How many changes a program takes at a time, of a block and of a row; and how many blocks, to add up.
-SLOTS, VECTOR, ROWS = 32, 128, 128
+# How much a program takes at a time, and its warps, as measured on an H200; for rows by number of classes.
 SUBS = BLOCK // 64
+CHOOSE = {"BLOCKS": 32, "SLOTS": 64, "num_warps": 4}
+SURVEY = {"SLOTS": 64, "num_warps": 1}
+COUNT = {"num_warps": 1}
+ADD = {"ROWS": 128}
+RANK = {"SLOTS": 32, "NEAR": 2, "num_warps": 1}
+MAKE = {1: {"VECTOR": 1024, "num_warps": 4}, 16: {"VECTOR": 128, "num_warps": 1}}
+WRITE = {"VECTOR": 128, "num_warps": 1}
 
 
 class Layout(NamedTuple):
@@ -78,6 +84,8 @@ class Surveyed:
     steps: torch.Tensor
     positions: torch.Tensor
     firsts: torch.Tensor
+    totals: torch.Tensor
+    """For each block by class, as in ranks.py; where it is not for `context`, nothing of use."""
     digests: torch.Tensor
     """For each tile what its digest gains, low and high."""
 
@@ -105,20 +113,20 @@ class Encoder:
 
     def survey(self, tiles: Tiles, contextual: bool) -> Surveyed:
         record = self._record
-        surveyed = Surveyed(
-            self._new(tiles.num_changes, dtype=torch.int16),
-            self._new(tiles.num_changes),
-            self._new(tiles.num_tiles),
-            self._new(tiles.num_tiles, 2, dtype=torch.int64).zero_(),
-        )
-        exponents = self._new(tiles.num_tiles, self._layout["MASK"] + 1).zero_()
+        firsts = self._new(tiles.num_tiles)
+        if contextual:
+            ranks.choose_first[(tiles.num_tiles,)](
+                tiles.table, record.begins, record.starts, record.changes, firsts, **CHOOSE, **self._layout
+            )
+        digests = torch.zeros((tiles.num_tiles, 2), dtype=torch.int64, device=self._snapshot.device)
+        totals = self._new(tiles.num_blocks, CONTEXT_CLASSES, dtype=torch.int64) if contextual else digests
+        steps, positions = self._new(tiles.num_changes, dtype=torch.int16), self._new(tiles.num_changes)
+        surveyed = Surveyed(steps, positions, firsts, totals, digests)
         ranks.survey[(tiles.num_blocks,)](
             tiles.table, tiles.block_tiles, tiles.first_block, record.begins, tiles.origin, record.starts,
-            record.changes, self._snapshot, surveyed.steps, surveyed.positions, exponents, surveyed.digests,
-            SLOTS=SLOTS, COUNT_EXPONENTS=contextual, num_warps=1, **self._layout,
+            record.changes, self._snapshot, surveyed.firsts, surveyed.steps, surveyed.positions, surveyed.totals,
+            surveyed.digests, BY_CLASS=contextual, **SURVEY, **self._layout,
         )  # fmt: skip
-        if contextual:
-            ranks.choose_first[(tiles.num_tiles,)](exponents, surveyed.firsts, MASK=self._layout["MASK"])
         return surveyed
 
     def gap_rows(self, tiles: Tiles, surveyed: Surveyed) -> Rows:
@@ -127,22 +135,23 @@ class Encoder:
 
     def context_rows(self, tiles: Tiles, surveyed: Surveyed) -> Rows:
         record, firsts = self._record, surveyed.firsts
-        counters = self._new(tiles.num_blocks, 4, SUBS, dtype=torch.int64)
-        totals = self._new(tiles.num_blocks, CONTEXT_CLASSES, dtype=torch.int64)
+        counters = self._new(tiles.num_blocks, SUBS, 4, dtype=torch.int64)
         ranks.count_classes[(tiles.num_blocks,)](
-            tiles.block_tiles, tiles.first_block, firsts, record.begins, record.starts, record.changes, self._snapshot,
-            counters, totals, SLOTS=4 * SLOTS, num_warps=2, **self._layout,
-        )  # fmt: skip
+            tiles.block_tiles, tiles.first_block, firsts, self._snapshot, counters, **COUNT, **self._layout
+        )
         populations, num_members = self._new(2, tiles.num_tiles, CONTEXT_CLASSES)
+        totals = surveyed.totals
         ranks.add_up_blocks[(tiles.num_tiles,)](
-            tiles.table, tiles.first_block, totals, populations, num_members, ROWS=ROWS
+            tiles.table, tiles.first_block, counters, totals, populations, num_members, **ADD
         )
         members, sorted_steps = self._new(tiles.num_changes), self._new(tiles.num_changes, dtype=torch.int16)
         ranks.rank_changes[(tiles.num_blocks,)](
             tiles.table, tiles.block_tiles, tiles.first_block, firsts, record.begins, tiles.origin, record.starts,
             record.changes, surveyed.steps, self._snapshot, counters, totals, num_members, members, sorted_steps,
-            SLOTS=SLOTS // 2, num_warps=1, **self._layout,
+            **RANK, **self._layout,
         )  # fmt: skip
+        # What comes next takes memory too.
+        del counters
         return self._rows(tiles, CONTEXT_CLASSES, members, sorted_steps, num_members, populations)
 
     def _rows(
@@ -155,7 +164,7 @@ class Encoder:
         begins = self._record.begins
         kernels.make_rows[(tiles.num_tiles, num_classes)](
             tiles.table, begins, tiles.origin, members, steps, num_members, populations, values, rows,
-            C=num_classes, VECTOR=2 * VECTOR, num_warps=2,
+            C=num_classes, **MAKE[num_classes],
         )  # fmt: skip
         kernels.measure[(tiles.num_tiles,)](tiles.table, begins, rows, sizes, C=num_classes, ROWS=4 * num_classes)
         return Rows(num_classes, num_members, values, rows, sizes)
@@ -167,5 +176,5 @@ class Encoder:
         kernels.write[(tiles.num_tiles, 3 * rows.num_classes + 1)](
             tiles.table, self._record.begins, tiles.origin, surveyed.steps, surveyed.firsts, rows.num_members,
             rows.values, rows.rows, offsets, out,
-            REVERSE=reverse, C=rows.num_classes, ROWS=4 * rows.num_classes, VECTOR=VECTOR, num_warps=1,
+            REVERSE=reverse, C=rows.num_classes, ROWS=4 * rows.num_classes, **WRITE,
         )  # fmt: skip

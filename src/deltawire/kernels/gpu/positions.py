@@ -163,12 +163,9 @@ def add_up_blocks(
         total0, total1, total2, total3 = 0, 0, 0, 0
         for block in range(0, tile_blocks, VECTOR):
             each = block + tl.arange(0, VECTOR)
-            even = tl.zeros((VECTOR,), tl.int32)
-            odd = tl.zeros((VECTOR,), tl.int32)
-            for sub in tl.static_range(SUBS):
-                word = tl.load(table + each * BLOCK_COUNTS + sub, mask=each < num_blocks, other=0)
-                even += word & LOW_BYTES
-                odd += (word >> 8) & LOW_BYTES
+            subs = table + each[:, None] * BLOCK_COUNTS + tl.arange(0, SUBS)[None, :]
+            words = tl.load(subs, mask=(each < num_blocks)[:, None], other=0)
+            even, odd = tl.sum(words & LOW_BYTES, 1), tl.sum((words >> 8) & LOW_BYTES, 1)
             total0 = add_up(out + each, even & 0xFFFF, total0, each < tile_blocks)
             total1 = add_up(out + step + each, odd & 0xFFFF, total1, each < tile_blocks)
             total2 = add_up(out + 2 * step + each, even >> 16, total2, each < tile_blocks)

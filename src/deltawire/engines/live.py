@@ -67,7 +67,12 @@ class LiveModel:
 
     def adopt(self, state: State | None) -> None:
         """Say what the weights are, and drop what is staged."""
-        self.state, self.staged, self._items = state, None, []
+        self.state = state
+        self._drop()
+
+    def _drop(self) -> None:
+        self.staged, self._items = None, []
+        self._memory.drop()
 
     def stage_file(self, path: Path) -> None:
         self.stage(Staged.load(path, self.pieces, self._forms))
@@ -79,7 +84,7 @@ class LiveModel:
                 f"the weights are {text(self.state)}, and the change leads from {text(staged.base)} "
                 f"to {text(staged.state)}"
             )
-        self.staged, self._items = None, []
+        self._drop()
         items = []
         for change in staged.changes:
             piece = self.pieces[change.number]

@@ -36,6 +36,11 @@ class Memory(Protocol):
         """Compile what `put` needs for a dtype, so that no pause has to."""
         nothing = np.empty(0, unsigned)
         self.put([Item(piece, key, self.take(PieceChange(0, np.empty(0, np.uint32), nothing, nothing)))], undo=False)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of what was made ready for the last changes."""
+        return
 
     def take(self, change: PieceChange) -> Any:
         """Bring a change to where the storages are."""
@@ -68,7 +73,11 @@ class HostMemory(Memory):
         self._bits = {name: torch_view(flat) for name, flat in storages.items()}
 
     def take(self, change: PieceChange) -> PieceChange:
-        return change
+        # Kernels are compiled for writable arrays: for others they would be again, in the pause.
+        index, old, new = (
+            np.require(each, requirements=("C", "A", "W")) for each in (change.index, change.old, change.new)
+        )
+        return PieceChange(change.number, index, old, new)
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         starts = piece.start + piece.stride * np.arange(piece.rows, dtype=np.int64)

@@ -82,7 +82,7 @@ class Staged:
                 raise ValueError("other fields than it should have")
             changes = []
             elements = num_bytes = 0
-            ends = [*table[1:, 1].tolist(), len(index)]
+            ends = [*table[1:, 1].tolist(), len(index)][: len(table)]
             for (number, start, at), stop in zip(table.tolist(), ends, strict=True):
                 piece = pieces[number]
                 kind = dtype_named(forms[piece.tensor][0]).unsigned

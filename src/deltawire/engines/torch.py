@@ -2,17 +2,20 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from secrets import token_hex
+from typing import NoReturn
 
 import torch
 
 from deltawire.engines.engine import Change, Engine, Served
 from deltawire.engines.layout import Layout, pieces_of_copy
 from deltawire.engines.live import Found, LiveModel
-from deltawire.engines.staged import split
+from deltawire.engines.staged import Staged, split
 from deltawire.engines.trace import flat_storages, torch_dtype
 from deltawire.errors import (
     DeltawireError,
@@ -22,9 +25,10 @@ from deltawire.errors import (
     ShapeMismatch,
     UnknownParameter,
 )
+from deltawire.sources import plain_name
 from deltawire.state import Digest
 from deltawire.target import State
-from deltawire.weights import Form, Weights, view, write
+from deltawire.weights import Form, Weights, form, view, write
 
 
 class TorchEngine(Engine):
@@ -43,6 +47,7 @@ class TorchEngine(Engine):
         self._live = LiveModel(self._find, threads)
         self._layout: Layout | None = None
         self._gate = _Gate()
+        self._broken: str | None = None
 
     @property
     def state(self) -> State | None:
@@ -51,15 +56,22 @@ class TorchEngine(Engine):
 
     @contextmanager
     def serving(self) -> Iterator[State | None]:
-        """Keep the weights as they are for a block, which learns what they are."""
+        """Keep the weights as they are for a block, which learns what they are.
+
+        Refused after an update that left a mix, until the weights have been loaded anew.
+        """
         with self._gate.shared():
+            if self._broken is not None:
+                raise EngineBroken(self._broken)
             yield self._live.state
 
     def look(self) -> Served:
         state = self._live.state
-        return Served(self._live.boot, (state,), None if state is None else str(state.version))
+        version = None if state is None else str(state.version)
+        return Served(self._live.boot, (state,), version, interrupted=self._broken is not None)
 
     def open(self, forms: Mapping[str, Form]) -> None:
+        self._layout = None
         self._layout = Layout(forms, [self._live.open(forms)])
 
     def digest(self) -> Digest:
@@ -82,16 +94,23 @@ class TorchEngine(Engine):
                 self._live.write(staged.token)
                 self._check(change.state)
             except Exception as error:
-                self._take_back(staged.token, error)
+                self._take_back(staged, error)
+            self.adopt(change.state)
             return time.perf_counter() - started
 
-    def _take_back(self, token: str, error: Exception) -> None:
+    def _take_back(self, staged: Staged, error: Exception) -> None:
         try:
-            self._live.write(token, undo=True)
+            self._live.write(staged.token, undo=True)
+            self._check(staged.base)
         except Exception as second:
-            self._live.adopt(None)
-            raise EngineBroken(f"the update failed ({error}) and could not be taken back: {second}") from error
+            self._break(f"the update failed ({error}) and could not be taken back: {second}", error)
+        self.adopt(staged.base)
         raise EngineRejected(f"the update was taken back: {error}") from error
+
+    def _break(self, problem: str, error: Exception) -> NoReturn:
+        self._live.adopt(None)
+        self._broken = problem
+        raise EngineBroken(problem) from error
 
     def _check(self, state: State) -> None:
         found = self._opened.total([self._live.partial or Digest()])
@@ -99,21 +118,25 @@ class TorchEngine(Engine):
             raise DigestMismatch(f"the weights have digest {found}, not {state.digest}")
 
     def load(self, weights: Weights, folder: Path | None, state: State) -> float:
+        if {name: form(weights, name) for name in weights} != dict(self._opened.forms):
+            raise EngineRejected(f"version {state.version} has other tensors than those that the engine was opened for")
         with self._gate.alone():
             started = time.perf_counter()
             self._live.adopt(None)
-            own = self.model.state_dict()
-            for name in weights:
-                write(own[name], slice(None), view(name, weights[name]).bits)
-            if self.digest() != state.digest:
-                raise EngineBroken(
-                    f"the weights of version {state.version} were written, and are not what they should be"
-                )
+            try:
+                own = self._tensors()
+                for name in weights:
+                    write(own[name], slice(None), view(name, weights[name]).bits)
+                self.digest()
+                self._check(state)
+            except Exception as error:
+                self._break(f"version {state.version} was written, and the weights are not what they should be", error)
             self.adopt(state)
             return time.perf_counter() - started
 
     def adopt(self, state: State) -> None:
         self._live.adopt(state)
+        self._broken = None
 
     def close(self) -> None: ...
 
@@ -126,7 +149,7 @@ class TorchEngine(Engine):
     def _find(self, forms: Mapping[str, Form]) -> Found:
         storages = flat_storages(self.model)
         names = {flat.untyped_storage().data_ptr(): name for name, flat in storages.items()}
-        own = self.model.state_dict()
+        own = self._tensors()
         pieces = []
         for name, (dtype, shape) in forms.items():
             if name not in own:
@@ -137,42 +160,61 @@ class TorchEngine(Engine):
                     f"{name} is {value.dtype} {list(value.shape)} in the model, and {dtype} {list(shape)} in the run",
                     tensor=name, expected=[dtype, *shape], actual=[str(value.dtype), *value.shape],
                 )  # fmt: skip
-            if not value.is_contiguous():
-                raise EngineRejected(f"{name} is not contiguous in the model", tensor=name)
-            storage = names.get(value.untyped_storage().data_ptr(), name)
+            if not prod(shape):
+                continue
+            storage = names.get(value.untyped_storage().data_ptr())
+            if storage is None or not value.is_contiguous() or value.itemsize != storages[storage].itemsize:
+                raise EngineRejected(f"{name} is not a plain, contiguous tensor in the model", tensor=name)
             pieces += pieces_of_copy(
                 name, storage, value.shape, (0, value.stride()), (value.storage_offset(), value.stride())
             )
         return pieces, storages
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers under the names that they are published by."""
+        model = self.model
+        pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        return {plain_name(name): value for name, value in pairs}
+
 
 class _Gate:
-    """Many may pass at a time, or one alone; whoever wants to be alone goes first."""
+    """Many may pass at a time, or one alone; whoever wants to be alone goes first.
+
+    Who is inside may pass again, but cannot be alone.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = self._waiting = 0
+        self._inside: Counter[int] = Counter()
+        self._waiting = 0
         self._alone = False
 
     @contextmanager
     def shared(self) -> Iterator[None]:
+        me = threading.get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not self._waiting)
-            self._inside += 1
+            self._changed.wait_for(lambda: me in self._inside or (not self._alone and not self._waiting))
+            self._inside[me] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._inside -= 1
+                self._inside[me] -= 1
+                self._inside += Counter()
                 self._changed.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         with self._changed:
+            if threading.get_ident() in self._inside:
+                raise EngineRejected("the weights cannot be changed from inside `serving()`")
             self._waiting += 1
-            self._changed.wait_for(lambda: not self._alone and not self._inside)
-            self._waiting -= 1
-            self._alone = True
+            try:
+                self._changed.wait_for(lambda: not self._alone and not self._inside)
+                self._alone = True
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
         try:
             yield
         finally:

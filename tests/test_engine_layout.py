@@ -113,6 +113,12 @@ def test_a_layout_counts_each_element_once():
     layout = Layout(forms, ranks)
     assert layout.counted == [[0, 1], [0]]
     assert layout.by_tensor == [{"a": [0], "b": [1]}] * 2
+    # Copies are looked at in turn.
+    assert layout.copies == [[[1], []], [[], [1]]]
+    assert [layout.measured(rank) for rank in range(2)] == [[[0, 1], [1], []], [[0], [], [1]]]
+    one, other, nothing = str(Digest(1, 2)), str(Digest(1, 3)), str(Digest())
+    assert layout.alike([[one, nothing], [nothing, one]])
+    assert not layout.alike([[one, nothing], [nothing, other]])
     assert layout.total([]) == sum((layout.total([Digest(5, 7)]), Digest()), Digest()) - Digest(5, 7)
 
 

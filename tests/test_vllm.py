@@ -293,6 +293,13 @@ def test_error_on_one_rank(tmp_path):
         replica.pull()
         assert server.checksums() == trainer.expected[version + 1]
 
+        # A norm is on both ranks, and both are looked at.
+        digest = replica.target.mirror.state().digest
+        for expected in (False, True):
+            body = {"method": "spoil", "args": [1, "model.norm.weight"]}
+            server.client.post("/collective_rpc", json=body).raise_for_status()
+            assert (replica.target.engine.digest() == digest) == expected
+
         trainer.publish(tp=2)
         fail(rank=1, writes=2, undos=1)
         with pytest.raises(EngineBroken, match="restart"):

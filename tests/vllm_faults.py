@@ -21,3 +21,9 @@ class FaultyExtension(WorkerExtension):
 
         live.write = write
         return {}
+
+    def spoil(self, rank, name):
+        """Turn the sign of one element of a parameter on one rank, as nobody should; again, and it is as it was."""
+        if self.rank == rank:
+            self.get_model().get_parameter(name).data.view(-1)[0] *= -1
+        return {}

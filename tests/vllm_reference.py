@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    "DELTAWIRE_CPU_UNPACKED": "1", "PYTHONPATH": str(HERE),
+    "DELTAWIRE_CPU_UNPACKED": "1", "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
 }  # fmt: skip
 PADDING = 64
 

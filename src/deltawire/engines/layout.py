@@ -158,15 +158,17 @@ class Layout:
         self.counted: list[list[int]] = [[] for _ in self.ranks]
         self.by_tensor: list[dict[str, list[int]]] = [{} for _ in self.ranks]
         found = dict.fromkeys(forms, 0)
-        seen: set[tuple[Any, ...]] = set()
+        holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for rank, pieces in enumerate(self.ranks):
             for number, piece in enumerate(pieces):
                 self.by_tensor[rank].setdefault(piece.tensor, []).append(number)
-                key = (piece.tensor, *piece.source)
-                if key not in seen:
-                    seen.add(key)
+                alike = holders.setdefault((piece.tensor, *piece.source), [])
+                alike.append((rank, number))
+                if len(alike) == 1:
                     self.counted[rank].append(number)
                     found[piece.tensor] += piece.num_elements
+        self.copies = self._turns([alike for alike in holders.values() if len(alike) > 1])
+        """Pieces that several processes hold, as often as the most do: each time from other processes."""
         for name, (_, shape) in forms.items():
             if found[name] != prod(shape):
                 raise UnknownParameter(
@@ -174,6 +176,25 @@ class Layout:
                     "it does not load this tensor, or not as it is",
                     tensor=name,
                 )
+
+    def _turns(self, holders: list[list[tuple[int, int]]]) -> list[list[list[int]]]:
+        turns = []
+        for turn in range(max(map(len, holders), default=0)):
+            numbers: list[list[int]] = [[] for _ in self.ranks]
+            for alike in holders:
+                rank, number = alike[turn % len(alike)]
+                numbers[rank].append(number)
+            turns.append(numbers)
+        return turns
+
+    def measured(self, rank: int) -> list[list[int]]:
+        """What a process has to measure: the pieces that count, and its part of the copies at each turn."""
+        return [self.counted[rank], *(numbers[rank] for numbers in self.copies)]
+
+    def alike(self, sums: Iterable[Sequence[str]]) -> bool:
+        """Whether copies have the same bits, from what each process's parts of them add up to at each turn."""
+        turns = zip(*([Digest.parse(each) for each in own] for own in sums), strict=True)
+        return len({sum(turn, Digest()) for turn in turns}) <= 1
 
     def total(self, partials: Iterable[Digest]) -> Digest:
         """The digest of the weights, from what the pieces that count add up to in each process."""

@@ -59,11 +59,13 @@ class LiveModel:
     def measure(self, counted: Sequence[int]) -> Digest:
         """The digest of the pieces that count here, read from memory."""
         self._counted = list(counted)
-        parts = [
-            self._memory.digest(piece, self._keys[piece.tensor]) for piece in map(self.pieces.__getitem__, counted)
-        ]
-        self.partial = sum(parts, Digest())
+        self.partial = self.sum_of(counted)
         return self.partial
+
+    def sum_of(self, numbers: Sequence[int]) -> Digest:
+        """What some pieces add to the digest."""
+        chosen = map(self.pieces.__getitem__, numbers)
+        return sum((self._memory.digest(piece, self._keys[piece.tensor]) for piece in chosen), Digest())
 
     def adopt(self, state: State | None) -> None:
         """Say what the weights are, and drop what is staged."""

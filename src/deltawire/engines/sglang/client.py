@@ -130,9 +130,11 @@ class SglangEngine(Engine):
             return self._measure(self._ranks)
 
     def _measure(self, ranks: Ranks) -> Digest:
-        answers = ranks.order("measure", [{"counted": counted} for counted in self._opened.counted])
+        layout = self._opened
+        answers = ranks.order("measure", [{"numbers": layout.measured(rank)} for rank in range(ranks.number)])
         _refuse(answers, "the server's weights could not be read")
-        return self._total(answers)
+        # Where ranks differ in what they should share, these are the weights of no version.
+        return self._total(answers) if layout.alike(each["result"] for each in answers) else Digest()
 
     def stage(self, change: Change) -> None:
         ranks, token = self._patched, token_hex(8)

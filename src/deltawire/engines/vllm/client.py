@@ -84,9 +84,11 @@ class VllmEngine(Engine):
         self._layout = Layout(forms, pieces)
 
     def digest(self) -> Digest:
-        statuses = self._ask("measure", counted=self._opened.counted)
+        layout = self._opened
+        statuses = self._ask("measure", numbers=[layout.measured(rank) for rank in range(len(layout.ranks))])
         _refuse(statuses, "the server's weights could not be read")
-        return self._total(statuses)
+        # Where workers differ in what they should share, these are the weights of no version.
+        return self._total(statuses) if layout.alike(each["result"] for each in statuses) else Digest()
 
     def stage(self, change: Change) -> None:
         self._note_pause()

@@ -50,6 +50,26 @@ def test_races(workers, s3_server, tmp_path, tally):
     assert sum(number for row, number in tally.tables["Races"].items() if row.startswith("between")) == 12
 
 
+def test_kills_beside_an_engine(s3_server, tmp_path, tally):
+    pytest.importorskip("vllm")
+    from soak import engines
+
+    engines.kills(s3_server, tmp_path, tally, num_kills=4, seed=SEED, progress=quiet)
+    assert tally.problems == []
+    assert tally.tables["Kills beside an engine"] == {"agent": 2, "server": 1, "store": 1}
+    assert tally.tables["Looks"]["at a server"] > 10
+    assert tally.tables["Looks"]["at an agent"] > 10
+
+
+def test_a_fleet(s3_server, tmp_path, tally):
+    pytest.importorskip("vllm")
+    from soak import engines
+
+    engines.fleet(s3_server, tmp_path, tally, num_versions=10, seed=SEED, progress=quiet)
+    assert tally.problems == []
+    assert len(tally.tables["Pulls in a fleet"]) == 6
+
+
 def test_the_report_counts_problems(tally):
     assert "0 wrong, 0 stuck, 0 lost" in page(tally, "command", 7)
     tally.wrong.append("these weights")

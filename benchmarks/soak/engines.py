@@ -131,8 +131,9 @@ def kills(
         truth.start()
         stack.callback(truth.close)
         _wait_current(vllm, trainer, 0, agent)
-        for number in range(num_kills):
-            victim = random_.choice(VICTIMS)
+        victims = [VICTIMS[i % len(VICTIMS)] for i in range(num_kills)]
+        random_.shuffle(victims)
+        for number, victim in enumerate(victims):
             version = trainer.publish()
             time.sleep(random_.uniform(0, 0.6))
             if victim == "agent":

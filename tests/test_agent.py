@@ -31,7 +31,7 @@ from deltawire.errors import (
 from deltawire.heartbeat import read_heartbeats
 from deltawire.runs import Run
 
-PATIENCE = 30
+PATIENCE = 180
 FOR_EVER = 3600.0
 
 

@@ -42,8 +42,10 @@ LAYERS = [
     ["holder"],
     ["leader"],
     ["sharded"],
-    ["interop", "metrics", "trainers", "engines"],
+    ["interop", "metrics", "engines"],
     ["agent", "testing"],
+    ["trainers"],
+    ["demo"],
     ["cli"],
 ]
 

@@ -1,0 +1,35 @@
+#!/bin/bash
+# Starts the proxy, vLLM and the agent, and ends when one of them does.
+#   STORE_URL   the store that holds the run
+#   API_TOKEN   what clients must send as a bearer token
+#   MODEL_NAME, MIRROR, VLLM_ARGS   optional
+set -euo pipefail
+: "${STORE_URL:?is to be the URL of the store that holds the run}"
+mirror=${MIRROR:-/tmp/mirror}
+cd "$(dirname "$0")"
+
+# What was started ends with this script.
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+
+bash proxy.sh &
+
+# The run begins when the trainer publishes its first version.
+until deltawire pull "$STORE_URL" --to "$mirror" --quiet; do
+  echo "no version to start from yet; looking again in 10 seconds" >&2
+  sleep 10 &
+  wait $!
+done
+
+# Without API_TOKEN and the credentials of the store: a server of models has no use for them. The endpoints that change
+# weights are on 127.0.0.1, where only the agent and the proxy are.
+# shellcheck disable=SC2086  # VLLM_ARGS holds several options
+env --unset=API_TOKEN --unset=HF_TOKEN --unset=AWS_SECRET_ACCESS_KEY VLLM_SERVER_DEV_MODE=1 \
+  vllm serve "$mirror" --served-model-name "${MODEL_NAME:-policy}" --host 127.0.0.1 --port 8000 \
+  --weight-transfer-config '{"backend": "deltawire"}' \
+  --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension ${VLLM_ARGS:-} &
+
+deltawire attach --engine vllm --url http://127.0.0.1:8000 --from "$STORE_URL" --mirror "$mirror" --listen 9100 &
+
+wait -n

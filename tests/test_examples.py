@@ -16,3 +16,11 @@ def test_the_pytorch_loop(tmp_path):
     assert all(0 < float(density) < 50 for _, _, density in rows[1:])
     trainer, follower = re.findall(r"^(?:trainer|follower) +(\w{32})$", done.stdout, re.MULTILINE)
     assert trainer == follower
+
+
+def test_trl_wordle_says_how_it_is_used():
+    # What it trains is in test_trl_async.py.
+    command = [sys.executable, str(ROOT / "examples" / "trl_wordle.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {"--model", "--store", "--server", "--agent", "--env"} <= set(re.findall(r"--[a-z-]+", done.stdout))

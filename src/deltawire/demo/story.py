@@ -1,0 +1,183 @@
+"""What is known of a run of the demo, from the events of its parts; and what is told of it in the end."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deltawire.demo.parts import Event
+
+WINDOW = 20
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@dataclass(slots=True)
+class Follower:
+    """A replica, as it told of itself."""
+
+    version: int | None = None
+    pause_seconds: float | None = None
+    num_pulls: int = 0
+    num_bytes: int = 0
+    digest: str | None = None
+    """Measured in its memory at the end."""
+
+
+@dataclass(slots=True)
+class Story:
+    """Everything that happened."""
+
+    log: Path
+    num_steps: int
+    phase: str = "starting"
+    pretrained: tuple[int, int] | None = None
+    steps: dict[int, Event] = field(default_factory=dict)
+    published: dict[int, Event] = field(default_factory=dict)
+    replicas: dict[str, Follower] = field(default_factory=dict)
+    evaluations: dict[str, list[Event]] = field(default_factory=dict)
+    done: Event | None = None
+    audit: Event | None = None
+    notes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=200))
+    num_faults: int = 0
+    started: float = field(default_factory=time.time)
+
+    def add(self, event: Event) -> None:
+        """Take in an event, and write it to the log."""
+        event = {"time": round(time.time(), 3), **event}
+        with self.log.open("a") as log:
+            log.write(json.dumps(event) + "\n")
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def note(self, text: str, **more: Any) -> None:
+        """Something that people should see."""
+        self.add({"event": "note", "text": text, **more})
+
+    def read(self) -> None:
+        """Take in what earlier starts of the same run have logged."""
+        if not self.log.exists():
+            return
+        for line in self.log.read_text().splitlines():
+            event = json.loads(line)
+            if event.get("event") in ("step", "published"):
+                getattr(self, f"_on_{event['event']}")(event)
+
+    def _on_note(self, event: Event) -> None:
+        self.notes.append((event["time"], event["text"]))
+
+    def _on_pretrain(self, event: Event) -> None:
+        self.pretrained = event["step"], event["num_steps"]
+
+    def _on_step(self, event: Event) -> None:
+        self.steps[event["step"]] = event
+
+    def _on_published(self, event: Event) -> None:
+        self.published[event["version"]] = event
+
+    def _on_pull(self, event: Event) -> None:
+        follower = self.replicas.setdefault(event["replica"], Follower())
+        follower.version, follower.pause_seconds = event["version"], event["pause_seconds"]
+        follower.num_pulls += 1
+        follower.num_bytes += event["bytes"]
+        if event["anchor"]:
+            self.notes.append((event["time"], f"{event['replica']} joined at version {event['version']}"))
+
+    def _on_resumed(self, event: Event) -> None:
+        # Steps after the checkpoint are made again.
+        self.steps = {step: told for step, told in self.steps.items() if step <= event["step"]}
+        self.notes.append((event["time"], f"the trainer goes on after step {event['step']}"))
+
+    def _on_fault(self, event: Event) -> None:
+        self.num_faults += 1
+        self.notes.append((event["time"], f"fault: {event['part']}: {event['reason']}"))
+
+    _on_failed = _on_fault
+
+    def _on_ended(self, event: Event) -> None:
+        if event["part"] in self.replicas:
+            self.replicas[event["part"]] = Follower()
+        self.notes.append((event["time"], f"{event['part']} ended with status {event['status']}: starting it again"))
+
+    def _on_evaluation(self, event: Event) -> None:
+        found = [each for each in self.evaluations.get(event["which"], ())
+                 if each["temperature"] != event["temperature"]]  # fmt: skip
+        self.evaluations[event["which"]] = [*found, event]
+
+    def _on_done(self, event: Event) -> None:
+        self.done = event
+
+    @property
+    def step(self) -> int:
+        return max(self.steps, default=0)
+
+    @property
+    def version(self) -> int | None:
+        return max(self.published, default=None)
+
+    def rewards(self) -> list[float]:
+        return [self.steps[step]["reward"] for step in sorted(self.steps)]
+
+    def moving_reward(self) -> float | None:
+        return mean(self.rewards()[-WINDOW:])
+
+    def lag(self, follower: Follower) -> int | None:
+        return None if self.version is None or follower.version is None else max(self.version - follower.version, 0)
+
+    def deltas(self) -> list[Event]:
+        """Versions that changed something after the first one; an anchor after a crash is none of them."""
+        return [
+            each for version, each in sorted(self.published.items()) if version and each["bytes"] < each["full_bytes"]
+        ]
+
+    def evaluation(self, which: str, temperature: float) -> Event | None:
+        return next((each for each in self.evaluations.get(which, ()) if each["temperature"] == temperature), None)
+
+    def summary(self) -> dict[str, Any]:
+        """The run as data."""
+        rewards, deltas = self.rewards(), self.deltas()
+        wins = [self.steps[step]["wins"] for step in sorted(self.steps)]
+        tail = [self.steps[step] for step in sorted(self.steps)]
+        # The first and the last steps have none in common.
+        window = min(WINDOW, max(len(rewards) // 2, 1))
+        bytes_mean = mean([each["bytes"] for each in deltas])
+        done = self.done or {}
+        return {
+            "steps": self.step,
+            "version": self.version,
+            "games": sum(each["games"] for each in tail),
+            "seconds": round(time.time() - self.started, 1),
+            "step_seconds": mean([each["seconds"] for each in tail]),
+            "window": window,
+            "reward_first": mean(rewards[:window]),
+            "reward_last": mean(rewards[-window:]),
+            "wins_first": mean(wins[:window]),
+            "wins_last": mean(wins[-window:]),
+            "staleness": mean([each["staleness"] for each in tail]),
+            "max_staleness": max((each["max_staleness"] for each in tail), default=None),
+            "dropped_groups": sum(each["dropped"] for each in tail),
+            "density": mean([each["density"] for each in deltas]),
+            "max_density": max((each["density"] for each in deltas), default=None),
+            "payload_bytes": bytes_mean,
+            "full_bytes": deltas[0]["full_bytes"] if deltas else None,
+            "bytes_per_change": sum(each["bytes"] for each in deltas) / max(sum(each["changed"] for each in deltas), 1)
+            if deltas else None,
+            "publish_blocked_seconds": mean([each["diff_seconds"] for each in deltas]),
+            "digest": done.get("digest"),
+            "faults": self.num_faults,
+            "replicas": [
+                {"name": name, "version": each.version, "digest": each.digest, "pulls": each.num_pulls,
+                 "bytes": each.num_bytes, "pause_seconds": each.pause_seconds,
+                 "exact": each.digest is not None and (each.version, each.digest) == (done.get("version"),
+                                                                                      done.get("digest"))}
+                for name, each in sorted(self.replicas.items())
+            ],
+            "evaluations": self.evaluations,
+            "verify": self.audit,
+        }  # fmt: skip

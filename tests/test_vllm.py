@@ -106,9 +106,9 @@ def test_follows_through_s3(kind, tp, tmp_path, s3_server):
             if tp == 1 or number in (12, VERSIONS + 1):
                 with load.quiet():
                     asked = [server.complete(prompt)[:2] for prompt in PROMPTS]
-                checkpoint = trainer.checkpoint()
-                if tp == 1:
-                    assert [list(each) for each in asked] == fresh.ask(checkpoint, PROMPTS)
+                    checkpoint = trainer.checkpoint()
+                    if tp == 1:
+                        assert [list(each) for each in asked] == fresh.ask(checkpoint, PROMPTS)
     assert set(load.reasons) == {"length"}
     assert len(load.reasons) > 10
     assert not load.wrong

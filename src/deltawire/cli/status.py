@@ -54,7 +54,8 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format:
     """Show a fleet again and again, or where it changes."""
     from deltawire.errors import StoreError
 
-    before_signal = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Also SIGINT, which a shell has ignored in what it starts in the background.
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
     drawing, shown, fault = Drawing(), None, None
     try:
         while True:
@@ -74,7 +75,8 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format:
     except KeyboardInterrupt:
         pass
     finally:
-        signal.signal(signal.SIGTERM, before_signal)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:

@@ -24,9 +24,9 @@ PROMPTS = [[1, 2, 3], list(range(40, 60))]
 
 
 class Load:
-    """Requests, one after the other in a few threads, and a watch on what the server says its version is."""
+    """Requests, one after the other, and a watch on what the server says its version is."""
 
-    def __init__(self, server, expected, threads=2):
+    def __init__(self, server, expected, threads=1):
         self.server, self.expected = server, expected
         self.reasons, self.versions, self.wrong = [], [], []
         self._gates = [threading.Lock() for _ in range(threads)]
@@ -56,7 +56,7 @@ class Load:
                 self.versions.append(after)
                 if before == after and before.isdigit() and not paused:
                     self.wrong += [before] if found != self.expected[int(before)] else []
-                time.sleep(0.05)
+                time.sleep(0.3)
 
     @contextmanager
     def quiet(self):

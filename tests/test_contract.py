@@ -46,6 +46,7 @@ LAYERS = [
     ["agent", "testing"],
     ["trainers"],
     ["demo"],
+    ["pages"],
     ["cli"],
 ]
 

@@ -1,0 +1,1 @@
+"""Pages for people: the figures that explain deltawire, and the dashboard of a run."""

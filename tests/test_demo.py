@@ -18,11 +18,11 @@ from deltawire import Publisher, digest
 from deltawire.agent import Agent
 from deltawire.cli.demo_view import screen_text, step_text, summary_text
 from deltawire.demo.checkpoint import Progress, load_progress, save_progress
+from deltawire.demo.games import Episode
 from deltawire.demo.policy import Policy, Sampler
 from deltawire.demo.pretrain import imitated_batch, imitated_game, load, pretrain, save
 from deltawire.demo.recipe import Recipe, Shape
 from deltawire.demo.replica import Completions, Wanted, application
-from deltawire.demo.rollout import Episode
 from deltawire.demo.story import Story
 from deltawire.demo.tokens import BEGIN, NO_WORD, NUM_TOKENS, answer_of, guess_of, letters_of
 from deltawire.demo.trainer import Settings, Trainer, advantages_of, batch_of, log_probs_of, returns_of
@@ -103,7 +103,7 @@ def test_the_sampler_and_the_trainer_agree():
     batch = batch_of([(episode, torch.zeros(len(episode.log_probs))) for episode in episodes])
     with torch.no_grad():
         found = log_probs_of(policy, batch)
-    assert batch.letters.tolist() == [
+    assert batch.written.tolist() == [
         letter for episode in episodes for guess in episode.seen.guesses for letter in letters_of(guess)
     ]
     assert torch.allclose(found, batch.log_probs, atol=1e-4)

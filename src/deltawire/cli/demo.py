@@ -14,16 +14,29 @@ from deltawire.cli.output import FAILURE, MISMATCH, speaking_errors
 if TYPE_CHECKING:
     from deltawire.demo.orchestrate import Options
 
-QUICK = {"num_steps": 40, "num_secrets": 4, "warmup_steps": 5, "rounds": 1, "time_limit": 20.0}
+QUICK = {
+    "wordle": {"num_steps": 40, "num_groups": 4, "warmup_steps": 5, "rounds": 1, "time_limit": 20.0},
+    "smollm2": {"num_steps": 5, "rounds": 1, "time_limit": 300.0},
+}
+# Where a model's defaults are others than those of Options.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "wordle": {},
+    "smollm2": {"engine": "vllm", "num_steps": 60, "num_replicas": 1, "num_groups": 4, "warmup_steps": 5,
+                "time_limit": 1800.0},
+}  # fmt: skip
 QUICK_PRETRAIN_STEPS = 120
 
 
 @click.command("demo")
+@click.option("--model", type=click.Choice(list(DEFAULTS)), default="wordle", show_default=True,
+              help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which lists words.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: replicas of the demo's own, or "
+              "real vLLM servers with agents beside them.  [default: torch; vllm with --model smollm2]")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 180; 40 with "
-              "--quick]")  # fmt: skip
+              "--quick; 60 with --model smollm2]")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Under a minute: fewer steps, games and words to play in the end. Too "
               "little to learn much.")  # fmt: skip
-@click.option("--replicas", type=click.IntRange(1, 16), default=2, show_default=True, help="How many sample games.")
+@click.option("--replicas", type=click.IntRange(1, 16), help="How many sample.  [default: 2; 1 with --model smollm2]")
 @click.option("--store", help="Where the run goes, any URL.  [default: a folder beside the log]")
 @click.option("--s3", is_flag=True, help="Start a real S3 server (seaweedfs) on this machine, and use that.")
 @click.option("--kill-replica-at", type=click.IntRange(1), metavar="STEP", help="Kill a replica in the middle of it.")
@@ -34,15 +47,16 @@ QUICK_PRETRAIN_STEPS = 120
               "it.  [default: a temporary one, which stays]")  # fmt: skip
 @click.option("--cache", type=PATH, help="Where the pretrained policy is kept.  [default: ~/.cache/deltawire/demo]")
 @click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Begin no step after so long.  "
-              "[default: 240; 20 with --quick]")  # fmt: skip
+              "[default: 240; 20 with --quick; 1800 with --model smollm2]")  # fmt: skip
 @click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often each word is played to "
               "compare the policy before and after; 0: not at all.  [default: 3; 1 with --quick]")  # fmt: skip
 @click.option("--pretrain-steps", type=click.IntRange(1), hidden=True, help="Of the policy that it starts from.")
 @output_options
 def demo_command(
-    steps: int | None, quick: bool, replicas: int, store: str | None, s3: bool, kill_replica_at: int | None,
-    late_join_at: int | None, no_publish: bool, seed: int, folder: Path | None, cache: Path | None,
-    time_limit: float | None, rounds: int | None, pretrain_steps: int | None, output_format: str, quiet: bool,
+    model: str, engine: str | None, steps: int | None, quick: bool, replicas: int | None, store: str | None, s3: bool,
+    kill_replica_at: int | None, late_join_at: int | None, no_publish: bool, seed: int, folder: Path | None,
+    cache: Path | None, time_limit: float | None, rounds: int | None, pretrain_steps: int | None, output_format: str,
+    quiet: bool,
 ) -> None:  # fmt: skip
     """Run asynchronous RL on this machine: a trainer, replicas, Wordle, a store.
 
@@ -51,19 +65,23 @@ def demo_command(
     find, check and apply while they sample. In the end every replica's weights are compared with the trainer's, and
     the whole chain is verified. What ends too early is started again; Ctrl-C ends all of it.
 
+    With --model smollm2 a pretrained language model learns on real vLLM, which takes a quarter of an hour.
+
     With --format json the summary is JSON; all events are in events.jsonl either way.
     """
     if s3 and store is not None:
         raise click.UsageError("--s3 starts a store of its own: leave --store out")
+    if model == "smollm2" and engine == "torch":
+        raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
         from deltawire.cli.demo_view import shown, summary_text, view_of
         from deltawire.demo.orchestrate import Demo, Interrupted
 
         given = {"num_steps": steps, "time_limit": time_limit, "pretrain_steps": pretrain_steps,
-                 "rounds": rounds}  # fmt: skip
-        options = options_of(quick, cache, given, {
+                 "rounds": rounds, "engine": engine, "num_replicas": replicas}  # fmt: skip
+        options = options_of(model, quick, cache, given, {
             "folder": (folder or Path(tempfile.mkdtemp(prefix="deltawire-demo-"))).absolute(), "store": store, "s3": s3,
-            "num_replicas": replicas, "kill_replica_at": kill_replica_at, "late_join_at": late_join_at,
+            "kill_replica_at": kill_replica_at, "late_join_at": late_join_at,
             "publishes": not no_publish, "seed": seed,
         })  # fmt: skip
         view = view_of(output_format, quiet)
@@ -82,14 +100,14 @@ def demo_command(
             sys.exit(MISMATCH if summary["steps"] else FAILURE)
 
 
-def options_of(quick: bool, cache: Path | None, given: dict[str, Any], others: dict[str, Any]) -> "Options":
+def options_of(model: str, quick: bool, cache: Path | None, given: dict[str, Any], others: dict[str, Any]) -> "Options":
     """What was asked for, and defaults for the rest."""
     from deltawire.demo.orchestrate import Options
     from deltawire.demo.recipe import Recipe, Shape, cache_folder
 
     cache = cache or cache_folder()
-    values: dict[str, Any] = dict(QUICK) if quick else {}
+    values: dict[str, Any] = {**DEFAULTS[model], **(QUICK[model] if quick else {})}
     if quick and not (cache / Recipe().name(Shape())).exists():
         values["pretrain_steps"] = QUICK_PRETRAIN_STEPS
     values |= {name: value for name, value in given.items() if value is not None}
-    return Options(cache=cache, **values, **others)
+    return Options(cache=cache, model=model, **values, **others)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
-from deltawire.demo.policy import Policy
 from deltawire.demo.rollout import Evaluation
 from deltawire.errors import CorruptObject
 
@@ -25,7 +25,7 @@ class Progress:
     """How the policy played before the first step."""
 
 
-def save_progress(file: Path, policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+def save_progress(file: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Write a checkpoint; whoever is killed meanwhile finds the one before."""
     tensors = {}
     for name, parameter in policy.named_parameters():
@@ -37,7 +37,7 @@ def save_progress(file: Path, policy: Policy, optimizer: torch.optim.Optimizer, 
     partial.replace(file)
 
 
-def load_progress(file: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
+def load_progress(file: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
     """Bring policy and optimizer to where a checkpoint was written."""
     try:
         with safe_open(file, "pt") as found, torch.no_grad():

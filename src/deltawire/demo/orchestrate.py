@@ -18,10 +18,14 @@ import httpx
 from deltawire.demo.parts import HOST, Event, Part, PartFailed, free_ports, module
 from deltawire.demo.recipe import Recipe, Shape
 from deltawire.demo.s3 import S3Server
+from deltawire.demo.serving import ENVIRONMENT, agent_command, make_checkpoint, measure_command, server_command
+from deltawire.demo.smollm2 import start as smollm2
 from deltawire.demo.story import Follower, Story
+from deltawire.demo.tokens import MAX_TOKENS
 from deltawire.errors import MissingDependency
 
-NEEDED = ("torch", "starlette", "uvicorn", "httpx", "openenv", "prometheus_client")
+NEEDED_BY_ALL = ("torch", "starlette", "uvicorn", "httpx", "prometheus_client")
+NEEDED = (*NEEDED_BY_ALL, "openenv")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 REACH_SECONDS = 60.0
 
@@ -32,11 +36,13 @@ class Options:
 
     folder: Path
     cache: Path
+    model: str = "wordle"
+    engine: str = "torch"
     store: str | None = None
     s3: bool = False
     num_steps: int = 180
     num_replicas: int = 2
-    num_secrets: int = 8
+    num_groups: int = 8
     warmup_steps: int = 20
     pretrain_steps: int = 600
     rounds: int = 3
@@ -55,7 +61,7 @@ class Demo:
     """One run. `refresh` is called several times a second with what is known."""
 
     def __init__(self, options: Options, refresh: Callable[[Story], None]) -> None:
-        check_installed()
+        check_installed(options)
         self.options, self._refresh = options, refresh
         options.folder.mkdir(parents=True, exist_ok=True)
         self.story = Story(options.folder / "events.jsonl", options.num_steps)
@@ -70,17 +76,17 @@ class Demo:
         ports = free_ports(1 + options.num_replicas + has_late)
         self._urls = [f"http://{HOST}:{port}" for port in ports]
         self._killed = self._joined = False
+        self._start = Path()
 
     def run(self) -> None:
         """All of it; Interrupted when a signal came, and then too nothing is left running."""
         with self._signals():
             try:
-                start = self._pretrained()
+                start = self._start = self._pretrained()
                 self._start_store()
-                environment = self._part("environment", *module("wordle", "--port", self._port(0)))
-                replicas = [self._replica(i) for i in range(self.options.num_replicas)]
+                replicas = [part for i in range(self.options.num_replicas) for part in self._replica(i, start)]
                 trainer = self._part("trainer", *self._trainer(start), max_starts=4)
-                for part in (trainer, *replicas, environment):
+                for part in (trainer, *replicas, *self._environments()):
                     part.start()
                 self.story.phase = "training"
                 self._follow(trainer)
@@ -95,19 +101,24 @@ class Demo:
 
     def _pretrained(self) -> Path:
         """The policy to start from, from the cache or made now."""
-        file = self.options.cache / Recipe(num_steps=self.options.pretrain_steps).name(Shape())
+        if self.options.model == "smollm2":
+            file = self.options.cache / "smollm2-135m"
+            command = module("smollm2.start", "--output", str(file))
+        else:
+            num_steps = str(self.options.pretrain_steps)
+            file = self.options.cache / Recipe(num_steps=self.options.pretrain_steps).name(Shape())
+            command = module("pretrain", "--output", str(file), "--steps", num_steps)
         if not file.exists():
-            self.story.phase = "pretraining"
-            arguments = ["--output", str(file), "--steps", str(self.options.pretrain_steps)]
+            self.story.phase = "pretraining" if self.options.model == "wordle" else "unpacking the model"
             # With both cores, but not waiting for each other on them where others need them too.
             environment = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-            part = self._part("pretrain", *module("pretrain", *arguments), environment=environment)
+            part = self._part("start", *command, environment=environment)
             part.start()
             while part.ended() is None:
                 self._listen()
             part.wait_for_output()
             if part.ended():
-                raise PartFailed(f"pretraining failed: {part.log.read_text(errors='replace')[-600:]}", part="pretrain")
+                raise PartFailed(f"the start failed: {part.log.read_text(errors='replace')[-600:]}", part="start")
             self._parts.remove(part)
             part.stop(0)
         return file
@@ -124,28 +135,56 @@ class Demo:
     def _port(self, number: int) -> str:
         return self._urls[number].rpartition(":")[2]
 
-    def _part(self, name: str, *command: str, max_starts: int = 6, environment: dict[str, str] | None = None) -> Part:
+    def _part(
+        self, name: str, *command: str, max_starts: int = 6, environment: dict[str, str] | None = None,
+        told_as: Event | None = None,
+    ) -> Part:  # fmt: skip
         log = self.options.folder / "logs" / f"{name}.log"
         part = Part(
             name, command, log=log, events=self._events, environment=environment or self._environment,
-            max_starts=max_starts,
+            max_starts=max_starts, told_as=told_as,
         )  # fmt: skip
         self._parts.append(part)
         return part
 
-    def _replica(self, number: int) -> Part:
-        name = f"replica-{number}"
+    def _environments(self) -> list[Part]:
+        if self.options.model != "wordle":
+            return []
+        return [self._part("environment", *module("wordle", "--port", self._port(0)))]
+
+    def _replica(self, number: int, start: Path) -> list[Part]:
+        """A replica of the demo's own, or a vLLM server and the agent beside it."""
+        name, port = f"replica-{number}", self._port(1 + number)
         self.story.replicas[name] = Follower()
-        return self._part(
-            name, *module("replica", "--store", self.store, "--name", name, "--port", self._port(1 + number))
+        if self.options.engine == "torch":
+            return [self._part(name, *module("replica", "--store", self.store, "--name", name, "--port", port))]
+        folder, sizes = self._served(start)
+        server = self._part(
+            f"vllm-{number}", *server_command(folder, port, **sizes), environment={**self._environment, **ENVIRONMENT}
         )
+        mirror = self.options.folder / "mirrors" / name
+        agent = agent_command(self._urls[1 + number], self.store, name, mirror)
+        return [server, self._part(name, *agent, told_as={"event": "pull", "replica": name})]
+
+    def _served(self, start: Path) -> tuple[Path, dict[str, int]]:
+        """What vLLM servers start from, and how much they need."""
+        if self.options.model == "smollm2":
+            return start, {"max_tokens": 128, "num_sequences": 64, "cache_bytes": 512 << 20}
+        folder = self.options.folder / "served"
+        if not (folder / "model.safetensors").exists():
+            make_checkpoint(start, folder)
+        return folder, {"max_tokens": MAX_TOKENS, "num_sequences": 128, "cache_bytes": 128 << 20}
 
     def _trainer(self, start: Path) -> list[str]:
         options = self.options
+        name, environment = "trainer", ["--environment", self._urls[0]]
+        if options.model == "smollm2":
+            # A checkpoint has fp32 weights and moments, 1.6 GB.
+            name, environment = "smollm2.trainer", ["--checkpoint-every", "20"]
         replicas = [word for url in self._urls[1:] for word in ("--replica", url)]
         return module(
-            "trainer", "--store", self.store, "--environment", self._urls[0], *replicas, "--policy", str(start),
-            "--folder", str(options.folder), "--steps", str(options.num_steps), "--secrets", str(options.num_secrets),
+            name, "--store", self.store, *environment, *replicas, "--engine", options.engine, "--policy", str(start),
+            "--folder", str(options.folder), "--steps", str(options.num_steps), "--groups", str(options.num_groups),
             "--warmup", str(options.warmup_steps), "--rounds", str(options.rounds),
             "--time-limit", str(options.time_limit), "--seed", str(options.seed),
             *([] if options.publishes else ["--no-publish"]),
@@ -187,12 +226,14 @@ class Demo:
         options, step = self.options, self.story.step
         if options.kill_replica_at is not None and step >= options.kill_replica_at and not self._killed:
             self._killed = True
-            self.story.note(f"killing replica-0 at step {step}", step=step)
-            next(part for part in self._parts if part.name == "replica-0").kill()
+            name = "replica-0" if options.engine == "torch" else "vllm-0"
+            self.story.note(f"killing {name} at step {step}", step=step)
+            next(part for part in self._parts if part.name == name).kill()
         if options.late_join_at is not None and step >= options.late_join_at and not self._joined:
             self._joined = True
             self.story.note(f"starting replica-{options.num_replicas} at step {step}", step=step)
-            self._replica(options.num_replicas).start()
+            for part in self._replica(options.num_replicas, self._start):
+                part.start()
 
     def _check_replicas(self) -> None:
         """Ask each replica for the digest of its memory, once it is at the last version."""
@@ -203,21 +244,36 @@ class Demo:
             while True:
                 self._listen()
                 try:
-                    told = httpx.get(f"{self._urls[1 + number]}/digest", timeout=10, trust_env=False).json()
-                except (httpx.HTTPError, ValueError):
-                    told = {"version": None, "digest": None}
+                    told = self._measured(self._urls[1 + number])
+                except (httpx.HTTPError, ValueError) as error:
+                    told = {"version": None, "digest": None, "error": str(error)}
                 if told["version"] == done.get("version") or time.monotonic() > deadline:
                     break
             follower = self.story.replicas[name]
             follower.version, follower.digest = told["version"], told["digest"]
             self.story.add({"event": "checked", "replica": name, **told, "trainer": done.get("digest")})
 
+    def _measured(self, url: str) -> Event:
+        """The version of a replica, and the digest of what it has in memory."""
+        told: Event
+        if self.options.engine == "torch":
+            told = httpx.get(f"{url}/digest", timeout=10, trust_env=False).json()
+        else:
+            ended = self._printed(measure_command(url, self.store))
+            if ended.returncode:
+                raise ValueError(ended.stderr.strip()[-300:])
+            told = json.loads(ended.stdout)
+        return told
+
+    def _printed(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, env={**os.environ, **self._environment}, check=False
+        )
+
     def _verify(self) -> Event:
         """The whole chain, checked by the same command that anyone can run."""
         command = [sys.executable, "-m", "deltawire.cli", "verify", self.store, "--format", "json"]
-        ended = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, env={**os.environ, **self._environment}, check=False
-        )
+        ended = self._printed(command)
         try:
             told: Event = json.loads(ended.stdout)
         except ValueError:
@@ -245,8 +301,15 @@ class Demo:
         self._drain()
 
 
-def check_installed() -> None:
+def check_installed(options: Options) -> None:
     """Refuse to start what could not run."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    needed = NEEDED if options.model == "wordle" else NEEDED_BY_ALL
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise MissingDependency(f"the demo needs {', '.join(missing)}: pip install 'deltawire[demo,agent,torch]'")
+    if options.engine == "vllm" and find_spec("vllm") is None:
+        raise MissingDependency(
+            "--engine vllm needs vLLM 0.32: pip install 'deltawire[vllm]'; for a CPU see docs/guides/vllm.md"
+        )
+    if options.model == "smollm2":
+        smollm2.check_installed()

@@ -40,13 +40,16 @@ def free_ports(count: int) -> list[int]:
 
 
 class Part:
-    """One process. Lines of JSON that it prints are events; everything else goes to its log."""
+    """One process. Lines of JSON that it prints are events; everything else goes to its log.
+
+    A program that does not know of events has its lines completed by `told_as`.
+    """
 
     def __init__(
         self, name: str, command: Sequence[str], *, log: Path, events: "queue.Queue[Event]",
-        environment: Mapping[str, str], max_starts: int = 6,
+        environment: Mapping[str, str], max_starts: int = 6, told_as: Event | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.log = name, log
+        self.name, self.log, self._told_as = name, log, told_as or {}
         self._command, self._environment, self._events = list(command), dict(environment), events
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
@@ -76,7 +79,7 @@ class Part:
                 told = None
                 with suppress(ValueError):
                     told = json.loads(line)
-                if isinstance(told, dict) and "event" in told:
+                if isinstance(told, dict) and "event" in (told := {**self._told_as, **told}):
                     self._events.put(told)
                 else:
                     log.write(line)
@@ -99,8 +102,10 @@ class Part:
         self.start()
 
     def kill(self) -> None:
+        """As when its machine goes away, with all processes that it has started."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, SIGKILL)
 
     def stop(self, seconds: float, should_hurry: Callable[[], bool] = lambda: False) -> None:
         """Ask it to end, and see to it that it does."""
@@ -113,9 +118,9 @@ class Part:
             process.send_signal(sent)
         while process.poll() is None and sent != SIGKILL:
             if time.monotonic() > deadline or should_hurry():
-                process.kill()
                 break
             time.sleep(0.02)
+        self.kill()
         process.wait()
         self._let_go()
         self._process = None

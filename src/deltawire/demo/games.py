@@ -1,0 +1,84 @@
+"""Games of Wordle through HTTP: letters come from a replica, colours from the environment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deltawire.demo.clients import ReplicaClient, VllmClient
+from deltawire.demo.rollout import Evaluation
+from deltawire.demo.tokens import BEGIN, NUM_ALPHABET, answer_of, guess_of
+from deltawire.demo.wordle.client import WordleGames
+from deltawire.demo.wordle.game import NUM_LETTERS, View
+
+
+@dataclass(slots=True)
+class Episode:
+    """A game as the trainer needs it."""
+
+    secret: int
+    tokens: list[int] = field(default_factory=lambda: [BEGIN])
+    log_probs: list[float] = field(default_factory=list)
+    """Of each letter, as the sampler had it."""
+    versions: list[int] = field(default_factory=list)
+    """The weights that each guess was made with."""
+    view: View | None = None
+
+    @property
+    def seen(self) -> View:
+        if self.view is None:
+            raise ValueError("this game has not begun")
+        return self.view
+
+    @property
+    def num_valid(self) -> int:
+        return sum("X" not in each for each in self.seen.feedbacks)
+
+    def add(self, letters: Sequence[int], log_probs: Sequence[float], version: int, seen: View) -> None:
+        self.tokens += [*letters, *answer_of(guess_of(letters), seen.feedback)]
+        self.log_probs += log_probs
+        self.versions.append(version)
+        self.view = seen
+
+
+class WordlePlayer:
+    """Plays with one replica, all guesses of a turn in one request."""
+
+    def __init__(self, environment: str, url: str, *, is_vllm: bool = False) -> None:
+        self.url = url
+        self._replica = VllmClient(url, range(NUM_ALPHABET)) if is_vllm else ReplicaClient(url)
+        self._games = WordleGames(environment)
+
+    def version(self) -> int | None:
+        return self._replica.version()
+
+    def play(self, tasks: Sequence[int], *, temperature: float, seed: int) -> list[Episode]:
+        self._games.reset(secrets=tasks)
+        episodes = [Episode(secret) for secret in tasks]
+        for turn in range(100):
+            numbers = self._games.open
+            if not numbers:
+                break
+            version, completions = self._replica.complete(
+                [episodes[number].tokens for number in numbers], NUM_LETTERS, temperature, seed + turn
+            )
+            written = dict(zip(numbers, completions, strict=True))
+            views = self._games.step({number: guess_of(each.tokens) for number, each in written.items()})
+            for number, (letters, log_probs) in written.items():
+                episodes[number].add(letters, log_probs, version, views[number])
+        return episodes
+
+    def close(self) -> None:
+        self._games.close()
+        self._replica.close()
+
+
+def summary(episodes: Sequence[Episode], version: int, temperature: float) -> Evaluation:
+    """What some games are worth."""
+    num_games, num_guesses = len(episodes), sum(len(episode.seen.guesses) for episode in episodes)
+    return Evaluation(
+        version=version,
+        temperature=temperature,
+        num_games=num_games,
+        reward=sum(episode.seen.score for episode in episodes) / num_games,
+        wins=sum(episode.seen.won for episode in episodes) / num_games,
+        valid=sum(episode.num_valid for episode in episodes) / num_guesses,
+    )

@@ -1,0 +1,83 @@
+"""The step of asynchronous GRPO, whatever is trained.
+
+Each token carries the log-probability that it was sampled with. The ratio to that corrects for weights that have moved
+since, and is clipped where it has moved too far.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all recipes have."""
+
+    num_steps: int
+    num_groups: int
+    group_size: int
+    warmup_steps: int
+    clip: tuple[float, float] = (0.8, 1.28)
+    max_grad_norm: float = 1.0
+    max_staleness: int | None = 4
+    """Episodes that began with older weights are thrown away."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Episodes as tensors. `wanted` says at which places a sampled token comes next; the rest has a value for each."""
+
+    tokens: Tensor
+    wanted: Tensor
+    written: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+
+
+E = TypeVar("E")
+
+
+class Trainer(Generic[E]):
+    """A policy, its optimizer, and the step. A recipe says how episodes become batches, and how likely tokens are."""
+
+    def __init__(
+        self, policy: nn.Module, parameters: Iterable[tuple[Sequence[Tensor], float]], settings: Settings
+    ) -> None:
+        self.policy, self.settings = policy, settings
+        self.optimizer = torch.optim.AdamW(
+            [{"params": each, "lr": lr, "full_lr": lr} for each, lr in parameters], weight_decay=0.0
+        )
+
+    def batches(self, groups: Sequence[Sequence[E]]) -> Sequence[Batch]:
+        """Groups of episodes with their advantages, in parts of a size that fits."""
+        raise NotImplementedError
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """The log-probability of each token that was sampled, under the weights as they are."""
+        raise NotImplementedError
+
+    def step(self, number: int, groups: Sequence[Sequence[E]]) -> dict[str, float]:
+        """One step of the optimizer on some groups; what there is to tell of it."""
+        settings, batches = self.settings, self.batches(groups)
+        num_tokens = sum(len(batch.written) for batch in batches)
+        num_clipped, divergence = 0, 0.0
+        for batch in batches:
+            log_ratio = self.log_probs(batch) - batch.log_probs
+            ratio = log_ratio.exp()
+            clipped = ratio.clamp(*settings.clip)
+            gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+            (-gain.sum() / num_tokens).backward()
+            num_clipped += int((gain < ratio * batch.advantages).sum())
+            divergence += float((ratio - 1 - log_ratio).detach().sum())
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), settings.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["full_lr"] * min(number / max(settings.warmup_steps, 1), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {
+            "clipped": num_clipped / num_tokens, "divergence": divergence / num_tokens, "grad_norm": float(norm),
+            "tokens": num_tokens,
+        }  # fmt: skip

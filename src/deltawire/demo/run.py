@@ -1,0 +1,262 @@
+"""A training run: takes episodes, makes steps, publishes, and goes on from its checkpoint after it was killed.
+
+Three things go on at the same time. Threads sample episodes from the replicas, with whatever weights these have
+(`rollout`). The loop in `Run.train` takes a batch of them, makes one step, and publishes. Replicas, wherever they are,
+find the new version in the store by themselves. Nobody waits for anybody.
+"""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import click
+from torch import Tensor, nn
+
+from deltawire import Publication, Publisher, digest
+from deltawire.demo.checkpoint import Progress, load_progress, save_progress
+from deltawire.demo.grpo import Trainer
+from deltawire.demo.rollout import Evaluation, PlayerOf, Rollouts, Sampled, episodes_at, oldest
+from deltawire.errors import DeltawireError
+
+E = TypeVar("E", bound=Sampled)
+
+
+def say(**told: Any) -> None:
+    """Tell an event: a line of JSON on stdout."""
+    sys.stdout.write(json.dumps({key: _short(value) for key, value in told.items()}) + "\n")
+    sys.stdout.flush()
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def told_fault(where: str, error: Exception) -> None:
+    say(event="fault", part=where, reason=f"{type(error).__name__}: {error}"[:300])
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Generic[E]):
+    """What is trained for."""
+
+    player_of: PlayerOf[E]
+    num_tasks: int
+    summary: Callable[[Sequence[E], int, float], Evaluation]
+    control_temperature: float
+    """Where the policy does best before it is trained: what is learned must be more than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How a run is made, as the command line has it."""
+
+    store: str
+    replicas: tuple[str, ...]
+    engine: str
+    start: Path
+    folder: Path
+    steps: int
+    groups: int
+    warmup: int
+    time_limit: float
+    checkpoint_every: int
+    rounds: int
+    seed: int
+    no_publish: bool
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a job, for a command that takes them as keywords."""
+    path = click.Path(path_type=Path)
+    options = [
+        click.option("--store", required=True, help="Where to publish."),
+        click.option("--replica", "replicas", required=True, multiple=True, metavar="URL",
+                     help="A replica; several times."),
+        click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", help="What the replicas are."),
+        click.option("--policy", "start", type=path, required=True, help="Where the weights start."),
+        click.option("--folder", type=path, required=True, help="For the checkpoint."),
+        click.option("--steps", type=int, required=True, help="How many steps."),
+        click.option("--groups", type=int, required=True, help="Groups of episodes in a step."),
+        click.option("--warmup", type=int, required=True, help="Steps until the full learning rate."),
+        click.option("--time-limit", type=float, required=True, help="Begin no step after so many seconds."),
+        click.option("--checkpoint-every", type=int, default=5, show_default=True, help="Steps between checkpoints."),
+        click.option("--rounds", type=int, required=True, help="How often an evaluation goes through all tasks."),
+        click.option("--seed", type=int, default=0, show_default=True, help="For the choice of tasks and tokens."),
+        click.option("--no-publish", is_flag=True, help="Publish the start only, so that replicas never learn."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+class Run(Generic[E]):
+    """A run that is going on."""
+
+    def __init__(
+        self, job: Job, trainer: Trainer[E], task: Task[E], publisher: Publisher, rollouts: Rollouts[E],
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.trainer, self.publisher, self.rollouts, self.progress = trainer, publisher, rollouts, progress
+        self._job, self._task, self._deadline = job, task, 0.0
+        self._untold: list[Publication] = []
+        self.version = -1 if publisher.version is None else publisher.version
+        """What the weights are, or will be when it is in the store."""
+        self.stopped = False
+
+    def stop(self, *_: object) -> None:
+        """End after the step that is being made; also as a signal's handler."""
+        self.stopped = True
+
+    def publish(self) -> None:
+        """Make the weights a version. It is on its way when this returns."""
+        publication = self.publisher.publish(step=self.progress.step)
+        self.version = publication.version
+        self._untold.append(publication)
+        self.tell_published()
+
+    def settle(self) -> None:
+        """Wait until the weights as they are now are in the store."""
+        self.publisher.flush()
+        self.tell_published()
+        if self.publisher.version != self.version:
+            self.publisher.publish(step=self.progress.step).wait()
+            self.version = self.publisher.version or 0
+
+    def tell_published(self) -> None:
+        """Tell of versions that are in the store by now."""
+        while self._untold and self._untold[0].done():
+            publication = self._untold.pop(0)
+            if publication.error is not None:
+                # The next version holds what this one would have.
+                say(event="fault", part="trainer", reason=f"version {publication.version}: {publication.error}")
+                continue
+            stats = publication.stats
+            say(event="published", version=publication.version, step=publication.step, density=stats["density"],
+                changed=stats["num_changed"], bytes=stats["num_bytes"], full_bytes=stats["full_bytes"],
+                diff_seconds=stats["diff_seconds"], encode_seconds=stats["encode_seconds"],
+                upload_seconds=stats["upload_seconds"], commit_seconds=stats["commit_seconds"])  # fmt: skip
+
+    def train(self) -> None:
+        """All steps that are left, or as many as there is time for."""
+        self.rollouts.start()
+        self._deadline = time.monotonic() + self._job.time_limit
+        while self.progress.step < self.trainer.settings.num_steps and not self.should_stop():
+            started = time.perf_counter()
+            groups, dropped = self.take_groups()
+            if self.stopped or not groups:
+                break
+            taken = time.perf_counter()
+            episodes = [episode for group in groups for episode in group]
+            staleness = [self.version - oldest(episode) for episode in episodes]
+            told = self.trainer.step(self.progress.step + 1, groups)
+            self.progress.step += 1
+            if not self._job.no_publish:
+                self.publish()
+            if self.progress.step % self._job.checkpoint_every == 0:
+                self.save()
+            result = self._task.summary(episodes, self.version, 1.0)
+            say(event="step", step=self.progress.step, reward=result.reward, wins=result.wins, valid=result.valid,
+                games=len(episodes), staleness=sum(staleness) / len(staleness), max_staleness=max(staleness),
+                dropped=dropped, wait_seconds=taken - started, seconds=time.perf_counter() - started,
+                **told)  # fmt: skip
+        self.rollouts.stop()
+        self.save()
+
+    def should_stop(self) -> bool:
+        self.tell_published()
+        return self.stopped or time.monotonic() > self._deadline
+
+    def take_groups(self) -> tuple[list[list[E]], int]:
+        """A batch of groups that are fresh enough, and how many were not."""
+        settings, dropped = self.trainer.settings, 0
+        groups: list[list[E]] = []
+        while len(groups) < settings.num_groups and not self.should_stop():
+            for group in self.rollouts.take(settings.num_groups - len(groups), self.should_stop):
+                stalest = min(oldest(episode) for episode in group)
+                if settings.max_staleness is not None and self.version - stalest > settings.max_staleness:
+                    dropped += 1
+                else:
+                    groups.append(group)
+        return (groups if len(groups) == settings.num_groups else []), dropped
+
+    def save(self) -> None:
+        save_progress(checkpoint_of(self._job), self.trainer.policy, self.trainer.optimizer, self.progress)
+
+    def evaluations(self) -> list[Evaluation]:
+        """How this version does, as it is sampled in training and at the temperature that suits the start best."""
+        job, task = self._job, self._task
+        return [
+            task.summary(
+                episodes_at(
+                    task.player_of, job.replicas, self.version, num_tasks=task.num_tasks, temperature=temperature,
+                    rounds=job.rounds, on_fault=told_fault,
+                ),
+                self.version,
+                temperature,
+            )
+            for temperature in (1.0, task.control_temperature)
+        ]  # fmt: skip
+
+
+def carry_out(job: Job, trainer: Trainer[E], task: Task[E], files: Sequence[Path]) -> None:
+    """Train from where the last run in the folder ended, or from the start; then see what came of it.
+
+    `files` travel with the weights: what an engine needs to serve them.
+    """
+    policy, settings = trainer.policy, trainer.settings
+    progress, first_digest = Progress(), published_digest(policy)
+    if checkpoint_of(job).exists():
+        progress = load_progress(checkpoint_of(job), policy, trainer.optimizer)
+        say(event="resumed", step=progress.step)
+    rollouts = Rollouts(
+        task.player_of, job.replicas, num_tasks=task.num_tasks, group_size=settings.group_size,
+        seed=job.seed + 1_000_003 * progress.step, groups_per_batch=max(settings.num_groups // 2, 1),
+        num_ahead=2 * settings.num_groups, on_fault=told_fault,
+    )  # fmt: skip
+    with Publisher(job.store, policy, files=files, threads=1) as publisher:
+        this = Run(job, trainer, task, publisher, rollouts, progress)
+        signal.signal(signal.SIGTERM, this.stop)
+        signal.signal(signal.SIGINT, this.stop)
+        if publisher.version is None or not (job.no_publish or publisher.resumed):
+            this.publish()
+        this.settle()
+        if job.rounds and progress.step == 0 and not progress.start:
+            progress.start = this.evaluations()
+            this.save()
+        for each in progress.start:
+            say(event="evaluation", which="start", **asdict(each))
+        this.train()
+        this.settle()
+        if this.stopped:
+            return
+        for each in this.evaluations() if job.rounds else []:
+            say(event="evaluation", which="final", **asdict(each))
+        last_digest = first_digest if job.no_publish else published_digest(policy)
+        say(event="done", step=progress.step, version=this.version, digest=str(last_digest))
+
+
+def checkpoint_of(job: Job) -> Path:
+    return job.folder / "checkpoint.safetensors"
+
+
+def published_digest(policy: nn.Module) -> Any:
+    """The digest of the trainer's own weights, as torch casts them."""
+    weights: Mapping[str, Tensor] = {name: value.detach().bfloat16() for name, value in policy.named_parameters()}
+    return digest(weights, threads=1)
+
+
+@contextmanager
+def telling_errors() -> Iterator[None]:
+    """Errors of ours are events, and end the process."""
+    try:
+        yield
+    except DeltawireError as error:
+        say(event="failed", part="trainer", reason=f"{type(error).__name__}: {error}")
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

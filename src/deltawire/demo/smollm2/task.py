@@ -14,7 +14,7 @@ from deltawire.demo.rollout import Evaluation
 
 LETTERS = "abcdefghiklmnoprstuw"
 PROMPT = "<|im_start|>user\nList words that begin with the letter {letter}.<|im_end|>\n<|im_start|>assistant\n"
-NUM_TOKENS = 20
+NUM_TOKENS = 16
 MIN_WORDS = 3
 
 

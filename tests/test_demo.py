@@ -4,11 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +25,7 @@ from deltawire.demo.wordle.game import Game, feedback, view
 from deltawire.demo.wordle.words import WORDS
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import CorruptObject, EngineUnavailable
+from demo_run import PATIENCE, events, processes, started, step_of, wait_for
 from servers import WEED
 
 SMALL = Shape(hidden=32, num_heads=2, head_dim=16, inner=48)
@@ -299,65 +295,11 @@ def test_what_is_shown(tmp_path):
 
 # From here on: the command, with all its processes.
 
-PATIENCE = 180
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     pytest.importorskip("openenv")
     return tmp_path_factory.mktemp("cache")
-
-
-def command(folder, cache, *arguments):
-    return [sys.executable, "-m", "deltawire.cli", "demo", "--quick", "--pretrain-steps", "40", "--folder", str(folder),
-            "--cache", str(cache), "--time-limit", "600", *arguments]  # fmt: skip
-
-
-def processes(folder):
-    """What runs of a demo, by its folder in the command line or in the place of its log."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            log = os.readlink(process / "fd" / "2")
-        except OSError:
-            continue
-        if log.startswith(str(folder / "logs")):
-            found[int(process.name)] = words
-    return found
-
-
-def events(folder):
-    file = folder / "events.jsonl"
-    return (
-        [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
-    )
-
-
-def wait_for(condition, what):
-    deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited too long for {what}"
-        time.sleep(0.1)
-    return found
-
-
-def step_of(folder):
-    return max((event["step"] for event in events(folder) if event["event"] == "step"), default=0)
-
-
-@contextmanager
-def started(folder, cache, *arguments):
-    process = subprocess.Popen(
-        command(folder, cache, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-        for pid in processes(folder):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_run_with_kills_and_a_late_replica(tmp_path, cache):

@@ -1,0 +1,64 @@
+"""The demo as a process, as users start it, and what it leaves: processes and events."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+PATIENCE = 180
+
+
+def command(folder, cache, *arguments):
+    return [sys.executable, "-m", "deltawire.cli", "demo", "--quick", "--pretrain-steps", "40", "--folder", str(folder),
+            "--cache", str(cache), "--time-limit", "600", *arguments]  # fmt: skip
+
+
+def processes(folder):
+    """What runs of a demo, by its folder in the command line or in the place of its log."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            log = os.readlink(process / "fd" / "2")
+        except OSError:
+            continue
+        if log.startswith(str(folder / "logs")):
+            found[int(process.name)] = words
+    return found
+
+
+def events(folder):
+    file = folder / "events.jsonl"
+    return (
+        [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
+    )
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited too long for {what}"
+        time.sleep(0.1)
+    return found
+
+
+def step_of(folder):
+    return max((event["step"] for event in events(folder) if event["event"] == "step"), default=0)
+
+
+@contextmanager
+def started(folder, cache, *arguments):
+    process = subprocess.Popen(
+        command(folder, cache, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        for pid in processes(folder):
+            os.kill(pid, signal.SIGKILL)

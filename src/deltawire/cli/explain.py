@@ -1,0 +1,52 @@
+"""The explain command: figures that show how weights travel."""
+
+import signal
+from pathlib import Path
+
+import click
+
+from deltawire.cli.files import PATH, output_options
+from deltawire.cli.output import show, size_text, speaking_errors
+
+
+@click.command("explain")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Where to listen, on "
+              "this machine only.")  # fmt: skip
+@click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open the page in a browser.")
+@click.option("--output", "-o", type=PATH, help="Write the page as one HTML file instead, which needs no server.")
+@output_options
+def explain_command(port: int, opens: bool, output: Path | None, output_format: str, quiet: bool) -> None:
+    """Show in four interactive figures how deltas work.
+
+    What full weights and deltas cost, why few bf16 weights change, what lies in a bucket, and one update from end to
+    end, computed from recorded training steps, measured times and your own numbers. Serves the page on this machine
+    until Ctrl-C and prints its address, or writes it to a file. Nothing is loaded from the network.
+    """
+    from deltawire.pages.explain import serve, single_file, url_of
+
+    with speaking_errors():
+        if output is not None:
+            text = single_file()
+            output.write_text(text, encoding="utf-8")
+            data = {"file": str(output), "bytes": len(text.encode())}
+            show(data, lambda: f"{output}: {size_text(len(text.encode()))}", output_format)
+            if opens:
+                click.launch(output.absolute().as_uri())
+            return
+        with serve(port) as server:
+            url = url_of(server)
+            show({"url": url}, lambda: url, output_format)
+            if not quiet:
+                click.echo("Ctrl-C ends it.", err=True)
+            if opens:
+                click.launch(url)
+            # Also SIGINT, which a shell has ignored in what it starts in the background.
+            kinds = (signal.SIGINT, signal.SIGTERM)
+            before = {each: signal.signal(each, signal.default_int_handler) for each in kinds}
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                for each, handler in before.items():
+                    signal.signal(each, handler)

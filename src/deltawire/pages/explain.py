@@ -1,0 +1,118 @@
+"""The page with the four figures: as one file, or served on this machine alone.
+
+The figures are ES modules that name each other by an import map. As one file the map leads to data: URLs, since
+browsers load no modules beside a page that was opened from a folder.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STATIC = Path(__file__).parent / "static"
+PAGE = STATIC / "explain" / "index.html"
+HOST = "127.0.0.1"
+ENTRY = "/explain/"
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".json": "application/json"}
+_INLINE = re.compile(r'<script type="(?:importmap|module)">(.*?)</script>', re.DOTALL)
+_MAP = re.compile(r'(<script type="importmap">)(.*?)(</script>)', re.DOTALL)
+_STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
+
+
+class File(NamedTuple):
+    kind: str
+    content: bytes
+
+
+def single_file() -> str:
+    """The whole page as one HTML file, which works wherever it lies."""
+
+    def styled(match: re.Match[str]) -> str:
+        return f"<style>\n{(PAGE.parent / match[1]).read_text()}</style>"
+
+    def mapped(match: re.Match[str]) -> str:
+        imports = {name: _data_url(PAGE.parent / target) for name, target in json.loads(match[2])["imports"].items()}
+        return match[1] + json.dumps({"imports": imports}) + match[3]
+
+    html = _MAP.sub(mapped, _STYLE.sub(styled, PAGE.read_text()))
+    # A `<` could only end the element early; as an escape it means the same to JSON.
+    recorded = (PAGE.parent / "recorded.json").read_text().replace("<", "\\u003c")
+    policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+    html = html.replace(
+        '<meta charset="utf-8">',
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+    )
+    return html.replace("</main>", f'</main>\n<script type="application/json" id="recorded">{recorded}</script>')
+
+
+def _data_url(path: Path) -> str:
+    return "data:text/javascript;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def content_policy(html: str) -> str:
+    """Allow what the page brings with it, by hash, and files of its own address; nothing else."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in _INLINE.findall(html)]
+    scripts = " ".join(["'self'", *(f"'sha256-{each}'" for each in hashes)])
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src 'self'; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def files() -> dict[str, File]:
+    """What is served, by path."""
+    found = [STATIC / "base.css", *PAGE.parent.iterdir()]
+    served = {
+        f"/{path.relative_to(STATIC).as_posix()}": File(f"{_TYPES[path.suffix]}; charset=utf-8", path.read_bytes())
+        for path in found
+        if path.suffix in _TYPES
+    }
+    return {**served, ENTRY: served["/explain/index.html"]}
+
+
+def serve(port: int = 0) -> ThreadingHTTPServer:
+    """A server of the page, bound but not yet running; port 0 takes a free one."""
+    return ThreadingHTTPServer((HOST, port), _handler(files(), content_policy(PAGE.read_text())))
+
+
+def url_of(server: ThreadingHTTPServer) -> str:
+    return f"http://{HOST}:{server.server_address[1]}{ENTRY}"
+
+
+def _handler(served: Mapping[str, File], policy: str) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/":
+                self.send_response(HTTPStatus.FOUND)
+                self.send_header("Location", ENTRY)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            file = served.get(path)
+            if file is None:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", file.kind)
+            self.send_header("Content-Length", str(len(file.content)))
+            self.send_header("Content-Security-Policy", policy)
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(file.content)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            """Say nothing: the terminal belongs to the command."""
+
+    return Handler

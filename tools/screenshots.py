@@ -1,0 +1,116 @@
+"""Take pictures of the pages in a real browser, in every width and theme.
+
+    python tools/screenshots.py [--output FOLDER] [--only explain]
+
+A page is a job: a name, how to serve it, and what to take pictures of. Add one to JOBS.
+"""
+
+import argparse
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from playwright.sync_api import Page, sync_playwright
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+from browser import THEMES, WIDTHS
+from browser_fixtures import FLAGS
+
+
+class Shot(NamedTuple):
+    """A picture: its name, the element (None: the whole page), and what to do before."""
+
+    name: str
+    selector: str | None = None
+    prepare: Callable[[Page], Any] | None = None
+
+
+class Job(NamedTuple):
+    name: str
+    served: Callable[[], AbstractContextManager[str]]
+    """Serves the page while it is open; its address."""
+    ready: str
+    """A selector that matches when the page is complete."""
+    shots: list[Shot]
+
+
+@contextmanager
+def explain() -> Iterator[str]:
+    from deltawire.pages.explain import serve, url_of
+
+    with serve() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield url_of(server)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def press(selector: str, *keys: str) -> Callable[[Page], None]:
+    """Focus a figure and press keys."""
+
+    def prepare(page: Page) -> None:
+        page.focus(selector)
+        for key in keys:
+            page.keyboard.press(key)
+
+    return prepare
+
+
+JOBS = [
+    Job("explain", explain, "body[data-ready]", [
+        Shot("page"),
+        Shot("1-timeline", "#timeline"),
+        Shot("2-ulp", "#ulp"),
+        Shot("3-bucket", "#bucket"),
+        Shot("4-sync", "#sync", press("#sync", "Home", *["ArrowRight"] * 3)),
+        Shot("4-sync-full", "#sync", lambda page: page.click("#sync button:text-is('Full weights')")),
+    ]),
+]  # fmt: skip
+
+
+def take(browser: Any, job: Job, folder: Path) -> Iterator[Path]:
+    with job.served() as url:
+        for width in WIDTHS:
+            for theme in THEMES:
+                context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+                page = context.new_page()
+                page.goto(url)
+                page.wait_for_selector(job.ready)
+                for shot in job.shots:
+                    if shot.prepare:
+                        shot.prepare(page)
+                    path = folder / f"{job.name}-{shot.name}-{width}-{theme}.png"
+                    if shot.selector:
+                        page.locator(shot.selector).screenshot(path=path)
+                    else:
+                        page.screenshot(path=path, full_page=True)
+                    yield path
+                context.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("screenshots"))
+    parser.add_argument("--only", choices=[job.name for job in JOBS], help="one page")
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        for job in JOBS:
+            if arguments.only in (None, job.name):
+                for picture in take(browser, job, arguments.output):
+                    print(picture)  # noqa: T201
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

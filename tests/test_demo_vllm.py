@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from deltawire.demo.smollm2.task import LETTERS, Answer, Asker, reward_of, summary, words_of
+from deltawire.demo.smollm2.task import THINGS, Answer, Asker, reward_of, summary, words_of
 from deltawire.demo.smollm2.trainer import Settings, Trainer, advantages_of, batch_of
 from demo_run import PATIENCE, events, processes, started
 
@@ -36,16 +36,16 @@ def small_model():
     ],
 )  # fmt: skip
 def test_what_an_answer_is_worth(text, reward):
-    assert reward_of("s", text) == pytest.approx(reward)
+    assert reward_of(text) == pytest.approx(reward)
 
 
 def test_a_summary():
-    answers = [Answer([1], [2], [-1.0], 3, text, reward_of("s", text)) for text in ("sun sea sky", "sun sea moon", "a")]
+    answers = [Answer([1], [2], [-1.0], 3, text, reward_of(text)) for text in ("sun sea sky", "sun sea moon", "a")]
     found = summary(answers, 3, 1.0)
     assert (found.num_games, found.wins, found.valid) == (3, 1 / 3, 2 / 3)
     assert found.reward == pytest.approx((1 + 2 / 3) / 3)
     assert len(words_of("sun sea moon")) == 3
-    assert len(set(LETTERS)) == len(LETTERS)
+    assert len(set(THINGS)) == len(THINGS)
 
 
 def test_log_probs_are_those_of_each_written_token():
@@ -80,15 +80,15 @@ def test_a_step_makes_better_answers_likelier():
     assert told["clipped"] == 0
 
 
-def test_asks_for_every_letter_in_a_short_prompt():
-    class Letters:
+def test_asks_for_every_thing_in_a_short_prompt():
+    class Characters:
         def encode(self, text, add_special_tokens):
             assert not add_special_tokens
             return [ord(each) for each in text]
 
-    asker = Asker("http://127.0.0.1:1", Letters())
+    asker = Asker("http://127.0.0.1:1", Characters())
     assert asker.version() is None
-    assert len({tuple(each) for each in asker._prompts}) == len(LETTERS)
+    assert len({tuple(each) for each in asker._prompts}) == len(THINGS)
     asker.close()
 
 
@@ -130,4 +130,4 @@ def test_smollm2_on_vllm(tmp_path):
     assert (found["steps"], found["version"]) == (2, 2)
     assert found["full_bytes"] == 2 * 134_515_008
     assert 0 < found["density"] < 0.2
-    assert found["games"] == 48
+    assert found["games"] == 64

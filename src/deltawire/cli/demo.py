@@ -29,7 +29,7 @@ QUICK_PRETRAIN_STEPS = 120
 
 @click.command("demo")
 @click.option("--model", type=click.Choice(list(DEFAULTS)), default="wordle", show_default=True,
-              help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which lists words.")  # fmt: skip
+              help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which finds words.")  # fmt: skip
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: replicas of the demo's own, or "
               "real vLLM servers with agents beside them.  [default: torch; vllm with --model smollm2]")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 180; 40 with "

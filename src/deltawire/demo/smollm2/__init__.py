@@ -1,1 +1,1 @@
-"""The demo with a pretrained language model: SmolLM2-135M learns to list words that begin with a letter."""
+"""The demo with a pretrained language model: SmolLM2-135M learns to describe things with words that begin with s."""

@@ -1,7 +1,7 @@
 """Prompts, answers, and what they are worth.
 
-The model is asked for words that begin with a letter. An answer is worth the share of its words that do, each word
-counted once; one of fewer than three words is worth nothing.
+The model is asked to describe things with words that begin with the letter s. An answer is worth the share of its words
+that do, each word counted once; one of fewer than three words is worth nothing.
 """
 
 import re
@@ -12,8 +12,12 @@ from typing import Any
 from deltawire.demo.clients import VllmClient
 from deltawire.demo.rollout import Evaluation
 
-LETTERS = "abcdefghiklmnoprstuw"
-PROMPT = "<|im_start|>user\nList words that begin with the letter {letter}.<|im_end|>\n<|im_start|>assistant\n"
+THINGS = (
+    "ocean", "night", "market", "forest", "kitchen", "river", "garden", "winter", "street", "mountain", "school",
+    "moon", "storm", "library", "beach", "farm", "castle", "desert", "train", "song",
+)  # fmt: skip
+LETTER = "s"
+PROMPT = "<|im_start|>user\nDescribe the {thing} with words that begin with s.<|im_end|>\n<|im_start|>assistant\n"
 NUM_TOKENS = 16
 MIN_WORDS = 3
 
@@ -27,16 +31,16 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"[a-z]{3,}", text.lower())
 
 
-def reward_of(letter: str, text: str) -> float:
+def reward_of(text: str) -> float:
     """What an answer is worth, 0 to 1.
 
-    >>> reward_of("s", "sun, sea, sun, moon")
+    >>> reward_of("sun, sea, sun, moon")
     0.5
     """
     words = words_of(text)
     if len(words) < MIN_WORDS:
         return 0.0
-    return len({word for word in words if word[0] == letter}) / len(words)
+    return len({word for word in words if word[0] == LETTER}) / len(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Asker:
     def __init__(self, url: str, tokenizer: Any) -> None:
         self.url = url
         self._client, self._tokenizer = VllmClient(url), tokenizer
-        self._prompts = [tokenizer.encode(PROMPT.format(letter=letter), add_special_tokens=False) for letter in LETTERS]
+        self._prompts = [tokenizer.encode(PROMPT.format(thing=thing), add_special_tokens=False) for thing in THINGS]
 
     def version(self) -> int | None:
         return self._client.version()
@@ -71,8 +75,8 @@ class Asker:
         version, completions = self._client.complete(prompts, NUM_TOKENS, temperature, seed)
         texts = [self._tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
         return [
-            Answer(prompt, each.tokens, each.log_probs, version, text, reward_of(LETTERS[task], text))
-            for task, prompt, each, text in zip(tasks, prompts, completions, texts, strict=True)
+            Answer(prompt, each.tokens, each.log_probs, version, text, reward_of(text))
+            for prompt, each, text in zip(prompts, completions, texts, strict=True)
         ]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltawire.demo import grpo
 from deltawire.demo.grpo import Batch
 from deltawire.demo.run import Job, Task, carry_out, job_options, telling_errors
-from deltawire.demo.smollm2.task import LETTERS, Answer, Asker, summary
+from deltawire.demo.smollm2.task import THINGS, Answer, Asker, summary
 
 CONTROL_TEMPERATURE = 0.4
 
@@ -22,10 +22,10 @@ class Settings(grpo.Settings):
 
     num_steps: int = 60
     num_groups: int = 4
-    group_size: int = 6
+    group_size: int = 8
     warmup_steps: int = 5
-    lr: float = 1e-5
-    batch_size: int = 12
+    lr: float = 2e-5
+    batch_size: int = 16
 
 
 def advantages_of(group: Sequence[Answer]) -> list[float]:
@@ -86,7 +86,7 @@ def main(**given: Any) -> None:
     if job.no_publish:
         settings = replace(settings, max_staleness=None)
     tokenizer = AutoTokenizer.from_pretrained(job.start)
-    task = Task(lambda url: Asker(url, tokenizer), len(LETTERS), summary, CONTROL_TEMPERATURE)
+    task = Task(lambda url: Asker(url, tokenizer), len(THINGS), summary, CONTROL_TEMPERATURE)
     files = [job.start / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
     with telling_errors():
         model = AutoModelForCausalLM.from_pretrained(job.start, dtype=torch.float32)

@@ -7,6 +7,7 @@ from statistics import median
 from click.testing import CliRunner
 
 from deltawire.cli import main
+from deltawire.metrics import COUNTERS, HELP
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -18,6 +19,65 @@ stderr. Exit codes: 0 fine, 1 failure, 2 usage, 3 a verification found a mismatc
 
 A checkpoint is a safetensors file, or a folder of them with the usual index. A delta is a safetensors file; one that
 was written in parts is named by the path it was saved to, or by any part.
+"""
+
+METRICS = """# Metrics
+
+Publishers and replicas count what they do. `metrics()` of each is a flat dictionary for a run tracker, with keys such
+as `deltawire/publish/num_bytes`. For Prometheus the same numbers have the names below. They are read when Prometheus
+asks; nothing is kept in between.
+
+- An [agent](guides/agent.md) with `--listen` has those of its replica under `/metrics`.
+- In a program of your own, put publishers and replicas into a registry, and serve it or hand it to what you have:
+
+```python
+import numpy as np
+
+from deltawire import Publisher, Replica
+from deltawire.metrics import registry, serve_metrics
+
+weights = {{"layer.weight": np.zeros((64, 64), np.float32)}}
+with Publisher("memory:metrics", weights) as publisher, Replica("memory:metrics", {{}}, name="gpu-0") as replica:
+    publisher.publish().wait()
+    replica.pull()
+    with serve_metrics(registry(publisher, replica), port=0) as server:
+        print(f"http://127.0.0.1:{{server.port}}/metrics")
+```
+
+That needs `pip install 'deltawire[metrics]'`. Each metric has the label `run`, those of replicas also `replica`.
+Counters end in `_total`. A number that is not known (the lag of a replica that has not seen the store, say) is left out
+rather than told as 0.
+
+## Of a publisher
+
+{publish}
+
+## Of a replica or an agent
+
+{replica}
+
+## What to alert on
+
+```yaml
+groups:
+  - name: deltawire
+    rules:
+      - alert: ReplicaIsBehind
+        expr: deltawire_replica_lag > 5
+        for: 5m
+      - alert: ReplicaIsUnknown
+        expr: absent(deltawire_replica_version)
+        for: 5m
+      - alert: VersionsFail
+        expr: increase(deltawire_publish_failed_total[10m]) > 0
+      - alert: PausesAreLong
+        expr: deltawire_replica_pause_seconds > 1
+```
+
+## Of TRL's transfer
+
+`DeltawireTransfer.metrics()` has the publisher's numbers, and `deltawire/transfer/...` and `deltawire/engines/...`,
+which go into the trainer's log and not to Prometheus: see [TRL](guides/trl.md#numbers).
 """
 
 PERFORMANCE = """# Performance
@@ -146,10 +206,22 @@ def help_text(*arguments: str) -> str:
 
 
 def cli_page() -> str:
-    text = CLI_HEAD + f"\n```\n{help_text()}```\n"
+    text = CLI_HEAD + f"\n```text\n{help_text()}```\n"
     for name in main.commands:
-        text += f"\n## deltawire {name}\n\n```\n{help_text(name)}```\n"
+        text += f"\n## deltawire {name}\n\n```text\n{help_text(name)}```\n"
     return text
+
+
+def metrics_page() -> str:
+    def part(prefix: str) -> str:
+        rows = []
+        for key, meaning in HELP.items():
+            if key.startswith(prefix):
+                name = f"deltawire_{key.replace('/', '_')}" + ("_total" if key in COUNTERS else "")
+                rows.append([f"`{name}`", "counter" if key in COUNTERS else "gauge", meaning])
+        return markdown_table(["name", "type", "meaning"], rows)
+
+    return METRICS.format(publish=part("publish/"), replica=part("replica/"))
 
 
 def read(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
@@ -293,7 +365,11 @@ def performance_page() -> str:
 
 def pages() -> dict[Path, str]:
     """The generated pages and what they must say."""
-    return {DOCS / "cli.md": cli_page(), DOCS / "performance.md": performance_page()}
+    return {
+        DOCS / "cli.md": cli_page(),
+        DOCS / "metrics.md": metrics_page(),
+        DOCS / "performance.md": performance_page(),
+    }
 
 
 if __name__ == "__main__":

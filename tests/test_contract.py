@@ -155,23 +155,6 @@ def test_every_relative_link_leads_somewhere():
             assert (page.parent / target).exists(), f"{page.name} shows {target}"
 
 
-def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    exec(compile(program, "README.md", "exec"), {})
-    assert (tmp_path / "run" / "manifests" / "00000001.json").exists()
-
-
-def test_the_examples_of_the_guide_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainers.md").read_text(), re.DOTALL)
-    names = {}
-    for program in programs:
-        exec(compile(program, "trainers.md", "exec"), names)
-    assert len(programs) == 4
-    assert names["publisher"].version == 1
-
-
 def test_every_exception_is_in_the_tree():
     from deltawire import errors
 

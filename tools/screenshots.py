@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from playwright.sync_api import Page, sync_playwright
@@ -53,6 +54,31 @@ def explain() -> Iterator[str]:
             thread.join()
 
 
+@contextmanager
+def dashboard() -> Iterator[str]:
+    """Beside a demo that runs, in which a replica was killed and another one has joined late."""
+    from deltawire.demo.recipe import cache_folder
+    from deltawire.pages.dashboard import Dashboard
+    from deltawire.pages.feed import Feed
+    from demo_run import started, step_of, wait_for
+
+    options = ["--steps", "1000", "--evaluate", "0", "--pretrain-steps", "120"]
+    harm = ["--kill-replica-at", "15", "--late-join-at", "20"]
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "demo"
+        with started(folder, cache_folder(), *options, *harm):
+            for wanted in (1, 10, 20, 30):
+                wait_for(lambda wanted=wanted: step_of(folder) >= wanted, f"step {wanted}")
+            served = Dashboard(Feed(folder / "store", events=folder / "events.jsonl"))
+            thread = threading.Thread(target=served.run)
+            thread.start()
+            try:
+                yield served.url
+            finally:
+                served.stop()
+                thread.join()
+
+
 def press(selector: str, *keys: str) -> Callable[[Page], None]:
     """Focus a figure and press keys."""
 
@@ -72,6 +98,11 @@ JOBS = [
         Shot("3-bucket", "#bucket"),
         Shot("4-sync", "#sync", press("#sync", "Home", *["ArrowRight"] * 3)),
         Shot("4-sync-full", "#sync", lambda page: page.click("#sync button:text-is('Full weights')")),
+    ]),
+    Job("dashboard", dashboard, "#anatomy-body:not([hidden])", [
+        Shot("page", prepare=lambda page: page.wait_for_selector("#chain-table tbody tr")),
+        Shot("chain", "#chain-panel"),
+        Shot("anatomy", "#anatomy-panel"),
     ]),
 ]  # fmt: skip
 

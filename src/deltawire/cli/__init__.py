@@ -5,7 +5,9 @@ import click
 from deltawire import __version__
 from deltawire.cli.attach import attach_command
 from deltawire.cli.chain import info_command, ls_command, plan_command
+from deltawire.cli.dashboard import dashboard_command
 from deltawire.cli.demo import demo_command
+from deltawire.cli.explain import explain_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
 from deltawire.cli.status import status_command
@@ -14,11 +16,11 @@ from deltawire.cli.watch import watch_command
 
 SECTIONS = {
     "Runs": [
-        publish_command, pull_command, watch_command, attach_command, status_command, ls_command, info_command,
-        plan_command, verify_command, gc_command, compact_command, export_command, keygen_command,
+        publish_command, pull_command, watch_command, attach_command, status_command, dashboard_command, ls_command,
+        info_command, plan_command, verify_command, gc_command, compact_command, export_command, keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
-    "Trying it out": [demo_command],
+    "Trying it out": [demo_command, explain_command],
 }  # fmt: skip
 
 

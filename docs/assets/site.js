@@ -1,0 +1,30 @@
+// The theme's search has the role of a dialog and no name.
+document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+
+// The frame of the figures is as high as the page in it, so that there is one scroll bar and not two. And it takes the colours that were
+// chosen here, where that is not what the system asks for.
+const darkRules = new Set();
+
+function paint(inside) {
+  const dark = document.body.dataset.mdColorScheme === "slate";
+  inside.documentElement.style.colorScheme = dark ? "dark" : "light";
+  for (const sheet of inside.styleSheets) {
+    for (const rule of sheet.cssRules) {
+      if (rule.media?.mediaText.includes("prefers-color-scheme: dark")) darkRules.add(rule);
+      if (darkRules.has(rule)) rule.media.mediaText = dark ? "all" : "not all";
+    }
+  }
+}
+
+for (const frame of document.querySelectorAll("iframe.figures")) {
+  const settle = () => {
+    const inside = frame.contentDocument;
+    const fit = () => (frame.style.height = `${inside.body.scrollHeight + 2}px`);
+    paint(inside);
+    fit();
+    new ResizeObserver(fit).observe(inside.body);
+    new MutationObserver(() => paint(inside)).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
+  };
+  frame.addEventListener("load", settle);
+  if (frame.contentDocument?.readyState === "complete" && frame.contentDocument.URL !== "about:blank") settle();
+}

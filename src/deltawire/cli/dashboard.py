@@ -1,0 +1,88 @@
+"""The dashboard command: a run in the browser, or as one JSON document."""
+
+import json
+import signal
+import webbrowser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import click
+
+from deltawire.cli.files import PATH, output_options
+from deltawire.cli.output import speaking_errors
+from deltawire.cli.runs import public_key_option
+
+MOST_LIMIT = 1000
+
+
+@click.command("dashboard")
+@click.argument("url")
+@click.option("--events", type=PATH, help="The event log of a demo, for rewards and faults.  [default: events.jsonl "
+              "beside the store, where URL is a demo's folder or its store]")  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen. There is no login: whoever can "
+              "reach it sees the run.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where to listen.  [default: a free port]")
+@click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open it in the browser.")
+@click.option("--every", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS",
+              help="How often to look at the store.")  # fmt: skip
+@click.option("--after", type=click.IntRange(-1), metavar="VERSION", help="With --format json: versions and steps "
+              "later than this one.  [default: the newest]")  # fmt: skip
+@click.option("--limit", type=click.IntRange(1, MOST_LIMIT), default=200, show_default=True, help="With --format json: "
+              "so many of them.")  # fmt: skip
+@public_key_option
+@output_options
+def dashboard_command(
+    url: str, events: Path | None, host: str, port: int, opens: bool, every: float, after: int | None, limit: int,
+    public_key: str | None, output_format: str, quiet: bool,
+) -> None:  # fmt: skip
+    """Show a run in the browser: versions, replicas, the chain, what a delta is made of.
+
+    It only reads the store; losing it affects nothing. A store that does not answer, or has no run yet, is waited for.
+    URL may be the folder of a demo. Ctrl-C ends it. With --format json what is known now is printed once, with
+    next_after for the next page.
+    """
+    with speaking_errors(url):
+        store, found = places(url)
+        log = events or found
+        if output_format == "json":
+            from deltawire.pages.feed import snapshot
+
+            window = after, limit
+            click.echo(json.dumps(snapshot(store, window, public_key=public_key, events=log), indent=2))
+            return
+        serve(store, log, host, port, opens, every, public_key, quiet)
+
+
+def places(url: str) -> tuple[str, Path | None]:
+    """The store that is meant, and the event log that goes with it."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("", "file"):
+        return url, None
+    folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
+    if (folder / "events.jsonl").is_file() and not (folder / "run.json").exists():
+        return str(folder / "store"), folder / "events.jsonl"
+    beside = folder.absolute().parent / "events.jsonl"
+    return url, beside if beside.is_file() else None
+
+
+def serve(
+    store: str, events: Path | None, host: str, port: int, opens: bool, every: float, public_key: str | None,
+    quiet: bool,
+) -> None:  # fmt: skip
+    from deltawire.pages.dashboard import Dashboard
+    from deltawire.pages.feed import Feed
+
+    feed = Feed(store, public_key=public_key, events=events)
+    dashboard = Dashboard(feed, host=host, port=port, every_seconds=every)
+    # Also SIGINT, which a shell has ignored in what it starts in the background.
+    before = {each: signal.signal(each, lambda *_: dashboard.stop()) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        click.echo(dashboard.url)
+        if not quiet:
+            click.echo(f"the dashboard of {feed.store.url}; Ctrl-C ends it", err=True)
+        if opens:
+            webbrowser.open(dashboard.url)
+        dashboard.run()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,209 @@
+"""What one delta is made of, and how a run's ways hang together: read from the store when somebody asks."""
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from deltawire.chain import Link
+from deltawire.errors import BrokenChain
+from deltawire.fetch import Fetcher
+from deltawire.gc import GcPlan, plan_gc
+from deltawire.inspection import STEP_NAMES, inspect_entry
+from deltawire.manifest import Way
+from deltawire.pages.versions import Window, weights_bytes, windowed
+from deltawire.runs import Run, read_object_key
+from deltawire.store import Store
+
+MOST_KEPT = 64
+MOST_TENSORS = 1000
+MOST_EXAMPLES = 20
+
+# A plan for gc lists the whole store: the longer that takes, the longer its answer is used.
+PLAN_SECONDS, PLAN_REST = 3.0, 10.0
+
+_LAYER = re.compile(r"\.(\d+)(?=\.)")
+
+
+class Anatomies:
+    """Deltas that were looked at. They never change, so each is fetched once; one at a time."""
+
+    def __init__(self, store: Store, public_key: str | None) -> None:
+        self._store, self._public_key = store, public_key
+        self._known: OrderedDict[tuple[str, int, int | None], dict[str, Any]] = OrderedDict()
+        self._turn = threading.Lock()
+
+    def of(self, version: int, base: int | None = None) -> dict[str, Any]:
+        """The delta to a version: its own, or the skip delta from `base`."""
+        with self._turn:
+            run = Run(self._store, public_key=self._public_key)
+            key = (run.id, version, base)
+            if key not in self._known:
+                self._known[key] = self._inspect(run, version, base)
+                if len(self._known) > MOST_KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            return self._known[key]
+
+    def _inspect(self, run: Run, version: int, base: int | None) -> dict[str, Any]:
+        manifest = run.manifest(version)
+        way = manifest.way if base in (None, manifest.way.base) else run.way(Link(version, base, 0))
+        about = {"version": version, "base": way.base, "step": manifest.step, "bytes": way.num_bytes,
+                 "changed": way.num_changed, "total": manifest.num_elements}  # fmt: skip
+        if way.base is None:
+            return {**about, "kind": "anchor", "weights_bytes": weights_bytes(way)}
+        return {**about, "kind": "delta", **self._open(way)}
+
+    def _open(self, way: Way) -> dict[str, Any]:
+        fetcher = Fetcher(self._store, None)
+        try:
+            with fetcher.fetch([way]) as (fetched,):
+                rows = [inspect_entry(entry) for entry in fetched.delta().entries]
+        finally:
+            fetcher.close()
+        return anatomy_of(rows, way.num_bytes)
+
+
+def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
+    """Encodings, step lengths and tensors of a delta, from the rows of `inspect`."""
+    encodings: dict[str, dict[str, int]] = {}
+    steps = dict.fromkeys(STEP_NAMES, 0)
+    untold = 0
+    tensors: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        mix = encodings.setdefault(row["encoding"], {"patches": 0, "bytes": 0, "changed": 0})
+        mix["patches"] += 1
+        mix["bytes"] += row["bytes"]
+        mix["changed"] += row["changed"]
+        for name, length in (row["steps"] or {}).items():
+            steps[name] += length
+        untold += 0 if row["steps"] else row["changed"]
+        total = 1
+        for size in row["shape"]:
+            total *= size
+        known = tensors.setdefault(row["name"], {"name": row["name"], "dtype": row["dtype"], "shape": row["shape"],
+                                                 "encoding": row["encoding"], "total": total, "changed": 0,
+                                                 "bytes": 0})  # fmt: skip
+        known["changed"] += row["changed"]
+        known["bytes"] += row["bytes"]
+    payload = sum(row["bytes"] for row in rows)
+    return {
+        "payload_bytes": payload,
+        "header_bytes": num_bytes - payload,
+        "encodings": encodings,
+        "steps": steps,
+        "steps_untold": untold,
+        **heat_of(tensors.values()),
+        "num_tensors": len(tensors),
+        "tensors": list(tensors.values())[:MOST_TENSORS],
+    }
+
+
+def heat_of(tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Changes by layer and part, and the parts in the model's order. Experts and the like are taken together."""
+    cells: dict[tuple[int | None, str], dict[str, Any]] = {}
+    for tensor in tensors:
+        name = tensor["name"]
+        found = _LAYER.search(name)
+        layer = None if found is None else int(found[1])
+        part = name if found is None else re.sub(r"\d+", "*", name[found.end() + 1 :])
+        cell = cells.setdefault((layer, part), {"layer": layer, "part": part, "tensors": 0, "changed": 0, "total": 0})
+        cell["tensors"] += 1
+        cell["changed"] += tensor["changed"]
+        cell["total"] += tensor["total"]
+    ordered = sorted(cells.values(), key=lambda cell: (-1 if cell["layer"] is None else cell["layer"], cell["part"]))
+    parts = {(cell["layer"] is not None, cell["part"]) for cell in ordered}
+    return {"cells": ordered, "parts": [part for _, part in sorted(parts, key=_model_order)]}
+
+
+def _model_order(part: tuple[bool, str]) -> tuple[int, int, str]:
+    """Deltas name tensors in alphabetical order; this is the usual order of a transformer, as far as names tell."""
+    in_layer, name = part
+    if not in_layer:
+        return (0 if re.search("embed|wte|wpe", name) else 3 if "head" in name else 2), 0, name
+    inside = ("input_", "attn", "post_attention", "")
+    return 1, next(rank for rank, text in enumerate(inside) if text in name), name
+
+
+class Chain:
+    """The ways of a run, and what gc would remove; nothing is removed."""
+
+    def __init__(self, store: Store, public_key: str | None) -> None:
+        self._store, self._public_key = store, public_key
+        self._turn = threading.Lock()
+        self._known: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
+        self._until = 0.0
+
+    def page(self, window: Window) -> dict[str, Any]:
+        """The ways to the versions of a page."""
+        with self._turn:
+            if self._known is None or time.monotonic() > self._until:
+                started = time.monotonic()
+                self._known = self._read()
+                ended = time.monotonic()
+                self._until = ended + max(PLAN_SECONDS, PLAN_REST * (ended - started))
+            ways, facts = self._known
+        versions = sorted({way["version"] for way in ways})
+        wanted = windowed(versions, window)
+        shown = set(wanted)
+        more = bool(wanted) and wanted[-1] != versions[-1]
+        return {
+            **facts,
+            "latest": versions[-1] if versions else None,
+            "ways": [way for way in ways if way["version"] in shown],
+            "next_after": wanted[-1] if more else None,
+        }
+
+    def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        run = Run(self._store, public_key=self._public_key)
+        _ = run.id
+        links = run.links()
+        try:
+            plan: GcPlan | None = plan_gc(run)
+            problem = None
+        except (BrokenChain, TypeError, AttributeError, RecursionError) as error:
+            # Heartbeats may say anything, and a plan is made from what they say.
+            plan, problem = None, f"no plan could be made: {error}"
+        going = {about[:2] for each in plan.removals if (about := read_object_key(each.key))} if plan else set()
+        ways = [
+            {"version": link.version, "base": link.base, "bytes": link.num_bytes, "kind": kind_of(link),
+             "goes": (link.version, link.base) in going}
+            for link in links
+        ]  # fmt: skip
+        return ways, {"totals": totals_of(ways), "gc": None if plan is None else gc_facts(plan), "gc_problem": problem}
+
+
+def kind_of(link: Link) -> str:
+    if link.base is None:
+        return "anchor"
+    return "delta" if link.version - link.base == 1 else "skip"
+
+
+def totals_of(ways: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    totals = {kind: {"ways": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
+    for way in ways:
+        total = totals[way["kind"]]
+        total["ways"] += 1
+        total["bytes"] += way["bytes"]
+        total["goes"] += way["goes"]
+    return totals
+
+
+def gc_facts(plan: GcPlan) -> dict[str, Any]:
+    reasons: dict[str, dict[str, int]] = {}
+    for each in plan.removals:
+        reason = reasons.setdefault(each.why, {"objects": 0, "bytes": 0})
+        reason["objects"] += 1
+        reason["bytes"] += each.num_bytes
+    return {
+        "objects": len(plan.removals),
+        "bytes": plan.num_bytes,
+        "kept": plan.num_kept,
+        "kept_bytes": plan.kept_bytes,
+        "oldest_anchor": plan.oldest_anchor,
+        "live_replicas": len(plan.live_replicas),
+        "reasons": reasons,
+        "examples": [each.key for each in plan.removals[:MOST_EXAMPLES]],
+    }

@@ -1,0 +1,232 @@
+"""The dashboard of a run: a page that is kept up to date by server-sent events, and the same data as JSON.
+
+    GET /                     the page
+    GET /api/events           the state whenever it changes, and records as they are read; resumes at Last-Event-ID
+    GET /api/state            the store, the replicas, how much was read
+    GET /api/versions         a page of versions: ?after=VERSION&limit=N
+    GET /api/steps            a page of what the event log says of steps: ?after=STEP&limit=N
+    GET /api/chain            a page of the ways, and what gc would remove: ?after=VERSION&limit=N
+    GET /api/anatomy/VERSION  what a delta is made of; ?base=VERSION for a skip delta
+
+It only reads, and has no login: who can reach it can see it.
+"""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deltawire.errors import AddressUnavailable, DeltawireError, MissingDependency, ObjectMissing, StoreUnavailable
+from deltawire.pages.anatomy import Anatomies, Chain
+from deltawire.pages.feed import Feed, Polling
+from deltawire.pages.versions import Window
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+
+STATIC = Path(__file__).parent / "static"
+DEFAULT_LIMIT, MOST_LIMIT = 200, 1000
+RECORDS_PER_EVENT = 500
+LISTEN_SECONDS, TICK_SECONDS = 0.1, 1.0
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def application(feed: Feed, is_stopping: Callable[[], bool], *, only_loopback: bool) -> "Starlette":
+    """The web application. With `only_loopback` it answers to names of this machine only, so that a page from
+    elsewhere cannot make a browser read it under a name of its own.
+    """
+    try:
+        import uvicorn  # noqa: F401
+        from starlette.applications import Starlette
+        from starlette.requests import Request
+        from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+        from starlette.routing import Mount, Route
+        from starlette.staticfiles import StaticFiles
+    except ImportError:
+        raise MissingDependency("the dashboard needs packages: pip install 'deltawire[dashboard]'") from None
+
+    anatomies, chain = Anatomies(feed.store, feed.public_key), Chain(feed.store, feed.public_key)
+
+    def index(_: Request) -> Response:
+        return FileResponse(STATIC / "dashboard" / "index.html", headers=HEADERS)
+
+    def answered(work: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Response]:
+        """What a function of a request returns, as JSON; what it raises, as an error."""
+
+        def answer(request: Request) -> Response:
+            try:
+                return JSONResponse(work(request), headers=HEADERS)
+            except ValueError as error:
+                return JSONResponse({"error": str(error)}, 400, HEADERS)
+            except DeltawireError as error:
+                status = (
+                    404 if isinstance(error, ObjectMissing) else 503 if isinstance(error, StoreUnavailable) else 502
+                )
+                return JSONResponse({"error": str(error)}, status, HEADERS)
+
+        return answer
+
+    def anatomy(request: Request) -> dict[str, Any]:
+        return anatomies.of(request.path_params["version"], whole(request, "base", None))
+
+    async def events(request: Request) -> Response:
+        stream = event_stream(feed, request.headers.get("last-event-id", ""), is_stopping)
+        return StreamingResponse(
+            stream, media_type="text/event-stream", headers={**HEADERS, "Cache-Control": "no-store"}
+        )
+
+    app = Starlette(routes=[
+        Route("/", index),
+        Route("/api/events", events),
+        Route("/api/state", answered(lambda _: {"now": time.time(), "answered": feed.answered, **feed.state()})),
+        Route("/api/versions", answered(lambda request: feed.versions(window_of(request)))),
+        Route("/api/steps", answered(lambda request: feed.steps(window_of(request)))),
+        Route("/api/chain", answered(lambda request: chain.page(window_of(request)))),
+        Route("/api/anatomy/{version:int}", answered(anatomy)),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ])  # fmt: skip
+    app.add_middleware(_Guard, names=LOOPBACK if only_loopback else None)
+    return app
+
+
+class _Guard:
+    """Sees to the headers of everything, and to the name that is asked for."""
+
+    def __init__(self, app: Any, names: tuple[str, ...] | None) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.datastructures import Headers, MutableHeaders
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = Headers(scope=scope).get("host", "")
+        name = name[: name.rindex(":")] if name.rpartition(":")[2].isdigit() and name != "::1" else name
+        if self._names is not None and name.lower() not in self._names:
+            refusal = PlainTextResponse("this dashboard is for this machine: ask for 127.0.0.1\n", 421)
+            await refusal(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for key, value in HEADERS.items():
+                    headers.setdefault(key, value)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def whole(request: "Request", name: str, default: int | None) -> int | None:
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
+        raise ValueError(f"{name} is a whole number, not {text[:40]!r}")
+    return int(text)
+
+
+def window_of(request: "Request") -> Window:
+    limit = whole(request, "limit", DEFAULT_LIMIT) or 0
+    if not 1 <= limit <= MOST_LIMIT:
+        raise ValueError(f"limit is a number from 1 to {MOST_LIMIT}")
+    return whole(request, "after", None), limit
+
+
+async def event_stream(feed: Feed, last_id: str, is_stopping: Callable[[], bool]) -> AsyncIterator[str]:
+    """Server-sent events. Their ids say which records were sent; those of another epoch make the page start over."""
+    epoch, _, position = last_id.partition(":")
+    sent = int(position) if position.isascii() and position.isdigit() else 0
+    if epoch != feed.epoch:
+        epoch, sent = "", 0
+    revision, ticked = -1, 0.0
+    yield "retry: 1000\n\n"
+    while not is_stopping():
+        now, count, records = feed.records(sent, RECORDS_PER_EVENT)
+        if now != epoch:
+            epoch, sent, revision = now, 0, -1
+            yield event("reset", {"epoch": epoch}, f"{epoch}:0")
+            continue
+        if feed.revision != revision:
+            revision = feed.revision
+            yield event("state", feed.state())
+        if records:
+            sent += len(records)
+            yield event("records", {"records": records}, f"{epoch}:{sent}")
+        if time.monotonic() - ticked >= TICK_SECONDS:
+            ticked = time.monotonic()
+            yield event("tick", {"now": time.time(), "answered": feed.answered, "late": feed.is_late})
+        # Between full messages others get their turn too.
+        await asyncio.sleep(0 if sent < count else LISTEN_SECONDS)
+
+
+def event(name: str, data: dict[str, Any], identity: str | None = None) -> str:
+    head = "" if identity is None else f"id: {identity}\n"
+    return f"{head}event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+class Dashboard:
+    """A dashboard that is being served, until it is closed."""
+
+    def __init__(self, feed: Feed, *, host: str = "127.0.0.1", port: int = 0, every_seconds: float = 1.0) -> None:
+        self._stopping = False
+        app = application(feed, lambda: self._stopping, only_loopback=host in LOOPBACK)
+        self._listening = _listen(host, port)
+        self.port: int = self._listening.getsockname()[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
+        self._polling = Polling(feed, every_seconds)
+        self._server = _server(app)
+
+    def run(self) -> None:
+        """Serve until `stop` is called, in this thread."""
+        try:
+            self._server.run([self._listening])
+        finally:
+            self._polling.close()
+
+    def stop(self) -> None:
+        """End `run`; also from another thread, or from a signal's handler."""
+        self._stopping = True
+        self._server.should_exit = True
+
+
+def _server(app: "Starlette") -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> Any:
+            """Signals are the program's, and it stops us."""
+            from contextlib import nullcontext
+
+            return nullcontext()
+
+    # How things are logged is left to the program that we are in.
+    config = uvicorn.Config(
+        app, log_config=None, lifespan="off", loop="asyncio", ws="none", proxy_headers=False,
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
+    return Server(config)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise AddressUnavailable(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port, or leave it out for a free "
+            "one", host=host, port=port,
+        ) from error  # fmt: skip

@@ -1,0 +1,159 @@
+"""Follows the event log of a demo: what its parts have told, one JSON object a line."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+READ_BYTES = 4 << 20
+MOST_LINE_BYTES = 1 << 16
+
+Record = dict[str, Any]
+
+
+@dataclass(slots=True)
+class LoggedPart:
+    """A replica, as the log tells of it."""
+
+    life: str
+    """starting, running or ended."""
+    since: float
+    status: int | None = None
+    version: int | None = None
+    pause_seconds: float | None = None
+    pulled: float | None = None
+
+
+class EventLog:
+    """Reads what was added since the last time. A log that is not there yet, or is cut short, is waited for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset, self._rest = 0, b""
+        self.parts: dict[str, LoggedPart] = {}
+        self._names: dict[str, str] = {}
+        self.phase: str | None = None
+        self.num_events = 0
+        self.has_more = False
+
+    def read(self) -> list[Record] | None:
+        """New records for the page; None where the log was begun anew, and all records before are void."""
+        try:
+            size = self.path.stat().st_size
+            if size < self._offset:
+                self._forget()
+                return None
+            with self.path.open("rb") as log:
+                log.seek(self._offset)
+                data = log.read(READ_BYTES)
+        except OSError:
+            return []
+        self._offset += len(data)
+        self.has_more = len(data) == READ_BYTES
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_LINE_BYTES:
+            self._rest = b""
+        return [record for line in lines if (record := self._take(line))]
+
+    def _take(self, line: bytes) -> Record | None:
+        try:
+            event = json.loads(line) if len(line) <= MOST_LINE_BYTES else None
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            return None
+        when = number(event.get("time"))
+        if when is None:
+            return None
+        self.num_events += 1
+        handler = getattr(self, f"_on_{event['event']}", None)
+        record: Record | None = None if handler is None else handler(event, when)
+        return record
+
+    def _on_pretrain(self, event: Mapping[str, Any], when: float) -> None:
+        self.phase = f"pretraining, step {count(event.get('step'))} of {count(event.get('num_steps'))}"
+
+    def _on_step(self, event: Mapping[str, Any], when: float) -> Record | None:
+        step, reward = count(event.get("step")), number(event.get("reward"))
+        if step is None or reward is None:
+            return None
+        self.phase = f"training, step {step}"
+        more = {key: number(event.get(key)) for key in ("wins", "staleness", "seconds")}
+        return {"kind": "step", "step": step, "time": when, "reward": reward, **more}
+
+    def _on_resumed(self, event: Mapping[str, Any], when: float) -> Record | None:
+        step = count(event.get("step"))
+        if step is None:
+            return None
+        # Steps after the checkpoint are made again.
+        return {"kind": "resumed", "step": step, "time": when, "text": f"the trainer goes on after step {step}"}
+
+    def _on_serving(self, event: Mapping[str, Any], when: float) -> None:
+        name = printable(event.get("part"))
+        self._names[printable(event.get("url"))] = name
+        self.parts[name] = LoggedPart("starting", when)
+
+    def _on_pull(self, event: Mapping[str, Any], when: float) -> Record | None:
+        name, version = printable(event.get("replica")), count(event.get("version"))
+        part = self.parts.setdefault(name, LoggedPart("running", when))
+        first = part.life != "running" or part.version is None
+        part.life, part.version, part.pulled = "running", version, when
+        part.pause_seconds = number(event.get("pause_seconds"))
+        return note(when, "join", name, f"joined at version {version}") if first else None
+
+    def _on_ended(self, event: Mapping[str, Any], when: float) -> Record:
+        name, status = printable(event.get("part")), event.get("status")
+        status = status if type(status) is int else None
+        if name in self.parts:
+            self.parts[name] = LoggedPart("ended", when, status)
+        return note(when, "death", name, ended_text(status))
+
+    def _on_fault(self, event: Mapping[str, Any], when: float) -> Record:
+        part = printable(event.get("part"))
+        return note(when, "fault", self._names.get(part, part), printable(event.get("reason")))
+
+    _on_failed = _on_fault
+
+    def _on_note(self, event: Mapping[str, Any], when: float) -> Record:
+        return note(when, "note", "demo", printable(event.get("text")))
+
+    def _on_done(self, event: Mapping[str, Any], when: float) -> Record:
+        self.phase = "training is done"
+        return note(when, "note", "trainer", f"done after step {count(event.get('step'))}")
+
+    def _on_verified(self, event: Mapping[str, Any], when: float) -> Record:
+        is_ok = event.get("ok") is True
+        self.phase = "done, every version verified" if is_ok else "done, NOT verified"
+        return note(when, "note" if is_ok else "fault", "verify", self.phase)
+
+
+def note(when: float, level: str, part: str, text: str) -> Record:
+    return {"kind": "note", "time": when, "level": level, "part": part, "text": text}
+
+
+def ended_text(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"killed by {Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+def printable(value: Any) -> str:
+    """Text of someone else's making, for one line."""
+    return "".join(each if each.isprintable() else " " for each in str(value)[:400])
+
+
+def number(value: Any) -> float | None:
+    return value if type(value) in (int, float) and isfinite(value) else None
+
+
+def count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 53 else None

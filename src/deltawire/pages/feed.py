@@ -1,0 +1,231 @@
+"""A run read into plain data, again and again: what the dashboard shows, as a page and as JSON.
+
+There are two kinds of data. The state is small and sent whole whenever it changes: the store, the replicas, how much
+was read. Records (a version, a step, a note) are only ever added, in the order in which they were read, so whoever has
+the first so many asks for the rest. Nothing is ever written to the store.
+"""
+
+import threading
+import time
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from deltawire.errors import DeltawireError, ObjectMissing
+from deltawire.pages.eventlog import EventLog, Record, printable
+from deltawire.pages.followers import HEALTHS, Heartbeats, replica_rows
+from deltawire.pages.versions import Versions, Window, page_of
+from deltawire.runs import Run
+from deltawire.store import Store, open_store
+
+# How long manifests are read before what was read is shown.
+READ_SECONDS = 0.2
+
+LATE_SECONDS = 8.0
+
+
+class Feed:
+    """What is known of a run. One thread polls; any may ask.
+
+    `epoch` changes whenever earlier records are void: another run is at the URL, or the log was begun anew.
+    """
+
+    def __init__(
+        self, url: str | Path | Store, *, public_key: str | None = None, events: Path | None = None,
+        window: Window | None = None,
+    ) -> None:  # fmt: skip
+        # A store that is away should be known to be so soon. There will be another poll.
+        self.store = open_store(url, timeout_seconds=5.0, retries=1)
+        self.public_key, self._events, self._window = public_key, events, window
+        self._lock = threading.Lock()
+        self.failure: DeltawireError | None = None
+        """Why the store did not answer, if it did not."""
+        self._since = self._started = time.time()
+        self.answered: float | None = None
+        """When the store last answered everything."""
+        self.every_seconds = 1.0
+        """How often it is asked."""
+        self.revision = 0
+        """Counts the changes of the state."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self.epoch = token_hex(4)
+            self._run = Run(self.store, public_key=self.public_key)
+            self._versions = Versions(self.store, self.public_key, self._window)
+            self._beats = Heartbeats(self.store)
+            self._log = None if self._events is None else EventLog(self._events)
+            self._faults: dict[str, str | None] = {}
+            self._records: list[Record] = []
+            self._steps: list[Record] = []
+            self._state: dict[str, Any] = {}
+            self._has_run = False
+
+    def poll(self) -> bool:
+        """Look once; whether there is more to read at once."""
+        self._read_log()
+        try:
+            self._read_store()
+            failure = None
+            self.answered = time.time()
+        except DeltawireError as error:
+            failure = error
+        if (failure is None) != (self.failure is None):
+            self._since = time.time()
+        self.failure = failure
+        self._settle()
+        has_more_log = self._log is not None and self._log.has_more
+        return has_more_log or (failure is None and bool(self._versions.num_pending))
+
+    def _read_log(self) -> None:
+        if self._log is None:
+            return
+        records = self._log.read()
+        if records is None:
+            self._restart()
+            return
+        self._add(records)
+
+    def _read_store(self) -> None:
+        if not self._has_run:
+            try:
+                _ = self._run.id
+            except ObjectMissing:
+                return
+            self._has_run = True
+        if not self._versions.look(self._run):
+            is_same = Run(self.store, public_key=self.public_key).id == self._run.id
+            if is_same:
+                raise ObjectMissing(f"version {self._versions.latest} is not in {self.store.url} any more")
+            self._restart()
+            return
+        self._beats.look()
+        self._add([{"kind": "version", **row} for row in self._versions.read(READ_SECONDS)])
+        self._note_faults()
+
+    def _restart(self) -> None:
+        self._versions.close()
+        self._begin()
+
+    def _note_faults(self) -> None:
+        """Replicas tell only the fault that they have now; here they stay."""
+        for name, beat in self._beats.beats.items():
+            told = None if beat.told is None else beat.told.get("error")
+            fault = printable(told) if told else None
+            if fault is not None and fault != self._faults.get(name):
+                self._add([{"kind": "note", "time": beat.time, "level": "fault", "part": name, "text": fault}])
+            self._faults[name] = fault
+
+    def _add(self, records: list[Record]) -> None:
+        with self._lock:
+            self._records += records
+            for record in records:
+                if record["kind"] == "resumed":
+                    self._steps = [each for each in self._steps if each["step"] <= record["step"]]
+                elif record["kind"] == "step":
+                    self._steps.append(record)
+
+    def _settle(self) -> None:
+        """Make the state anew from what was read."""
+        versions, now = self._versions, time.time()
+        rows = replica_rows(self._beats.beats, {} if self._log is None else self._log.parts, versions.latest, now)
+        state = {
+            "epoch": self.epoch,
+            "run": self._run.known_id,
+            "url": self.store.url,
+            "store": {
+                "ok": self.failure is None,
+                "since": self._since,
+                "error": None if self.failure is None else str(self.failure),
+            },
+            "counts": {
+                "first": versions.first,
+                "latest": versions.latest,
+                "found": versions.num_found,
+                "read": len(versions.rows),
+                "damaged": versions.num_damaged,
+            },
+            "replicas": rows,
+            "summary": {health: sum(row["health"] == health for row in rows) for health in HEALTHS},
+            "log": None if self._log is None or not self._log.num_events
+            else {"path": str(self._log.path), "events": self._log.num_events, "phase": self._log.phase},
+        }  # fmt: skip
+        with self._lock:
+            if state != self._state:
+                self._state = state
+                self.revision += 1
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the store was asked long ago, and has said neither yes nor no."""
+        since = self._started if self.answered is None else self.answered
+        return self.failure is None and time.time() - since > self.every_seconds + LATE_SECONDS
+
+    def state(self) -> dict[str, Any]:
+        with self._lock:
+            return self._state
+
+    def records(self, start: int, limit: int) -> tuple[str, int, list[Record]]:
+        """The epoch, how many records there are, and some of them."""
+        with self._lock:
+            return self.epoch, len(self._records), self._records[start : start + limit]
+
+    def versions(self, window: Window) -> dict[str, Any]:
+        """A page of the versions that were read."""
+        versions = self._versions
+        # The polling thread adds rows meanwhile; copying a dict is one step.
+        page = page_of("versions", versions.rows.copy(), window, versions.latest)
+        return {**page, "unread": versions.num_pending}
+
+    def steps(self, window: Window) -> dict[str, Any]:
+        """A page of the steps that the log tells of."""
+        with self._lock:
+            known = {record["step"]: record for record in self._steps}
+        return page_of("steps", known, window)
+
+    def notes(self, limit: int) -> list[Record]:
+        """The newest faults and other things that happened, in order."""
+        with self._lock:
+            found = [record for record in self._records if record["kind"] in ("note", "resumed")]
+        return sorted(found, key=lambda record: float(record["time"]))[-limit:]
+
+    def close(self) -> None:
+        self._versions.close()
+
+
+def snapshot(url: str | Path | Store, window: Window, *, public_key: str | None, events: Path | None) -> dict[str, Any]:
+    """All that is known of a run now, with one page of its versions and of its steps."""
+    feed = Feed(url, public_key=public_key, events=events, window=window)
+    try:
+        _ = Run(feed.store, public_key=public_key).id
+        while feed.poll():
+            pass
+        if feed.failure is not None:
+            raise feed.failure
+        return {**feed.state(), **feed.versions(window), "log_steps": feed.steps(window), "notes": feed.notes(200)}
+    finally:
+        feed.close()
+
+
+class Polling:
+    """Polls a feed in a thread of its own."""
+
+    def __init__(self, feed: Feed, every_seconds: float) -> None:
+        self.feed = feed
+        feed.every_seconds = every_seconds
+        self.stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="deltawire-feed", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self.stopping.is_set():
+            started = time.monotonic()
+            if not self.feed.poll():
+                self.stopping.wait(max(self.feed.every_seconds - (time.monotonic() - started), 0.05))
+
+    def close(self) -> None:
+        self.stopping.set()
+        self._thread.join(10)
+        self.feed.close()

@@ -1,0 +1,145 @@
+// One delta: where it changes the model, by how much, and what that takes.
+
+import { byId, make, refill, say, show } from "./dom.js";
+import { count, percent, size } from "./format.js";
+
+// Larger deltas are fetched only when somebody asks for them.
+const FOLLOW_BYTES = 16e6, FOLLOW_MS = 5000;
+const MOST_COLUMNS_WITH_TEXT = 10;
+
+export class Anatomy {
+  constructor(model, onShown) {
+    this.model = model;
+    this.onShown = onShown;
+    this.version = null;
+    this.base = "";
+    this.asked = 0;
+    this.follow = byId("anatomy-follow");
+    byId("anatomy-version").addEventListener("change", (event) => this.choose(Number(event.target.value)));
+    byId("anatomy-base").addEventListener("change", (event) => {
+      this.follow.checked = false;
+      this.fetch(this.version, event.target.value);
+    });
+    this.follow.addEventListener("change", () => this.render());
+  }
+
+  // Somebody wants this version.
+  choose(version) {
+    if (version === null || !Number.isInteger(version)) return;
+    this.follow.checked = false;
+    this.fetch(version, "");
+  }
+
+  render() {
+    if (!this.follow.checked || !this.model.state?.store.ok) return;
+    const newest = this.model.rows().findLast((row) => row.kind === "delta");
+    if (!newest) {
+      if (this.version === null) say("anatomy-facts", "There is no delta yet.");
+      return;
+    }
+    if (newest.version === this.version) return;
+    if (newest.bytes > FOLLOW_BYTES) {
+      say("anatomy-facts", `Version ${newest.version} takes ${size(newest.bytes)}: choose a version to fetch it.`);
+      this.follow.checked = false;
+      return;
+    }
+    clearTimeout(this.later);
+    this.later = setTimeout(() => this.follow.checked && this.model.state.store.ok && this.fetch(newest.version, ""),
+      Math.max(this.asked + FOLLOW_MS - performance.now(), 0));
+  }
+
+  async fetch(version, base) {
+    this.asked = performance.now();
+    this.version = version;
+    if (document.activeElement !== byId("anatomy-version")) byId("anatomy-version").value = version;
+    say("anatomy-facts", `reading version ${version}`);
+    let told;
+    try {
+      const answer = await fetch(`/api/anatomy/${version}${base === "" ? "" : `?base=${base}`}`);
+      told = await answer.json();
+      if (!answer.ok) throw new Error(told.error);
+    } catch (error) {
+      if (version === this.version) {
+        say("anatomy-facts", `Version ${version} cannot be shown: ${error.message}`);
+        show("anatomy-body", false);
+        this.version = null;
+      }
+      return;
+    }
+    // Another one was asked for meanwhile.
+    if (version !== this.version) return;
+    this.bases(version, told.base);
+    this.fill(told);
+    this.onShown(version);
+  }
+
+  // The skip deltas that the chain knows of.
+  bases(version, chosen) {
+    const skips = (this.waysTo?.(version) ?? []).filter((way) => way.kind === "skip");
+    const options = [make("option", { value: "" }, "the one before"),
+      ...skips.map((way) => make("option", { value: way.base, selected: way.base === chosen }, `${way.base} (skip delta)`))];
+    refill(byId("anatomy-base"), ...options);
+  }
+
+  fill(told) {
+    if (told.kind === "anchor") {
+      say("anatomy-facts", `version ${told.version} is an anchor: all ${count(told.total)} weights, ${size(told.bytes)}`);
+      show("anatomy-body", false);
+      return;
+    }
+    say("anatomy-facts", `${told.base} → ${told.version}: ${count(told.changed)} of ${count(told.total)} weights changed `
+      + `(${percent(told.changed / told.total)}), in ${count(told.num_tensors)} tensors; ${size(told.bytes)}, `
+      + `${(told.bytes / Math.max(told.changed, 1)).toFixed(2)} bytes a change`);
+    show("anatomy-body", true);
+    heat(told.cells, told.parts);
+    const untold = told.steps_untold ? [["not told", told.steps_untold]] : [];
+    const steps = [...Object.entries(told.steps), ...untold];
+    refill(byId("steps"), bars(["ULPs", "changes", "share"], steps, told.changed, (value) => count(value)));
+    const mix = Object.entries(told.encodings).map(([name, each]) => [name, each.bytes]).sort((a, b) => b[1] - a[1]);
+    refill(byId("encodings"), bars(["encoding", "bytes", "share"], [...mix, ["headers", told.header_bytes]], told.bytes, size));
+  }
+}
+
+function bars(header, rows, total, format) {
+  return make("table", { class: "bars" },
+    make("thead", {}, make("tr", {}, ...header.map((each) => make("th", { scope: "col" }, each)),
+      make("td", { "aria-hidden": "true" }))),
+    make("tbody", {}, ...rows.map(([name, value]) => {
+      const fill = make("div", { class: name === "headers" || name === "not told" ? "fill soft-fill" : "fill" });
+      fill.hidden = !value;
+      fill.style.width = `${total ? (100 * value) / total : 0}%`;
+      return make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, format(value)),
+        make("td", {}, percent(total ? value / total : 0)), make("td", { class: "bar", "aria-hidden": "true" }, fill));
+    })));
+}
+
+function heat(cells, order) {
+  const layers = [...new Set(cells.map((cell) => cell.layer).filter((layer) => layer !== null))];
+  const parts = new Map(order.map((part) => [part, new Map()]));
+  for (const cell of cells) parts.get(cell.part).set(cell.layer, cell);
+  const shares = cells.map((cell) => cell.changed / cell.total).filter((share) => share > 0);
+  const low = Math.min(...shares), high = Math.max(...shares);
+  const columns = Math.max(layers.length, 1);
+  const hasText = columns <= MOST_COLUMNS_WITH_TEXT;
+  const square = (cell, span) => {
+    const share = cell ? cell.changed / cell.total : 0;
+    const text = percent(share);
+    const node = make("td", { colspan: span, class: share ? "" : "none", title: text },
+      hasText || span > 1 ? text : make("span", { class: "hidden-text" }, text));
+    // Logarithmic: densities differ by orders of magnitude, and the eye should see that.
+    const depth = high > low ? Math.log(share / low) / Math.log(high / low) : 1;
+    if (share) node.style.backgroundColor = `color-mix(in srgb, var(--accent) ${Math.round(6 + 40 * depth)}%, var(--ground))`;
+    return node;
+  };
+  const rows = [...parts].map(([part, byLayer]) => make("tr", {},
+    make("th", { scope: "row", title: part }, part.replace(/^model\.|\.weight$/g, "")),
+    ...(byLayer.has(null) ? [square(byLayer.get(null), columns)] : layers.map((layer) => square(byLayer.get(layer), 1)))));
+  const every = Math.ceil(columns / 12);
+  refill(byId("heat"), make("table", { class: "heat" },
+    make("colgroup", {}, make("col", { class: "name" }), make("col", { span: columns })),
+    make("thead", { hidden: !layers.length }, make("tr", {}, make("th", { scope: "col" }, "layer"),
+      ...layers.map((layer, i) => make("th", { scope: "col" }, i % every ? "" : String(layer))))),
+    make("tbody", {}, ...rows)));
+  say("heat-legend", `Faint is ${percent(low)} changed, strong ${percent(high)}, on a logarithmic scale; `
+    + "a dashed frame is unchanged.");
+}

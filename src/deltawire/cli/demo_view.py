@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.output import Drawing, age_text, facts_text, pause_text, size_text, table
+from deltawire.demo.story import WORDS
 
 if TYPE_CHECKING:
     from deltawire.demo.orchestrate import Demo
@@ -135,7 +136,7 @@ def screen_text(story: "Story") -> str:
 
 
 def training_facts(story: "Story") -> list[tuple[str, str]]:
-    last = story.steps[story.step]
+    last, words = story.steps[story.step], WORDS[story.model]
     rewards = story.rewards()
     deltas = story.deltas()
     density = f"{100 * deltas[-1]['density']:.2f} % of the weights" if deltas else "-"
@@ -143,9 +144,10 @@ def training_facts(story: "Story") -> list[tuple[str, str]]:
         ("step", f"{story.step} of {story.num_steps}, {last['seconds']:.2f} s each"),
         (
             "reward",
-            f"{story.moving_reward() or 0:.3f}  {spark_text(rewards)}  mean of 20 steps, of {last['games']} games",
+            f"{story.moving_reward() or 0:.3f}  {spark_text(rewards)}  mean of 20 steps, of {last['games']} "
+            f"{words['episodes']}",
         ),
-        ("wins", f"{100 * last['wins']:.0f} %"),
+        (words["wins"], f"{100 * last['wins']:.0f} %"),
         ("changed", density),
         ("payload", payload_text(story)),
         ("staleness", f"{last['staleness']:.2f} versions, {last['max_staleness']} at most"),
@@ -183,18 +185,21 @@ def summary_text(summary: dict[str, Any]) -> str:
     ratio = f", 1/{full / payload:.0f} of all weights ({size_text(full)})" if payload else ""
     per_change = f", {summary['bytes_per_change']:.2f} bytes per changed weight" if payload else ""
     blocked, window = pause_text(summary["publish_blocked_seconds"]), summary["window"]
+    words = WORDS[summary["model"]]
+    episodes = words["episodes"]
     facts = [
-        ("steps", f"{summary['steps']}, {summary['games']:,} games, {number(summary['step_seconds'], 2)} s a step"),
+        ("steps", f"{summary['steps']}, {summary['games']:,} {episodes}, "
+                  f"{number(summary['step_seconds'], 2)} s a step"),
         ("reward", f"{number(summary['reward_first'])} in the first {window} steps, "
                    f"{number(summary['reward_last'])} in the last {window}"),
-        ("wins", f"{percent(summary['wins_first'])} in the first {window} steps, "
+        (words["wins"], f"{percent(summary['wins_first'])} in the first {window} steps, "
                  f"{percent(summary['wins_last'])} in the last {window}"),
         ("changed", f"{percent(summary['density'], 2)} of the weights a step, {percent(summary['max_density'], 2)} at "
                     "most"),
         ("payload", f"{size_text(payload)} a step{ratio}{per_change}" if payload else "none: nothing was published"),
         ("blocked", f"{blocked} of a step, while what changed is found"),
         ("staleness", f"{number(summary['staleness'], 2)} versions, {summary['max_staleness']} at most; "
-                      f"{summary['dropped_groups']} groups of games were too old"),
+                      f"{summary['dropped_groups']} groups of {episodes} were too old"),
         ("faults", str(summary["faults"])),
     ]  # fmt: skip
     parts = [facts_text(facts), replicas_text(summary)]
@@ -222,15 +227,17 @@ def control_text(summary: dict[str, Any]) -> str:
     evaluations = summary["evaluations"]
     if not evaluations.get("start") or not evaluations.get("final"):
         return ""
-    rows = []
+    rows, words = [], WORDS[summary["model"]]
     final = "after RL" if summary["publishes"] else "served in the end"
+    best = max(evaluations["start"], key=lambda each: each["reward"])
     for which, name in (("start", "pretrained"), ("final", final)):
         for each in sorted(evaluations[which], key=lambda each: -each["temperature"]):
-            control = "  (control)" if which == "start" and each["temperature"] < 1 else ""
+            control = "  (control)" if each is best else ""
             rows.append([f"{name}{control}", f"{each['temperature']:g}", f"{each['num_games']:,}",
                          number(each["reward"]), percent(each["wins"]), percent(each["valid"])])  # fmt: skip
-    told = "The control is the pretrained policy at the temperature that suits it best: sharper, with nothing learned."
-    return f"{table(['policy', 'temperature', 'games', 'reward', 'wins', 'valid guesses'], rows)}\n{told}"
+    told = "The control is the pretrained policy at the temperature that suits it better, with nothing learned."
+    header = ["policy", "temperature", words["episodes"], "reward", words["wins"], words["valid"]]
+    return f"{table(header, rows)}\n{told}"
 
 
 def files_text(summary: dict[str, Any]) -> str:
@@ -239,5 +246,5 @@ def files_text(summary: dict[str, Any]) -> str:
                         ("store", store)])  # fmt: skip
     if not summary["keeps_store"]:
         return f"{files}\n\nThe S3 server has ended. Its data is in {folder}/s3."
-    return f"{files}\n\nTry next:\n  deltawire ls {store}\n  deltawire status {store}\n  deltawire verify {store}\n" \
-           f"  deltawire pull {store} --to mirror"  # fmt: skip
+    commands = [f"dashboard {folder}", f"ls {store}", f"status {store}", f"verify {store}", f"pull {store} --to mirror"]
+    return f"{files}\n\nTry next:\n" + "\n".join(f"  deltawire {command}" for command in commands)

@@ -64,7 +64,7 @@ class Demo:
         check_installed(options)
         self.options, self._refresh = options, refresh
         options.folder.mkdir(parents=True, exist_ok=True)
-        self.story = Story(options.folder / "events.jsonl", options.num_steps)
+        self.story = Story(options.folder / "events.jsonl", options.num_steps, options.model)
         self.story.read()
         self._events: queue.Queue[Event] = queue.Queue()
         self._num_signals = 0

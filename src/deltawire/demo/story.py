@@ -12,6 +12,12 @@ from deltawire.demo.parts import Event
 
 WINDOW = 20
 
+# What an episode is called, one that could not be better, and what must be true of all.
+WORDS = {
+    "wordle": {"episodes": "games", "wins": "wins", "valid": "valid guesses"},
+    "smollm2": {"episodes": "answers", "wins": "all words right", "valid": "long enough"},
+}
+
 
 def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
@@ -35,6 +41,7 @@ class Story:
 
     log: Path
     num_steps: int
+    model: str = "wordle"
     phase: str = "starting"
     pretrained: tuple[int, int] | None = None
     steps: dict[int, Event] = field(default_factory=dict)
@@ -149,6 +156,7 @@ class Story:
         bytes_mean = mean([each["bytes"] for each in deltas])
         done = self.done or {}
         return {
+            "model": self.model,
             "steps": self.step,
             "version": self.version,
             "games": sum(each["games"] for each in tail),

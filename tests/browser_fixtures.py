@@ -12,9 +12,12 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
-    """Debian's, as `make setup` installs it: Playwright's own cannot be had from a package registry."""
+    """Debian's, as `make setup` installs it: Playwright's own cannot be had from a package registry.
+
+    Not for the whole session: while it is there, Playwright's event loop runs in this thread, and no other can.
+    """
     sync_api = pytest.importorskip("playwright.sync_api")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from click.testing import CliRunner
@@ -132,14 +133,21 @@ def test_over_http(tmp_path):
         assert client.get("/api/state", headers={"host": host}).status_code == 200, host
 
 
-async def events_until(feed, last_id, enough):
+def events_of(feed, last_id):
+    """What a page is sent up to the first tick."""
+    # In a thread: the loop of a browser may be running in this one.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(events_until_tick(feed, last_id))).result()
+
+
+async def events_until_tick(feed, last_id):
     found = []
     stream = event_stream(feed, last_id, lambda: False)
     async for text in stream:
         fields = dict(line.split(": ", 1) for line in text.strip().splitlines())
         if "event" in fields:
             found.append((fields["event"], fields.get("id"), json.loads(fields["data"])))
-        if enough(found):
+        if found and found[-1][0] == "tick":
             break
     await stream.aclose()
     return found
@@ -149,22 +157,19 @@ def test_the_stream_resumes_and_starts_over():
     url, _ = make_run(4)
     feed = read_all(Feed(url))
 
-    def ticked(found):
-        return found and found[-1][0] == "tick"
-
-    first = asyncio.run(events_until(feed, "", ticked))
+    first = events_of(feed, "")
     assert [name for name, _, _ in first] == ["reset", "state", "records", "tick"]
     assert len(first[2][2]["records"]) == 4
     last_id = first[2][1]
-    again = asyncio.run(events_until(feed, last_id, ticked))
+    again = events_of(feed, last_id)
     assert [name for name, _, _ in again] == ["state", "tick"], "nothing twice"
     with Publisher(url, make_weights(3)) as publisher:
         publisher.publish().wait(30)
     read_all(feed)
-    more = asyncio.run(events_until(feed, last_id, ticked))
+    more = events_of(feed, last_id)
     assert [record["version"] for name, _, data in more if name == "records" for record in data["records"]] == [4]
     for other in ("00000000:3", "nonsense", ":", f"{feed.epoch}:x"):
-        assert len(asyncio.run(events_until(feed, other, ticked))) >= 3
+        assert len(events_of(feed, other)) >= 3
 
 
 def test_the_command_prints_a_snapshot(tmp_path):

@@ -1,25 +1,18 @@
-"""`deltawire explain`: its data, its arithmetic, and its figures in a real browser."""
+"""`deltawire explain` in a real browser: its arithmetic, and its figures."""
 
 import base64
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
-import urllib.error
-import urllib.request
 from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import explain_data
 from browser import THEMES, WIDTHS, fits, serious_problems
-from deltawire.cli import main
-from deltawire.pages.explain import PAGE, content_policy, files, serve, single_file, url_of
+from deltawire.pages.explain import serve, single_file, url_of
 from recorded import recorded_steps
 
 pytest_plugins = ["browser_fixtures"]
@@ -72,41 +65,6 @@ def press(page, figure, *keys):
     page.focus(f"#{figure}")
     for key in keys:
         page.keyboard.press(key)
-
-
-# The data
-
-
-def test_recorded_data_is_what_its_script_makes():
-    assert explain_data.OUTPUT.read_text() == explain_data.make()
-    assert explain_data.OUTPUT.stat().st_size < 250_000
-
-
-def test_sizes_are_those_of_the_benchmark():
-    """The codec's benchmark sums the same steps."""
-    for row in explain_data.read_csv("codec_size.csv"):
-        if row["used_by"] == "deltawire":
-            sizes = RECORDED["recordings"][row["recording"]]["sizes"]
-            assert sum(size[row["encoding"]] for size in sizes) == int(row["bytes"])
-            assert sum(size["changed"] for size in sizes) == int(row["changed"])
-
-
-def test_bits_by_class_add_up_to_the_stream():
-    for recording in RECORDED["recordings"].values():
-        for about in recording["classes"]:
-            assert sum(row["changed"] for row in about["rows"]) == about["changed"]
-            assert sum(row["weights"] for row in about["rows"]) == about["weights"]
-            assert sum(row["bits"] for row in about["rows"]) == about["context"]["positions"]
-            # What is left has to hold the header, and a length for each change that is longer than one step.
-            longer = about["changed"] - about["one_step"]
-            assert about["context"]["header"] + longer < about["context"]["rest"]
-
-
-def test_the_page_is_in_the_package():
-    assert {"/explain/", "/explain/index.html", "/explain/recorded.json", "/base.css"} <= set(files())
-    imports = json.loads(re.search(r'"importmap">(.*?)</script>', PAGE.read_text(), re.DOTALL)[1])["imports"]
-    assert sorted(imports.values()) == sorted(f"./{path.name}" for path in PAGE.parent.glob("*.js"))
-    assert all(len(path.read_text().splitlines()) <= 300 for path in PAGE.parent.iterdir() if path.suffix != ".json")
 
 
 # Arithmetic: the same in JavaScript and here
@@ -453,7 +411,7 @@ def test_without_scripts_there_is_text(chromium, url):
     context.close()
 
 
-# One file, and the server
+# One file
 
 
 def test_single_file_works_from_a_folder(explain, tmp_path):
@@ -472,41 +430,3 @@ def test_single_file_works_from_a_folder(explain, tmp_path):
                 page.inner_html(f"#{figure} [role=img] >> nth=0") + page.inner_text(f"#{figure} [data-status]") != first
             )
     assert not re.search(r'(?:src|href)="(?!data:|#)', path.read_text())
-
-
-def test_server_serves_its_files_and_nothing_else(url):
-    root = url.removesuffix("explain/")
-    with urllib.request.urlopen(root) as answer:
-        policy = answer.headers["Content-Security-Policy"]
-        assert answer.url == url
-        assert answer.read() == PAGE.read_bytes()
-    assert policy == content_policy(PAGE.read_text())
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    for path in ("explain/../../explain.py", "explain.py", "explain/%2e%2e/base.css", "explain/nothing.js"):
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(root + path)
-
-
-def test_command_writes_the_file(tmp_path):
-    path = tmp_path / "page.html"
-    result = CliRunner().invoke(main, ["explain", "--output", str(path), "--format", "json"])
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"file": str(path), "bytes": path.stat().st_size}
-    assert path.read_text() == single_file()
-    missing = CliRunner().invoke(main, ["explain", "--output", str(tmp_path / "no" / "page.html")])
-    assert missing.exit_code == 1
-    assert "No such file" in missing.stderr
-
-
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_command_serves_until_it_is_told_to_end(ending):
-    command = [sys.executable, "-m", "deltawire.cli", "explain", "--format", "json", "--quiet"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        address = json.loads("".join(process.stdout.readline() for _ in range(3)))["url"]
-        assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(address) as answer:
-            assert b"<title>" in answer.read()
-        process.send_signal(ending)
-        assert process.wait(20) == 0
-        assert process.stderr.read() == ""

@@ -140,3 +140,23 @@ def test_compact_fills_the_hole_that_a_restart_leaves():
     assert missing_links(Run(url).links()) == [(4, 0), (8, 4)]
     assert len(compact(Run(url))) == 2
     assert missing_links(Run(url).links()) == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"[" * 100_000,
+        b"7",
+        b"{}",
+        b'{"using": 7, "version": "x"}',
+        b'{"name": "../manifests/00000001"}',
+        b'{"name": 7}',
+    ],
+)
+def test_heartbeats_may_say_anything(told):
+    """What a replica writes of itself cannot stop gc, nor make it remove other things."""
+    url, _ = make_run(5)
+    open_store(url).put("replicas/odd.json", told)
+    found = plan_gc(Run(url))
+    assert not found.removals
+    assert set(found.live_replicas) <= {"odd"}

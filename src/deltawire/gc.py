@@ -82,7 +82,7 @@ def plan_gc(
         *(
             Removal(f"{REPLICAS}{told['name']}.json", 0, "a replica that was silent for a day")
             for told in heartbeats
-            if told["age_seconds"] > 86400 and isinstance(told.get("name"), str)
+            if told["age_seconds"] > 86400
         ),
     ]
     gone = {removal.key for removal in removals}
@@ -92,7 +92,7 @@ def plan_gc(
         num_kept=len(left),
         kept_bytes=sum(stat.num_bytes for stat in left),
         oldest_anchor=floor if anchors else None,
-        live_replicas=tuple(sorted(str(told.get("name")) for told in live)),
+        live_replicas=tuple(sorted(told["name"] for told in live)),
     )
 
 
@@ -138,8 +138,8 @@ class _Keeping:
 
 def _needed_by(told: dict[str, Any], links: list[Link]) -> set[Link]:
     """The ways that a live replica is on, or would take from where it is."""
-    using = told.get("using") or []
-    needed = {link for link in links if str(link) in using}
+    using = told.get("using")
+    needed = {link for link in links if isinstance(using, list) and str(link) in using}
     version = told.get("version")
     if isinstance(version, int) and links:
         with suppress(ChainError):

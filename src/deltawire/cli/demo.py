@@ -47,7 +47,7 @@ QUICK_PRETRAIN_STEPS = 120
               "it.  [default: a temporary one, which stays]")  # fmt: skip
 @click.option("--cache", type=PATH, help="Where the pretrained policy is kept.  [default: ~/.cache/deltawire/demo]")
 @click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Begin no step after so long.  "
-              "[default: 240; 20 with --quick; 1800 with --model smollm2]")  # fmt: skip
+              "[default: 190; 20 with --quick; 1800 with --model smollm2]")  # fmt: skip
 @click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often each word is played to "
               "compare the policy before and after; 0: not at all.  [default: 3; 1 with --quick]")  # fmt: skip
 @click.option("--pretrain-steps", type=click.IntRange(1), hidden=True, help="Of the policy that it starts from.")

@@ -26,7 +26,9 @@ from deltawire.errors import MissingDependency
 
 NEEDED_BY_ALL = ("torch", "starlette", "uvicorn", "httpx", "prometheus_client")
 NEEDED = (*NEEDED_BY_ALL, "openenv")
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# For what trains: on several cores, but not waiting on them for each other where other parts need them too.
+THREADS = {"OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 4)), "OMP_WAIT_POLICY": "passive"}
 REACH_SECONDS = 60.0
 
 
@@ -46,7 +48,7 @@ class Options:
     warmup_steps: int = 20
     pretrain_steps: int = 600
     rounds: int = 3
-    time_limit: float = 240.0
+    time_limit: float = 190.0
     kill_replica_at: int | None = None
     late_join_at: int | None = None
     publishes: bool = True
@@ -85,7 +87,9 @@ class Demo:
                 start = self._start = self._pretrained()
                 self._start_store()
                 replicas = [part for i in range(self.options.num_replicas) for part in self._replica(i, start)]
-                trainer = self._part("trainer", *self._trainer(start), max_starts=4)
+                trainer = self._part(
+                    "trainer", *self._trainer(start), max_starts=4, environment={**self._environment, **THREADS}
+                )
                 for part in (trainer, *replicas, *self._environments()):
                     part.start()
                 self.story.phase = "training"
@@ -110,9 +114,7 @@ class Demo:
             command = module("pretrain", "--output", str(file), "--steps", num_steps)
         if not file.exists():
             self.story.phase = "pretraining" if self.options.model == "wordle" else "unpacking the model"
-            # With both cores, but not waiting for each other on them where others need them too.
-            environment = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-            part = self._part("start", *command, environment=environment)
+            part = self._part("start", *command, environment=THREADS)
             part.start()
             while part.ended() is None:
                 self._listen()

@@ -123,7 +123,6 @@ class Trainer(grpo.Trainer[Episode]):
 @click.option("--environment", required=True, metavar="URL", help="The Wordle server.")
 def main(environment: str, **given: Any) -> None:
     """Train the demo's policy. Events go to stdout as lines of JSON."""
-    torch.set_num_threads(1)
     job = Job(**given)
     settings = Settings(job.steps, job.groups, warmup_steps=job.warmup)
     if job.no_publish:

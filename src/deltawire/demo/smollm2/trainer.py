@@ -82,7 +82,6 @@ def main(**given: Any) -> None:
     """Train the language model. Events go to stdout as lines of JSON."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(1)
     job = Job(**given)
     settings = Settings(job.steps, job.groups, warmup_steps=job.warmup)
     if job.no_publish:

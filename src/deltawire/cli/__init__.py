@@ -1,5 +1,7 @@
 """The command line. Each command is a thin layer over the library: it parses, calls, and speaks."""
 
+import os
+
 import click
 
 from deltawire import __version__
@@ -53,6 +55,8 @@ def main() -> None:
     A URL is a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
     hf://buckets/owner/name/prefix. Credentials come from where each cloud's own tools look for them.
     """
+    # Where colorama is installed, numba would have it write to the terminal when the program ends.
+    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 
 for commands in SECTIONS.values():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deltawire.demo.orchestrate import Options
 
 QUICK = {
-    "wordle": {"num_steps": 40, "num_groups": 4, "warmup_steps": 5, "rounds": 1, "time_limit": 20.0},
+    "wordle": {"num_steps": 40, "num_groups": 4, "warmup_steps": 5, "rounds": 1, "time_limit": 15.0},
     "smollm2": {"num_steps": 5, "rounds": 1, "time_limit": 300.0},
 }
 # Where a model's defaults are others than those of Options.
@@ -24,7 +24,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm2": {"engine": "vllm", "num_steps": 60, "num_replicas": 1, "num_groups": 4, "warmup_steps": 5,
                 "time_limit": 1800.0},
 }  # fmt: skip
-QUICK_PRETRAIN_STEPS = 120
+QUICK_PRETRAIN_STEPS = 100
 
 
 @click.command("demo")
@@ -47,7 +47,7 @@ QUICK_PRETRAIN_STEPS = 120
               "it.  [default: a temporary one, which stays]")  # fmt: skip
 @click.option("--cache", type=PATH, help="Where the pretrained policy is kept.  [default: ~/.cache/deltawire/demo]")
 @click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Begin no step after so long.  "
-              "[default: 190; 20 with --quick; 1800 with --model smollm2]")  # fmt: skip
+              "[default: 190; 15 with --quick; 1800 with --model smollm2]")  # fmt: skip
 @click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often each word is played to "
               "compare the policy before and after; 0: not at all.  [default: 3; 1 with --quick]")  # fmt: skip
 @click.option("--pretrain-steps", type=click.IntRange(1), hidden=True, help="Of the policy that it starts from.")

@@ -6,13 +6,14 @@ import shlex
 import subprocess
 import sys
 import time
-import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
 from conftest import ROOT
+from deltawire import __version__ as deltawire_version
 from servers import free_ports
 
 SPACES = ROOT / "deploy" / "spaces"
@@ -29,6 +30,19 @@ def run(*command, **options):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def wait_for_health(process, port, is_it):
+    """What a process answers to /health, once it is what is waited for."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        with suppress(httpx.TransportError):
+            answer = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+            if is_it(answer):
+                return answer
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +79,7 @@ def test_the_wordle_image(installed):
     words[words.index("--host") + 1], words[words.index("--port") + 1] = "127.0.0.1", str(port)
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd="/")
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            try:
-                assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
-                break
-            except httpx.TransportError:
-                time.sleep(0.2)
+        wait_for_health(process, port, lambda answer: answer.status_code == 200)
     finally:
         process.terminate()
         process.wait(30)
@@ -83,8 +89,7 @@ def test_the_vllm_image(installed, tmp_path):
     """Agent and stores, without torch: a run is published, pulled, and an agent waits for its server."""
     python = installed("vllm")
     deltawire = Path(python).with_name("deltawire")
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
-    assert version in run(deltawire, "--version")
+    assert deltawire_version in run(deltawire, "--version")
     program = (
         "import numpy as np; from safetensors.numpy import save_file; "
         "save_file({'a': np.arange(8, dtype=np.float32)}, 'base.safetensors')"
@@ -100,18 +105,8 @@ def test_the_vllm_image(installed, tmp_path):
         cwd=tmp_path,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            assert agent.poll() is None
-            assert time.monotonic() < deadline
-            try:
-                told = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
-            except httpx.TransportError:
-                told = None
-            if told is not None and told.json()["error"] == "EngineUnavailable":
-                assert told.status_code == 503
-                break
-            time.sleep(0.2)
+        answer = wait_for_health(agent, port, lambda answer: answer.json()["error"] == "EngineUnavailable")
+        assert answer.status_code == 503
     finally:
         agent.terminate()
         agent.communicate(timeout=30)

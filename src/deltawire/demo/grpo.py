@@ -4,6 +4,7 @@ Each token carries the log-probability that it was sampled with. The ratio to th
 since, and is clipped where it has moved too far.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -40,7 +41,7 @@ class Batch:
 E = TypeVar("E")
 
 
-class Trainer(Generic[E]):
+class Trainer(ABC, Generic[E]):
     """A policy, its optimizer, and the step. A recipe says how episodes become batches, and how likely tokens are."""
 
     def __init__(
@@ -51,13 +52,13 @@ class Trainer(Generic[E]):
             [{"params": each, "lr": lr, "full_lr": lr} for each, lr in parameters], weight_decay=0.0
         )
 
+    @abstractmethod
     def batches(self, groups: Sequence[Sequence[E]]) -> Sequence[Batch]:
         """Groups of episodes with their advantages, in parts of a size that fits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log_probs(self, batch: Batch) -> Tensor:
         """The log-probability of each token that was sampled, under the weights as they are."""
-        raise NotImplementedError
 
     def step(self, number: int, groups: Sequence[Sequence[E]]) -> dict[str, float]:
         """One step of the optimizer on some groups; what there is to tell of it."""

@@ -157,7 +157,9 @@ def check(block, code):
         for line in commands.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["deltawire"]:
-                main.commands[words[1]].make_context(words[1], words[2:])
+                # Under the program, whose settings a command keeps from the first time that it is parsed.
+                with main.make_context("deltawire", words[1:]) as program:
+                    main.commands[words[1]].make_context(words[1], words[2:], parent=program)
     elif block.language == "yaml":
         assert yaml.safe_load(code)
     elif block.language == "json":

@@ -25,7 +25,7 @@ from deltawire.kernels.gpu.arena import Arena
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
 from deltawire.sources import ModuleWeights, module_source
-from deltawire.upload import boxes_digest, encode_changes
+from deltawire.upload import advanced, box_digests, encode_changes
 from deltawire.workers import Workers
 from gpu_receive import Row, Timer, timed
 from measure import write_csv
@@ -126,7 +126,7 @@ def check_update(name: str, old: list[torch.Tensor], new: list[torch.Tensor], dt
             for history in histories:
                 history.stage(1, source(), workers)
                 results.append(encode_changes(history, 0, 1, choice, workers))
-            assert boxes_digest(histories[0], 1, workers) == boxes_digest(histories[1], 1, workers), name
+            assert box_digests(histories[0], 1, workers) == box_digests(histories[1], 1, workers), name
         (ours, gain), (theirs, expected) = results
         assert gain == expected, name
         assert [each.name for each in ours] == [each.name for each in theirs], name
@@ -152,9 +152,9 @@ def check_large(size: float) -> None:
         # The very last elements too.
         module.large.data[-3:] += 1
         history.stage(1, source(), workers)
-        (entry,), gain = encode_changes(history, 0, 1, ["context"], workers)
+        (entry,), gains = encode_changes(history, 0, 1, ["context"], workers)
         before = DeviceHistory(as_module(old), 0, allowed=[])
-        assert boxes_digest(history, 1, workers) == gain + boxes_digest(before, 0, workers)
+        assert box_digests(history, 1, workers) == advanced(box_digests(before, 0, workers), gains)
         del before
     payload = entry.encoded.arrays["context"]
     table = tile_table(read_tiles(payload, len(old)), len(payload))

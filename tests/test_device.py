@@ -22,7 +22,7 @@ from deltawire.history import History
 from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.sources import ModuleWeights, module_source
-from deltawire.upload import boxes_digest, encode_changes
+from deltawire.upload import box_digests, encode_changes
 from deltawire.weights import torch_view
 from deltawire.workers import SERIAL
 
@@ -92,7 +92,7 @@ def assert_same(
         assert (mine.encoding, mine.num_changed) == (other.encoding, other.num_changed)
         for part, array in mine.encoded.arrays.items():
             assert np.array_equal(array, other.encoded.arrays[part])
-    assert boxes_digest(ours, 1, SERIAL) == boxes_digest(theirs, 1, SERIAL)
+    assert box_digests(ours, 1, SERIAL) == box_digests(theirs, 1, SERIAL)
     for name in before:
         assert np.array_equal(bits_of(ours, name, 1), bits_of(theirs, name, 1))
         assert np.array_equal(bits_of(ours, name, 0), before[name])
@@ -212,12 +212,12 @@ def test_shards_of_columns():
     """A box whose elements do not lie together in the tensor: the digest counts positions in the whole."""
     old = {"a": patterns(1800, 1).view(30, 60), "b": patterns(90, 2)}
     new = {name: stepped(tensor, 0.1, 3) for name, tensor in old.items()}
-    histories = [DeviceHistory(Sharded(old, "BF16", frozenset()), 0, allowed=["context"])]
-    histories.append(History(Sharded(old, "BF16", frozenset()), 0))
-    assert boxes_digest(histories[0], 0, SERIAL) == boxes_digest(histories[1], 0, SERIAL)
+    histories = [DeviceHistory(Sharded(old, dict.fromkeys(old, "BF16"), frozenset()), 0, allowed=["context"])]
+    histories.append(History(Sharded(old, dict.fromkeys(old, "BF16"), frozenset()), 0))
+    assert box_digests(histories[0], 0, SERIAL) == box_digests(histories[1], 0, SERIAL)
     results = []
     for history in histories:
-        history.stage(1, Sharded(new, "BF16", frozenset()), SERIAL)
+        history.stage(1, Sharded(new, dict.fromkeys(new, "BF16"), frozenset()), SERIAL)
         entries, gain = encode_changes(history, 0, 1, ["context"], SERIAL)
         results.append(
             (gain, [(entry.name, entry.box, entry.encoded.arrays["context"].tobytes()) for entry in entries])

@@ -24,7 +24,7 @@ from deltawire.kernels.gpu.decode import apply, decode, tile_table
 from deltawire.kernels.gpu.digest import SIGNED
 from deltawire.sources import module_source
 from deltawire.state import tensor_key
-from deltawire.upload import boxes_digest, encode_changes
+from deltawire.upload import box_digests, encode_changes
 from deltawire.workers import SERIAL
 
 POINTERS = {torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
@@ -87,7 +87,7 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
             parameter *= 1.001
     history.stage(1, module_source(module)(), SERIAL)
     encode_changes(history, 0, 1, ["gap", "context"], SERIAL)
-    boxes_digest(history, 1, SERIAL)
+    box_digests(history, 1, SERIAL)
     history.stage(2, module_source(module)(), SERIAL)
     history.roll_back(2)
     old = np.arange(300, dtype=np.uint16)

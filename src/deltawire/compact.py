@@ -55,7 +55,7 @@ def compact(
     made = []
     with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica, Workers(threads) as workers:
         replica.pull(first)
-        history = History(_tensors(target), first, scratch=scratch)
+        history = History(_tensors(target), first, tied=run.manifest(first).tied, scratch=scratch)
         digests = {first: run.manifest(first).digest}
         for version in range(first + 1, last + 1):
             replica.pull(version)
@@ -65,9 +65,7 @@ def compact(
             digests[version] = manifest.digest
             for base in [base for each, base in missing if each == version]:
                 allowed = allowed_encodings(encoding)
-                facts, entries = encode_delta(
-                    history, run.id, (base, digests[base]), version, manifest.tied, allowed, workers
-                )
+                facts, entries, _ = encode_delta(history, run.id, (base, digests[base]), version, allowed, workers)
                 made.append(put_delta(run.store, facts, entries, max_file_bytes))
                 run.commit_way(made[-1])
             history.forget(version - max(skips, default=0))
@@ -81,7 +79,7 @@ def compact(
 def _anchor(run: Run, history: History, version: int, max_file_bytes: int) -> Way:
     manifest = run.manifest(version)
     beside = [each for way in manifest.path for each in way.beside]
-    way = put_anchor(run.store, run.id, history, version, manifest.digest, manifest.tied, beside, max_file_bytes)
+    way = put_anchor(run.store, run.id, history, version, manifest.digest, beside, max_file_bytes)
     run.commit_way(way)
     return way
 

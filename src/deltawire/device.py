@@ -67,14 +67,20 @@ class DeviceHistory(History):
     """A history whose snapshot lies on GPUs, as far as `is_kept` says so."""
 
     def __init__(
-        self, weights: ModuleWeights, version: int, *, allowed: list[str], scratch: Path | None = None
+        self,
+        weights: ModuleWeights,
+        version: int,
+        *,
+        allowed: list[str],
+        tied: Mapping[str, str] | None = None,
+        scratch: Path | None = None,
     ) -> None:
         by_device: dict[Any, list[str]] = {}
         for name in weights:
             if is_kept(weights, name):
-                by_device.setdefault(weights.tensor(name).device, []).append(name)
+                by_device.setdefault((weights.tensor(name).device, weights.dtype_of(name).name), []).append(name)
         self._on_device = {name for names in by_device.values() for name in names}
-        super().__init__(weights, version, scratch=scratch)
+        super().__init__(weights, version, tied=tied, scratch=scratch)
         self._allowed = allowed
         self._parts = [Part(weights, self.boxes, names) for names in by_device.values()]
         for part in self._parts:

@@ -16,6 +16,7 @@ DeltawireError
 ├── MismatchError
 │   ├── BaseMismatch            these are not the weights the delta was made for
 │   ├── DigestMismatch          the weights are not what they were said to be
+│   ├── SnapshotMismatch        what would be published is not what the trainer has
 │   └── SignatureMismatch
 ├── EngineError
 │   ├── UnknownParameter        a tensor the target does not have
@@ -107,6 +108,10 @@ class BaseMismatch(MismatchError):
 
 class DigestMismatch(MismatchError):
     """The weights, or what a delta makes of them, do not have the digest that was stated."""
+
+
+class SnapshotMismatch(MismatchError):
+    """What a version would publish is not what the trainer has: `tensor`. It was not committed."""
 
 
 class SignatureMismatch(MismatchError):

@@ -132,7 +132,16 @@ class History:
     What is held of a tensor is a box of it: the whole, unless the weights say otherwise in `boxes`.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], version: int, *, scratch: Path | None = None) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        version: int,
+        *,
+        tied: Mapping[str, str] | None = None,
+        scratch: Path | None = None,
+    ) -> None:
+        self.tied = dict(tied or {})
+        """Names that share the weights of others."""
         self.boxes: dict[str, Box] = {}
         self.forms: dict[str, tuple[DType, tuple[int, ...]]] = {}
         """Dtypes and shapes of whole tensors."""

@@ -20,11 +20,12 @@ from deltawire.history import History
 from deltawire.manifest import StoredObject
 from deltawire.parts import split
 from deltawire.ranks import Message, Ranks
+from deltawire.recheck import Copied, Digests, Recheck
 from deltawire.snapshots import new_history
 from deltawire.sources import ShardedWeights
 from deltawire.state import Digest
 from deltawire.store import Store
-from deltawire.upload import boxes_digest, encode_changes, put_parts, put_shards
+from deltawire.upload import advanced, box_digests, encode_changes, put_parts, put_shards
 from deltawire.weights import Form
 from deltawire.wire import Entry, Facts
 from deltawire.workers import Workers
@@ -52,11 +53,17 @@ class Holder:
         max_file_bytes: int,
         snapshot: str | None,
         scratch: Path | None,
+        recheck: Recheck,
         threads: int | None,
     ) -> None:
         self._read, self._store, self._ranks = read, store, ranks
         self._allowed, self._max_file_bytes = allowed, max_file_bytes
         self._where, self._scratch, self._threads = snapshot, scratch, threads
+        self._recheck = recheck
+        # By call: live tensors of a first one, or copies of some; and what each tensor contributes to the digest.
+        self._measured: dict[int, Digests] = {}
+        self._copied: dict[int, list[Copied]] = {}
+        self._digests: dict[int, Digests] = {}
         self._held: dict[int, Held] = {}
         self._errors: dict[int, BaseException] = {}
         self._unsettled: list[int] = []
@@ -93,12 +100,18 @@ class Holder:
         try:
             weights = self._read()
             before = self._held[max(self._held)] if self._held else None
-            if anchor or before is None:
-                history = new_history(weights, call, self._allowed, self._where, self._scratch)
-            else:
-                history = before.history
-                with Workers(self._threads) as workers:
+            with Workers(self._threads) as workers:
+                if anchor or before is None:
+                    history = self._snapshot(weights, call)
+                    self._measured[call] = self._recheck.measure(weights, history, workers)
+                else:
+                    history = before.history
+                    if weights.tied != history.tied:
+                        raise ValueError(
+                            "other tensors than before are tied to each other: call publish(anchor=True) on all ranks"
+                        )
                     history.stage(call, weights, workers, weights.fixed)
+                    self._copied[call] = self._recheck.copy(weights, history)
             with self._changed:
                 self._held[call] = Held(history, weights.forms, weights.tied, step)
                 self._unsettled += [] if anchor or before is None else [call]
@@ -110,6 +123,9 @@ class Holder:
                 self.num_calls = call
                 self._changed.notify_all()
         return call
+
+    def _snapshot(self, weights: ShardedWeights, call: int) -> History:
+        return new_history(weights, call, weights.tied, self._allowed, self._where, self._scratch)
 
     def at(self, call: int) -> Held:
         """What a call has staged, if this rank comes to it within the timeout."""
@@ -131,8 +147,7 @@ class Holder:
         weights = self._read()
         if not has_version:
             return {}
-        history = new_history(weights, 0, self._allowed, self._where, self._scratch)
-        self._held = {0: Held(history, weights.forms, weights.tied)}
+        self._held = {0: Held(self._snapshot(weights, 0), weights.forms, weights.tied)}
         return self.measure(0)
 
     def start_anew(self) -> None:
@@ -147,11 +162,14 @@ class Holder:
                 f"the weights of call {base} are no longer known here: call publish(anchor=True) on all ranks"
             )
         with Workers(threads or self._threads) as workers:
-            entries, gain = encode_changes(held.history, base, call, self._allowed, workers)
+            entries, gains = encode_changes(held.history, base, call, self._allowed, workers)
+        if base in self._digests:
+            self._digests[call] = advanced(self._digests[base], gains)
+            self._recheck.compare(self._copied.pop(call, []), self._digests[call], held.history)
         self._groups = split(entries, self._max_file_bytes) if entries else []
         changed = {entry.name for entry in entries}
         return {
-            "gain": str(gain),
+            "gain": str(sum(gains.values(), Digest())),
             "num_changed": sum(entry.num_changed for entry in entries),
             "num_parts": len(self._groups),
             "encodings": Counter(entry.encoding for entry in entries),
@@ -171,9 +189,16 @@ class Holder:
         """What an anchor needs to know of this rank: which boxes it holds, and what they contribute to the digest."""
         held = self.at(call)
         with Workers(self._threads) as workers:
-            state = boxes_digest(held.history, call, workers)
+            digests = self._digests[call] = box_digests(held.history, call, workers)
+        self._recheck.compare_all(self._measured.pop(call, {}), digests)
         boxes = {name: [box.offset, box.shape] for name, box in held.history.boxes.items()}
-        return {"digest": str(state), "forms": held.forms, "boxes": boxes, "tied": held.tied, "step": held.step}
+        return {
+            "digest": str(sum(digests.values(), Digest())),
+            "forms": held.forms,
+            "boxes": boxes,
+            "tied": held.tied,
+            "step": held.step,
+        }
 
     def write(self, call: int, folder: str, files: Message, boxes: Message, metadata: dict[str, str]) -> Message:
         """Write this rank's files of an anchor, from the boxes of all ranks."""
@@ -201,6 +226,8 @@ class Holder:
 
     def committed(self, call: int, oldest: int, **_: Any) -> Message:
         """Keep the way back from a committed call to `oldest` in little space, and forget what lies before."""
+        self._checked(call)
+        self._digests = {each: digests for each, digests in self._digests.items() if each >= call}
         if oldest < call:
             self._settle(call)
         self._forget(call, oldest)
@@ -208,11 +235,17 @@ class Holder:
 
     def failed(self, call: int, starts_anew: bool, **_: Any) -> Message:
         """A call was not committed: a later one will cover it, as a delta or, where rank 0 `starts_anew`, an anchor."""
+        self._checked(call)
         if starts_anew:
             self._forget(call, call)
         else:
             self._settle(call)
         return {}
+
+    def _checked(self, call: int) -> None:
+        """Nothing of a call that is done is measured any more."""
+        self._measured = {each: live for each, live in self._measured.items() if each > call}
+        self._copied = {each: copied for each, copied in self._copied.items() if each > call}
 
     def _forget(self, call: int, oldest: int) -> None:
         """Keep nothing from before `oldest`, nor what only a call that is done has needed."""

@@ -1,13 +1,17 @@
 """What all publishers share: the handle of a version on its way, the optimizer's hook, and the numbers they tell."""
 
 import json
+import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any, Self
 
 from deltawire.runs import Run
+
+log = logging.getLogger("deltawire")
 
 
 class Publication:
@@ -18,27 +22,34 @@ class Publication:
         self.step = step
         self.stats: dict[str, Any] = {}
         """Sizes, counts and seconds; complete when it is done."""
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
+        self._is_seen = False
         self._done = threading.Event()
 
     def done(self) -> bool:
         """Whether it was committed, or has failed."""
         return self._done.is_set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why it has failed. Who asks has seen it: `flush` and `close` do not raise it again."""
+        self._is_seen = self._is_seen or self._error is not None
+        return self._error
+
     def wait(self, timeout: float | None = None) -> "Publication":
         """Wait for the commit and return, or raise why there is none."""
         if not self._done.wait(timeout):
             raise TimeoutError(f"version {self.version} was not committed within {timeout} s")
-        if self.error is not None:
-            raise self.error
+        if (error := self.error) is not None:
+            raise error
         return self
 
     def _finish(self, error: BaseException | None = None) -> None:
-        self.error = error
+        self._error = error
         self._done.set()
 
     def __repr__(self) -> str:
-        state = "on its way" if not self.done() else "committed" if self.error is None else f"failed: {self.error}"
+        state = "on its way" if not self.done() else "committed" if self._error is None else f"failed: {self._error}"
         return f"Publication(version={self.version}, step={self.step}, {state})"
 
 
@@ -51,6 +62,8 @@ class BasePublisher(ABC):
         """The last version that was committed."""
         self.last: Publication | None = None
         self.num_published = self.num_failed = 0
+        self._failures: list[Publication] = []
+        """What has failed since a version was committed."""
 
     @abstractmethod
     def publish(
@@ -83,6 +96,21 @@ class BasePublisher(ABC):
 
         return optimizer.register_step_post_hook(publish)
 
+    def _failed(self, publications: Sequence[Publication]) -> None:
+        if publications and not self._failures:
+            log.warning("publishing version %s failed: %s", publications[0].version, publications[0]._error)
+        self._failures += publications
+
+    def _covered(self) -> None:
+        """A version was committed, which holds what failed before it."""
+        self._failures = []
+
+    def _tell_failure(self) -> None:
+        """Raise a failure that nobody has looked at, once."""
+        failures, self._failures = self._failures, []
+        if failures and not any(each._is_seen for each in failures) and failures[0].error is not None:
+            raise failures[0].error
+
     def metrics(self) -> dict[str, float]:
         """Numbers for a run tracker, flat."""
         values = {"published": self.num_published, "failed": self.num_failed, "waiting": self.num_waiting}
@@ -92,8 +120,13 @@ class BasePublisher(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # What ended the block comes first; a failure was logged.
+        with suppress(Exception):
+            self.close()
 
 
 def as_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -13,20 +13,30 @@ from deltawire.chain import SKIPS
 from deltawire.checkpoint import Checkpoint
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.commits import Commits
-from deltawire.errors import DeltawireError, Fenced
+from deltawire.errors import DeltawireError, Fenced, SnapshotMismatch
 from deltawire.history import History
 from deltawire.manifest import Manifest, Way
 from deltawire.parts import MAX_FILE_BYTES
 from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
+from deltawire.recheck import CHECK_SHARE, Copied, Digests, Recheck
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
 from deltawire.snapshots import check_snapshot, new_history
-from deltawire.sources import as_bits, source_of
-from deltawire.state import Digest, digest
+from deltawire.sources import as_bits, matching_names, source_of
+from deltawire.state import Digest
 from deltawire.store import Store
 from deltawire.upkeep import Making, Upkeep
-from deltawire.upload import encode_delta, history_digest, is_worth_sending, put_anchor, put_delta, put_files
-from deltawire.weights import DTypeChoice, Weights, tied_names
+from deltawire.upload import (
+    advanced,
+    box_digests,
+    encode_delta,
+    is_worth_sending,
+    put_anchor,
+    put_delta,
+    put_files,
+    whole_digest,
+)
+from deltawire.weights import DTypeChoice, Weights, check_tied, tied_names
 from deltawire.workers import Workers
 
 __all__ = ["Publication", "Publisher"]
@@ -44,6 +54,12 @@ class Job:
     history: History
     before: History | None
     """The history that an anchor replaces."""
+    measured: Digests = field(default_factory=dict)
+    """Of an anchor: all live tensors."""
+    copied: list[Copied] = field(default_factory=list)
+    """Of any other version: those that are measured in the background."""
+    digests: Digests = field(default_factory=dict)
+    """What each tensor of the version contributes to the digest."""
     stats: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,7 +68,13 @@ class Publisher(BasePublisher):
 
     `publish` finds what changed and returns; encoding, upload and commit go on in a thread. Versions are committed in
     order. When one fails, it and those after it are undone, so that the next one holds everything since the last that
-    was committed.
+    was committed. A failure that nobody has seen on its handle, and that no later version has covered, is raised by
+    `flush` and `close`.
+
+    Everything that a module's `state_dict` holds is published, and compared each time. `frozen` names what will not
+    change, by patterns such as `visual.*`. `check_share` is the part of the time between two versions that may go into
+    measuring live weights again, by another path than the publisher's snapshot: where they differ, the version fails
+    with SnapshotMismatch and the publisher stops. 0 turns it off.
 
     >>> with Publisher("s3://bucket/run", model) as publisher:  # doctest: +SKIP
     ...     publisher.publish(step=1)
@@ -68,6 +90,7 @@ class Publisher(BasePublisher):
         files: Sequence[str | Path] = (),
         dtype: DTypeChoice = None,
         tied: Mapping[str, str] | None = None,
+        frozen: Sequence[str] = (),
         encoding: EncodingChoice = "auto",
         queue_size: int = 1,
         when_full: str = "wait",
@@ -76,6 +99,7 @@ class Publisher(BasePublisher):
         sign_with: str | Path | None = None,
         snapshot: str | None = None,
         scratch: Path | None = None,
+        check_share: float = CHECK_SHARE,
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int | None = None,
     ) -> None:
@@ -83,9 +107,12 @@ class Publisher(BasePublisher):
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
         check_cadence(anchors, queue_size)
         check_snapshot(snapshot)
-        self._read = source_of(weights, dtype)
+        self._read = source_of(weights, dtype, frozen)
+        self._recheck = Recheck(check_share)
+        self._dtype, self._frozen = dtype, frozen
+        self._stated_ties = None if tied is None else dict(tied)
         now = self._read()
-        self._dtype, self._tied = dtype, dict(tied_names(now) if tied is None else tied)
+        self._fixed(now)
         self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
         self._where, self._scratch, self._threads = snapshot, scratch, threads
         self._files = [Path(file) for file in files] or _files_of(now)
@@ -94,7 +121,7 @@ class Publisher(BasePublisher):
         super().__init__(Run(store, sign_with=sign_with, public_key=key))
         self.run.start(run)
         self._commits = Commits(self.run)
-        self._making = Making(self.run, self._tied, allowed, max_file_bytes)
+        self._making = Making(self.run, allowed, max_file_bytes)
         self._upkeep = Upkeep(self._making, skips, anchors)
         self._keeps_history = bool(skips) or anchors is not None
         self._digest = Digest()
@@ -103,7 +130,7 @@ class Publisher(BasePublisher):
         self._resume(now if base is None else base)
         self._pending: deque[Job] = deque()
         self._unsettled: Job | None = None
-        self._fenced: Fenced | None = None
+        self._stopped: DeltawireError | None = None
         self._closing = False
         # Staging and undoing exclude each other; the queue has a lock of its own.
         self._turn = threading.Lock()
@@ -120,8 +147,11 @@ class Publisher(BasePublisher):
         self.version, self._next, self._digest = latest, latest + 1, manifest.digest
         self._upkeep.note(*manifest.path, manifest.way)
         self._upkeep.beside = tuple(each for way in self._upkeep.path(latest) for each in way.beside)
-        if digest(as_bits(weights, self._dtype, self._tied), threads=self._threads) == manifest.digest:
-            self._history = self._snapshot(weights, latest)
+        history = self._snapshot(weights, latest)
+        with Workers(self._threads) as workers:
+            digests = box_digests(history, latest, workers)
+        if whole_digest(history, digests) == manifest.digest:
+            self._history, self._recheck.expected = history, digests
 
     @property
     def resumed(self) -> bool:
@@ -165,8 +195,8 @@ class Publisher(BasePublisher):
             )
 
     def _check_open(self) -> None:
-        if self._fenced is not None:
-            raise Fenced(self._fenced.message, **self._fenced.fields)
+        if self._stopped is not None:
+            raise type(self._stopped)(self._stopped.message, **self._stopped.fields)
         if self._closing:
             raise ValueError("this publisher is closed")
 
@@ -184,20 +214,37 @@ class Publisher(BasePublisher):
     def _stage(self, step: int | None, metadata: Mapping[str, Any], anchor: bool) -> Job:
         weights, version, before = self._read(), self._next, self._history
         publication = Publication(version, step)
-        if anchor or before is None:
-            self._history = self._snapshot(weights, version)
-            job = Job(version, step, metadata, [publication], True, self._history, before)
-        else:
-            with Workers(self._threads) as workers:
-                fresh = as_bits(weights, self._dtype, self._tied)
-                before.stage(version, fresh, workers, getattr(weights, "fixed", ()))
-            job = Job(version, step, metadata, [publication], False, before, None)
+        with Workers(self._threads) as workers:
+            if anchor or before is None:
+                history = self._snapshot(weights, version)
+                job = Job(version, step, metadata, [publication], True, history, before)
+                job.measured = self._recheck.measure(weights, history, workers)
+                self._history = history
+            else:
+                check_tied(weights, before.tied, self._dtype)
+                fresh = as_bits(weights, self._dtype, before.tied)
+                before.stage(version, fresh, workers, self._fixed(weights))
+                job = Job(version, step, metadata, [publication], False, before, None)
+                try:
+                    job.copied = self._recheck.copy(weights, before)
+                except BaseException:
+                    before.roll_back(version)
+                    raise
         self._next = version + 1
         return job
 
     def _snapshot(self, weights: Weights, version: int) -> History:
-        bits = as_bits(weights, self._dtype, self._tied)
-        return new_history(bits, version, self._making.allowed, self._where, self._scratch)
+        tied = tied_names(weights) if self._stated_ties is None else self._stated_ties
+        check_tied(weights, tied, self._dtype)
+        bits = as_bits(weights, self._dtype, tied)
+        if not bits:
+            raise ValueError("there are no tensors to publish: the mapping is empty")
+        return new_history(bits, version, tied, self._making.allowed, self._where, self._scratch)
+
+    def _fixed(self, weights: Weights) -> frozenset[str]:
+        """What need not be compared."""
+        stated: frozenset[str] = getattr(weights, "fixed", frozenset())
+        return stated | matching_names(weights, self._frozen) if self._frozen else stated
 
     def _work(self) -> None:
         while True:
@@ -224,7 +271,7 @@ class Publisher(BasePublisher):
             way=way,
             path=() if job.is_anchor else self._upkeep.path(job.version - 1),
             num_elements=job.history.num_elements,
-            tied=self._tied,
+            tied=job.history.tied,
             step=job.step,
             metadata=job.metadata,
             writer=self.run.writer,
@@ -238,9 +285,12 @@ class Publisher(BasePublisher):
     def _upload_delta(self, job: Job, started: float) -> Way:
         base = job.version - 1, self._digest
         with Workers(self._threads) as workers:
-            facts, entries = encode_delta(
-                job.history, self.run.id, base, job.version, self._tied, self._making.allowed, workers
+            facts, entries, gains = encode_delta(
+                job.history, self.run.id, base, job.version, self._making.allowed, workers
             )
+        job.digests = advanced(self._recheck.expected, gains)
+        self._recheck.compare(job.copied, job.digests, job.history)
+        job.copied = []
         encoded = time.perf_counter()
         way = put_delta(self.run.store, facts, entries, self._making.max_file_bytes)
         job.stats |= {"encode_seconds": encoded - started, "upload_seconds": time.perf_counter() - encoded}
@@ -248,15 +298,16 @@ class Publisher(BasePublisher):
 
     def _upload_anchor(self, job: Job, started: float) -> Way:
         with Workers(self._threads) as workers:
-            state = history_digest(job.history, job.version, workers)
+            job.digests = box_digests(job.history, job.version, workers)
+        self._recheck.compare_all(job.measured, job.digests)
+        state = whole_digest(job.history, job.digests)
         encoded = time.perf_counter()
         store = self.run.store
         if self._files and not self._upkeep.beside:
             self._upkeep.beside = put_files(store, job.version, self._files)
         way = put_anchor(
-            store, self.run.id, job.history, job.version, state, self._tied, self._upkeep.beside,
-            self._making.max_file_bytes,
-        )  # fmt: skip
+            store, self.run.id, job.history, job.version, state, self._upkeep.beside, self._making.max_file_bytes
+        )
         job.stats |= {"encode_seconds": encoded - started, "upload_seconds": time.perf_counter() - encoded}
         return way
 
@@ -277,7 +328,9 @@ class Publisher(BasePublisher):
     def _note(self, job: Job, manifest: Manifest) -> None:
         """What a commit changes on this side."""
         self.version, self._digest = manifest.version, manifest.digest
+        self._recheck.expected = job.digests
         self.num_published += 1
+        self._covered()
         try:
             if self._keeps_history and not job.is_anchor:
                 with Workers(self._threads) as workers:
@@ -311,8 +364,8 @@ class Publisher(BasePublisher):
     def _fail(self, job: Job, error: BaseException) -> None:
         """Undo a version that was not committed and those staged after it; an unsettled one stays."""
         with self._turn, self._changed:
-            if isinstance(error, Fenced):
-                self._fenced = error
+            if isinstance(error, (Fenced, SnapshotMismatch)):
+                self._stopped = error
             settled = self._unsettled is not job
             dropped = list(self._pending) if settled else [job]
             if settled:
@@ -330,6 +383,7 @@ class Publisher(BasePublisher):
         for each in dropped:
             for publication in each.publications:
                 publication._finish(error)
+        self._failed([publication for each in dropped for publication in each.publications])
 
     def _undo(self, job: Job) -> None:
         if job.is_anchor:
@@ -338,13 +392,17 @@ class Publisher(BasePublisher):
             job.history.roll_back(job.version)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all that was published is committed or has failed, and further ways are made."""
+        """Wait until all that was published is committed, and further ways are made.
+
+        Raises why a version has failed, where nobody has seen that yet and no later one has covered it.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             idle = self._changed.wait_for(lambda: not self._pending, timeout)
         left = None if deadline is None else max(deadline - time.monotonic(), 0)
         if not idle or not self._upkeep.drain(left):
             raise TimeoutError(f"there is still something to publish after {timeout} s")
+        self._tell_failure()
 
     @property
     def num_waiting(self) -> int:
@@ -352,16 +410,17 @@ class Publisher(BasePublisher):
         return len(self._pending)
 
     def close(self) -> None:
-        """Commit what is staged, finish what makes the chain short, and stop."""
+        """Commit what is staged, finish what makes the chain short, and stop; raises as `flush` does."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        if self._unsettled is not None and self._fenced is None:
+        if self._unsettled is not None and self._stopped is None:
             # Where it stays unknown, whoever resumes the run will see.
             with suppress(DeltawireError):
                 self._settle()
         self._upkeep.close()
+        self._tell_failure()
 
 
 def _files_of(weights: Weights) -> list[Path]:

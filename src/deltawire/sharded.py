@@ -12,19 +12,21 @@ from typing import Any, TypeGuard
 
 from deltawire.chain import SKIPS
 from deltawire.codec import EncodingChoice, allowed_encodings
-from deltawire.errors import DeltawireError, Fenced, RankFailed
+from deltawire.errors import DeltawireError, Fenced, RankFailed, SnapshotMismatch
 from deltawire.holder import Holder
 from deltawire.leader import Leader
 from deltawire.manifest import Manifest
 from deltawire.parts import MAX_FILE_BYTES
 from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
 from deltawire.ranks import Message, Ranks, error_fields, error_from
+from deltawire.recheck import CHECK_SHARE, Recheck
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
 from deltawire.snapshots import check_snapshot
 from deltawire.sources import sharded_source
 from deltawire.store import Store
 from deltawire.upkeep import Ways
+from deltawire.weights import DTypeChoice
 
 # Further ways wait while versions do, but no more of them than this: each needs the weights of older versions.
 MOST_TASKS = 8
@@ -53,7 +55,7 @@ class ShardedPublisher(BasePublisher):
     Every rank makes one and calls `publish` as often as the others, as with any collective. It compares, encodes and
     uploads its own shard; rank 0 commits. Nothing is gathered. Ranks talk in a thread, through the store of
     torch.distributed. A rank that fails, or gives no sign of life for `timeout` seconds, fails the version on all
-    ranks; the next one covers it.
+    ranks; the next one covers it. `frozen`, `check_share` and other options are those of `Publisher`.
 
     >>> with ShardedPublisher("s3://bucket/run", model) as publisher:  # doctest: +SKIP
     ...     publisher.publish(step=1)
@@ -69,9 +71,8 @@ class ShardedPublisher(BasePublisher):
         timeout: float = 60.0,
         run: str | None = None,
         files: Sequence[str | Path] = (),
-        dtype: str | None = None,
-        frozen: bool = False,
-        buffers: bool = False,
+        dtype: DTypeChoice = None,
+        frozen: Sequence[str] = (),
         encoding: EncodingChoice = "auto",
         queue_size: int = 1,
         anchors: int | str | None = "auto",
@@ -79,21 +80,22 @@ class ShardedPublisher(BasePublisher):
         sign_with: str | Path | None = None,
         snapshot: str | None = None,
         scratch: Path | None = None,
+        check_share: float = CHECK_SHARE,
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int | None = None,
     ) -> None:
         check_cadence(anchors, queue_size)
         if timeout <= 0:
             raise ValueError(f"timeout must be more than 0 s, got {timeout}")
-        allowed = allowed_encodings(encoding)
+        allowed, recheck = allowed_encodings(encoding), Recheck(check_share)
         self._ranks = ranks = Ranks.of(group, rank_store, timeout)
         self.rank = ranks.rank
         # Only rank 0 writes documents.
         check_snapshot(snapshot)
         signs = sign_with if ranks.rank == 0 else None
         super().__init__(Run(store, sign_with=signs, public_key=None if signs is None else public_key_of(signs)))
-        read = sharded_source(model, has_plain=ranks.rank == 0, dtype=dtype, frozen=frozen, buffers=buffers)
-        self._holder = Holder(read, self.run.store, ranks, allowed, max_file_bytes, snapshot, scratch, threads)
+        read = sharded_source(model, has_plain=ranks.rank == 0, dtype=dtype, frozen=frozen)
+        self._holder = Holder(read, self.run.store, ranks, allowed, max_file_bytes, snapshot, scratch, recheck, threads)
         self._queue_size = queue_size
         self._pending: deque[Job] = deque()
         self._leader: Leader | None = None
@@ -161,6 +163,7 @@ class ShardedPublisher(BasePublisher):
                 job.diff_seconds = time.perf_counter() - started
             except BaseException as error:
                 job.error = error
+                job.publication._is_seen = True
                 raise
             finally:
                 # Also one that failed: the others have to be told.
@@ -175,8 +178,10 @@ class ShardedPublisher(BasePublisher):
                 self._changed.notify_all()
                 return
         # This rank comes late: the others have gone on without it, or there is nobody left to do it.
-        self.num_failed += error is not None
         job.publication._finish(error)
+        if error is not None:
+            self.num_failed += 1
+            self._failed([job.publication])
 
     def _check_open(self) -> None:
         if self._refused is not None:
@@ -342,6 +347,7 @@ class ShardedPublisher(BasePublisher):
         """A call was committed, and with it all before."""
         self.version, self.resumed = version, True
         self.num_published += 1
+        self._covered()
         for job in self._take(call, None):
             job.publication.version = version
             job.publication.stats = {"diff_seconds": job.diff_seconds, **stats}
@@ -349,13 +355,14 @@ class ShardedPublisher(BasePublisher):
             job.publication._finish()
 
     def _fail_call(self, call: int, error: BaseException) -> None:
-        if isinstance(error, Fenced) or _is_lost(error):
+        if isinstance(error, (Fenced, SnapshotMismatch)) or _is_lost(error):
             self._refused = error
             call = max(call, self._holder.num_calls)
         jobs = self._take(call, error)
         self.num_failed += len(jobs)
         for job in jobs:
             job.publication._finish(error)
+        self._failed([job.publication for job in jobs])
 
     def _take(self, call: int, error: BaseException | None) -> list[Job]:
         with self._changed:
@@ -367,18 +374,25 @@ class ShardedPublisher(BasePublisher):
         return jobs
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all that was published is committed or has failed; on rank 0 also until further ways are made."""
+        """Wait until all that was published is committed; on rank 0 also until further ways are made.
+
+        Raises why a version has failed, where nobody has seen that yet and no later one has covered it.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_busy, timeout):
                 raise TimeoutError(f"there is still something to publish after {timeout} s")
+        self._tell_failure()
 
     def close(self) -> None:
-        """Commit what is staged, finish what makes the chain short, and stop. All ranks call this."""
+        """Commit what is staged, finish what makes the chain short, and stop; raises as `flush` does. All ranks call
+        this.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
         self._ranks.close()
+        self._tell_failure()
 
 
 def _is_lost(error: BaseException) -> TypeGuard[RankFailed]:

@@ -19,17 +19,22 @@ def check_snapshot(snapshot: str | None) -> None:
 
 
 def new_history(
-    weights: Mapping[str, Tensor], version: int, allowed: list[str], snapshot: str | None, scratch: Path | None
+    weights: Mapping[str, Tensor],
+    version: int,
+    tied: Mapping[str, str],
+    allowed: list[str],
+    snapshot: str | None,
+    scratch: Path | None,
 ) -> History:
     """A history of weights as they are now; by default on the device where they lie on one."""
     if not _on_device(weights, snapshot):
-        return History(weights, version, scratch=scratch)
+        return History(weights, version, tied=tied, scratch=scratch)
     from deltawire.device import DeviceHistory, is_kept
 
     assert isinstance(weights, ModuleWeights)
     if not any(is_kept(weights, name) for name in weights):
-        return History(weights, version, scratch=scratch)
-    return DeviceHistory(weights, version, allowed=allowed, scratch=scratch)
+        return History(weights, version, tied=tied, scratch=scratch)
+    return DeviceHistory(weights, version, allowed=allowed, tied=tied, scratch=scratch)
 
 
 def _on_device(weights: Any, snapshot: str | None) -> bool:

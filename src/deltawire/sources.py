@@ -1,20 +1,24 @@
 """Where a publisher's weights come from: a mapping, a function that returns one, or a torch module as it trains."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, cast
 
 from deltawire.boxes import Box
 from deltawire.dtypes import Bits, DType, dtype_named
 from deltawire.errors import UnsupportedPlacement
-from deltawire.weights import DTypeChoice, Form, Tensor, Viewed, Weights, tied_names, torch_view
+from deltawire.weights import DTypeChoice, Form, Tensor, Viewed, Weights, check_plain, is_torch, tied_names, torch_view
 
 # What wrappers put into the names of parameters: data parallel; torch.compile, activation checkpointing, FSDP; PEFT.
 _WRAPPERS = re.compile(
     r"^(?:module\.)+|(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
     r"|^base_model\.model\.|(?<=\.)base_layer\."
 )
+
+
+TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 def plain_name(name: str) -> str:
@@ -48,25 +52,29 @@ class TorchBits:
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """The parameters of a module as they are now, under their plain names, floats in one dtype."""
+    """What a module's `state_dict` holds now, under plain names: parameters in the dtypes that they are published in.
 
-    def __init__(self, tensors: Mapping[str, Any], dtype: str, fixed: frozenset[str]) -> None:
-        import torch
+    Buffers keep their own dtypes.
+    """
 
-        self.tied = tied_names(tensors)
+    def __init__(self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str]) -> None:
+        self.live = tensors
+        """All torch tensors, tied ones too."""
+        # The same elements in two dtypes are two tensors.
+        self.tied = {name: to for name, to in tied_names(tensors).items() if dtypes.get(name) == dtypes.get(to)}
         self.fixed = fixed
-        """Names whose weights do not train, and so need not be compared."""
+        """Names whose weights are promised not to change, and so are not compared."""
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self.tied}
-        self._published = dtype_named(dtype)
-        self._torch_dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[
-            self._published.name
-        ]
+        self._stated = dtypes
 
     def _dtypes(self, name: str) -> tuple[DType, Any]:
+        import torch
+
         own = self._tensors[name].dtype
-        if own.is_floating_point and own.itemsize > 1:
-            return self._published, self._torch_dtype
-        return dtype_named(str(own).removeprefix("torch.")), own
+        stated = self._stated.get(name)
+        if stated is None:
+            return dtype_named(str(own).removeprefix("torch.")), own
+        return dtype_named(stated), getattr(torch, TORCH_NAMES[stated])
 
     def tensor(self, name: str) -> Any:
         """The torch tensor itself."""
@@ -100,8 +108,10 @@ class ShardedWeights(ModuleWeights):
     Of replicas the first holds the box; of plain tensors, which every rank has, rank 0 (`has_plain`) holds the whole.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], dtype: str, fixed: frozenset[str], has_plain: bool) -> None:
-        super().__init__(tensors, dtype, fixed)
+    def __init__(
+        self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str], has_plain: bool
+    ) -> None:
+        super().__init__(tensors, dtypes, fixed)
         self.forms = {name: super(ShardedWeights, self).form(name) for name in self._tensors}
         """Dtypes and shapes of all tensors, whole, also of those that this rank holds nothing of."""
         self.boxes: dict[str, Box] = {}
@@ -187,75 +197,114 @@ def _unsupported(name: str, placement: object) -> UnsupportedPlacement:
     )  # fmt: skip
 
 
-def module_source(
-    module: Any, *, dtype: str | None = None, frozen: bool = False, buffers: bool = False
-) -> Callable[[], ModuleWeights]:
-    """The parameters of a torch module, read anew for each version.
+def module_source(module: Any, *, dtype: DTypeChoice = None, frozen: Sequence[str] = ()) -> Callable[[], ModuleWeights]:
+    """What a torch module's `state_dict` holds, read anew for each version, under the names of the bare model.
 
-    Floats of two bytes and more are published as `dtype` (bf16 unless told otherwise), cast as torch casts them. What
-    does not require gradients is in anchors but is not compared, unless `frozen` asks for it. `buffers` adds the
-    persistent buffers. Names are those of the bare model, whatever has wrapped it.
+    Parameters are published as `dtype` (bf16 unless told otherwise; a mapping from names states exceptions), cast as
+    torch casts them; buffers as they are. `frozen` names what will not change, by patterns such as `visual.*`: it is in
+    anchors and is not compared.
     """
-    published = _published(dtype)
+    check_whole(module)
 
     def read() -> ModuleWeights:
-        tensors, fixed = _named_tensors(module, frozen, buffers)
+        tensors, dtypes = _named_tensors(module, dtype)
         for name, tensor in tensors.items():
             if hasattr(tensor, "to_local"):
                 raise TypeError(f"{name} is a DTensor: publish from all ranks, with ShardedPublisher")
-        return ModuleWeights(tensors, published, fixed)
+        return ModuleWeights(tensors, dtypes, matching_names(tensors, frozen))
 
     return read
 
 
 def sharded_source(
-    module: Any, *, has_plain: bool, dtype: str | None = None, frozen: bool = False, buffers: bool = False
+    module: Any, *, has_plain: bool, dtype: DTypeChoice = None, frozen: Sequence[str] = ()
 ) -> Callable[[], ShardedWeights]:
     """What this rank publishes of a module with DTensor parameters, read anew for each version; see `module_source`."""
     from torch.distributed.fsdp import FSDPModule
-
-    published = _published(dtype)
 
     def read() -> ShardedWeights:
         # After a forward pass without a backward pass FSDP leaves some parameters gathered.
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-        tensors, fixed = _named_tensors(module, frozen, buffers)
-        return ShardedWeights(tensors, published, fixed, has_plain)
+        tensors, dtypes = _named_tensors(module, dtype)
+        return ShardedWeights(tensors, dtypes, matching_names(tensors, frozen), has_plain)
 
     return read
 
 
-def _published(dtype: str | None) -> str:
-    published = dtype_named(dtype or "BF16").name
-    if published not in ("BF16", "F16", "F32", "F64"):
-        raise ValueError(f"a module is published as BF16, F16, F32 or F64, not {published}")
+def matching_names(names: Iterable[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The names that match at least one of some patterns; each must match one."""
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"frozen is a list of names or patterns such as 'visual.*', got {patterns!r}")
+    names, found = list(names), set()
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(f"frozen: no tensor has a name like {pattern!r}")
+        found.update(matching)
+    return frozenset(found)
+
+
+def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a module's `state_dict` holds, by plain names, and the dtypes of what is published in another than its own."""
+    import torch
+    from torch.nn import Parameter
+
+    tensors: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    stated = dtype if isinstance(dtype, Mapping) else {}
+    usual = _published((None if isinstance(dtype, Mapping) else dtype) or "BF16")
+    for own_name, tensor in module.state_dict(keep_vars=True).items():
+        name = plain_name(own_name)
+        if name in tensors:
+            raise ValueError(f"two tensors of the module are called {name} once the names of wrappers are left out")
+        if not is_torch(tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, not a tensor, as quantized modules and extra states have: publish "
+                "the model that was quantized, or pass a function that returns a mapping of tensors"
+            )
+        check_plain(name, tensor)
+        is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        is_parameter = isinstance(tensor, Parameter)
+        if is_parameter and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+            raise TypeError(
+                f"{name} is a parameter of dtype {tensor.dtype}, as quantized modules have, whose scales would be cast: "
+                "publish the model that was quantized, or model.state_dict, which is taken as it is"
+            )
+        if is_wide and (name in stated or is_parameter):
+            dtypes[name] = _published(stated[name]) if name in stated else usual
+        tensors[name] = tensor
+    for name in stated:
+        if name not in dtypes:
+            raise ValueError(f"dtype: the module has no tensor of floats called {name}")
+    if not tensors:
+        raise ValueError("the module has no tensors to publish")
+    return tensors, dtypes
+
+
+def _published(dtype: str) -> str:
+    published = dtype_named(dtype).name
+    if published not in TORCH_NAMES:
+        raise ValueError(f"a module is published as {', '.join(TORCH_NAMES)}, not {published}")
     return published
 
 
-def _named_tensors(module: Any, frozen: bool, buffers: bool) -> tuple[dict[str, Any], frozenset[str]]:
-    """A module's tensors by their plain names, and which of them do not train."""
-    tensors = {plain_name(name): tensor for name, tensor in module.named_parameters(remove_duplicate=False)}
-    fixed = frozenset() if frozen else frozenset(name for name in tensors if not tensors[name].requires_grad)
-    if buffers:
-        kept = module.state_dict()
-        named = dict(module.named_buffers(remove_duplicate=False))
-        tensors |= {plain_name(name): named[name] for name in named if name in kept}
-    return tensors, fixed
-
-
-def source_of(weights: Any, dtype: DTypeChoice) -> Callable[[], Weights]:
+def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> Callable[[], Weights]:
     """What to call for the weights as they are."""
     if hasattr(weights, "named_parameters"):
-        if isinstance(dtype, Mapping):
-            raise ValueError("a module is published in one dtype")
-        return module_source(weights, dtype=dtype)
+        return module_source(weights, dtype=dtype, frozen=frozen)
     if isinstance(weights, Mapping):
         return lambda: weights
     if callable(weights):
-        return cast(Callable[[], Weights], weights)
+        return lambda: _returned(weights())
     raise TypeError(f"expected a mapping, a torch module or a function, got {type(weights).__name__}")
+
+
+def _returned(weights: Any) -> Weights:
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"the function that gives the weights returned {type(weights).__name__}, not a mapping")
+    return weights
 
 
 def as_bits(weights: Weights, dtype: DTypeChoice, tied: Mapping[str, str]) -> Mapping[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deltawire.chain import anchor_is_due, plan, skip_bases
@@ -34,7 +34,6 @@ class Making:
     """How deltas and anchors of a run are made."""
 
     run: Run
-    tied: Mapping[str, str]
     allowed: list[str]
     max_file_bytes: int
 
@@ -137,13 +136,13 @@ class Upkeep(Ways):
         making, run = self._making, self._making.run
         if task.base is None:
             way = put_anchor(
-                run.store, run.id, task.history, task.version, self.digests[task.version], making.tied,
-                self.beside, making.max_file_bytes,
+                run.store, run.id, task.history, task.version, self.digests[task.version], self.beside,
+                making.max_file_bytes,
             )  # fmt: skip
         else:
             base = task.base, self.digests[task.base]
             # One thread: nobody waits for this, and the trainer wants its cores.
-            facts, entries = encode_delta(task.history, run.id, base, task.version, making.tied, making.allowed, SERIAL)
+            facts, entries, _ = encode_delta(task.history, run.id, base, task.version, making.allowed, SERIAL)
             if facts.digest != self.digests[task.version]:
                 raise ChainError(f"the delta {task.base} -> {task.version} would lead elsewhere")
             way = put_delta(run.store, facts, entries, making.max_file_bytes)

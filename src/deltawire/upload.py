@@ -32,31 +32,30 @@ def encode_delta(
     run: str,
     base: tuple[int, Digest],
     version: int,
-    tied: Mapping[str, str],
     allowed: list[str],
     workers: Workers,
-) -> tuple[Facts, list[Entry]]:
-    """The delta between two versions that a history still knows."""
+) -> tuple[Facts, list[Entry], dict[str, Digest]]:
+    """The delta between two versions that a history still knows, and what each tensor's digest gains by it."""
     base_version, base_digest = base
-    entries, gain = encode_changes(history, base_version, version, allowed, workers)
+    entries, gains = encode_changes(history, base_version, version, allowed, workers)
     changed = {entry.name for entry in entries}
     facts = Facts(
         run=run,
         version=version,
         base_version=base_version,
         base_digest=base_digest,
-        digest=base_digest + gain,
+        digest=sum(gains.values(), base_digest),
         num_changed=sum(entry.num_changed for entry in entries),
         num_elements=history.num_elements,
-        tied={name: to for name, to in tied.items() if to in changed},
+        tied={name: to for name, to in history.tied.items() if to in changed},
     )
-    return facts, entries
+    return facts, entries, gains
 
 
 def encode_changes(
     history: History, base: int, version: int, allowed: list[str], workers: Workers
-) -> tuple[list[Entry], Digest]:
-    """What changed between two versions in the boxes that a history holds, and what that adds to the digest."""
+) -> tuple[list[Entry], dict[str, Digest]]:
+    """What changed between two versions in the boxes that a history holds, and what each adds to the digest."""
     prepared = history.prepared(base, version)
 
     def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
@@ -68,24 +67,29 @@ def encode_changes(
         tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
         return encode_box(name, history.forms[name][0], old, new, history.boxes[name], allowed, workers, tile_log2)
 
-    entries, reached = [], Digest()
+    entries, gains = [], {}
     num_changed = history.changed_since(base, version)
-    for _, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
-        reached += gain
+    for name, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
+        gains[name] = gain
         if entry is not None:
             entries.append(entry)
-    return entries, reached
+    return entries, gains
 
 
-def history_digest(history: History, version: int, workers: Workers) -> Digest:
-    """The digest of all weights of a version."""
+def whole_digest(history: History, boxes: Mapping[str, Digest]) -> Digest:
+    """The digest of all weights, from what the box of each tensor contributes to it."""
     constants = (tensor_key(name, dtype, shape).constant for name, (dtype, shape) in history.forms.items())
-    return sum(constants, boxes_digest(history, version, workers))
+    return sum(constants, sum(boxes.values(), Digest()))
 
 
-def boxes_digest(history: History, version: int, workers: Workers) -> Digest:
-    """What the boxes that a history holds contribute to the digest of a version, without the tensors' constants."""
-    return sum((history.digest_of(name, version, workers) for name in history.forms), Digest())
+def box_digests(history: History, version: int, workers: Workers) -> dict[str, Digest]:
+    """What the box of each tensor contributes to the digest of a version, without the tensors' constants."""
+    return {name: history.digest_of(name, version, workers) for name in history.forms}
+
+
+def advanced(digests: Mapping[str, Digest], gains: Mapping[str, Digest]) -> dict[str, Digest]:
+    """Digests of tensors after what some have gained."""
+    return {name: each + gains.get(name, Digest()) for name, each in digests.items()}
 
 
 def put_delta(store: Store, facts: Facts, entries: list[Entry], max_file_bytes: int) -> Way:
@@ -129,13 +133,12 @@ def put_anchor(
     history: History,
     version: int,
     state: Digest,
-    tied: Mapping[str, str],
     beside: Sequence[StoredObject],
     max_file_bytes: int,
 ) -> Way:
     """Upload all weights of a version as a checkpoint; `beside` are files that lie in the store already."""
     forms = {name: (dtype.name, shape) for name, (dtype, shape) in history.forms.items()}
-    metadata = {"format": "pt"} | anchor_facts(run, version, state, history.num_elements, tied)
+    metadata = {"format": "pt"} | anchor_facts(run, version, state, history.num_elements, history.tied)
     shards = split_shards(forms, max_file_bytes)
     folder = anchor_folder(version)
 

@@ -16,6 +16,9 @@ DTypeChoice = str | Mapping[str, str] | None
 # A tensor's dtype, as safetensors calls it, and shape.
 Form = tuple[str, tuple[int, ...]]
 
+# Device, address, shape, strides and dtype.
+Place = tuple[Any, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -34,10 +37,11 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
-    if _is_torch(value):
+    if is_torch(value):
         array, own = _torch_bits(name, value)
     elif isinstance(value, (np.ndarray, np.generic)):
-        array, own = np.ascontiguousarray(value), value.dtype.name
+        native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+        array, own = np.ascontiguousarray(native), value.dtype.name
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
@@ -75,22 +79,41 @@ class Viewed(Mapping[str, Tensor]):
 
 
 def tied_names(weights: Weights) -> dict[str, str]:
-    """Names that share all their memory with a name before them, as tied embeddings do."""
+    """Names that are another name for a tensor before them, as tied embeddings are."""
     stated = getattr(weights, "tied", None)
     if stated is not None:
         return dict(stated)
-    first: dict[tuple[Any, ...], str] = {}
-    tied = {}
+    first: dict[Place, str] = {}
+    tied, alive = {}, []
     for name in weights:
         value = weights[name]
-        address = _address(value)
-        shape = tuple(getattr(value, "shape", ()))
-        if address is None or not prod(shape):
+        where = place(value)
+        # Made anew on each access, it is nobody else's.
+        if where is None or place(weights[name]) != where:
             continue
-        to = first.setdefault((address, shape, str(getattr(value, "dtype", ""))), name)
+        # The address of a tensor that is gone may be another's by now.
+        alive.append(value)
+        to = first.setdefault(where, name)
         if to != name:
             tied[name] = to
     return tied
+
+
+def check_tied(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = None) -> None:
+    """Refuse names that are said to be tied and have weights of their own. Those that are not there are taken so."""
+    for name, to in tied.items():
+        if name not in weights:
+            continue
+        value, other = weights[name], weights[to]
+        where = place(value)
+        if where is not None and where == place(other):
+            continue
+        mine, others = view(name, value, dtype), view(to, other, dtype)
+        if (mine.dtype, mine.shape) != (others.dtype, others.shape) or not np.array_equal(mine.bits, others.bits):
+            raise ValueError(
+                f"{name} is tied to {to} and has other weights: call publish(anchor=True) where it was untied, or leave "
+                "it out of tied="
+            )
 
 
 def boxes_of(weights: Weights) -> Mapping[str, Box]:
@@ -99,12 +122,20 @@ def boxes_of(weights: Weights) -> Mapping[str, Box]:
     return boxes
 
 
-def _address(value: Any) -> Any:
+def place(value: Any) -> Place | None:
+    """Where a tensor's elements lie: equal for two that are alive only if they are one. None where there are none."""
+    if isinstance(value, Tensor):
+        where = place(value.bits)
+        return None if where is None else (*where, value.dtype.name, value.shape)
     if hasattr(value, "to_local"):
-        return id(value)  # a DTensor has no address; tied, it is one object under two names
-    if _is_torch(value):
-        return value.data_ptr()
-    return getattr(value, "__array_interface__", {"data": None})["data"]
+        return ("DTensor", id(value))  # a rank may hold none of it; tied, it is one object under two names
+    if is_torch(value):
+        if not value.numel():
+            return None
+        return (str(value.device), value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
+    if isinstance(value, np.ndarray) and value.size:
+        return ("cpu", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+    return None
 
 
 def num_elements(weights: Weights, name: str) -> int:
@@ -128,7 +159,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     if isinstance(value, Tensor):
         value.bits[positions] = bits
         return
-    if _is_torch(value) and value.device.type != "cpu":
+    if is_torch(value) and value.device.type != "cpu":
         import torch
 
         flat = value.detach().view(-1).view(_torch_integer(value.element_size()))
@@ -136,22 +167,27 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
         flat[where] = fresh
         return
-    array = _torch_bits("", value)[0] if _is_torch(value) else value
+    array = _torch_bits("", value)[0] if is_torch(value) else value
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 
 def check_writable(name: str, value: Any) -> None:
     """Refuse what `write` could not change in place."""
     value = value.bits if isinstance(value, Tensor) else value
-    contiguous = value.is_contiguous() if _is_torch(value) else value.flags.c_contiguous
+    contiguous = value.is_contiguous() if is_torch(value) else value.flags.c_contiguous
     if not contiguous:
         raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
-    if not _is_torch(value) and not value.flags.writeable:
+    if is_torch(value):
+        return
+    if not value.flags.writeable:
         raise ValueError(f"{name} is read-only; pass an array that can be changed")
+    if not value.dtype.isnative:
+        raise ValueError(f"{name} is in the other byte order; pass an array in this machine's")
 
 
-def _is_torch(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+def is_torch(value: Any) -> bool:
+    """Whether a value is a torch tensor; torch is not imported to find out."""
+    return hasattr(value, "data_ptr") and any(kind.__module__ == "torch" for kind in type(value).__mro__)
 
 
 def _torch_integer(itemsize: int) -> Any:
@@ -163,7 +199,22 @@ def _torch_integer(itemsize: int) -> Any:
 def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     if hasattr(value, "to_local"):
         raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
-    return torch_view(value.detach().contiguous().view(-1)), str(value.dtype).removeprefix("torch.")
+    check_plain(name, value)
+    flat = value.detach().resolve_neg().contiguous().view(-1)
+    return torch_view(flat), str(value.dtype).removeprefix("torch.")
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Refuse torch tensors that are more, or less, than their elements."""
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and has no weights: load or initialise the model first")
+    is_wrapper = hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
+    if value.is_quantized or is_wrapper or str(value.layout) != "torch.strided":
+        kind = type(value).__name__ if is_wrapper else "quantized" if value.is_quantized else str(value.layout)
+        raise TypeError(
+            f"{name} is {kind}, not a plain dense tensor: publish the model that it was made from, or a mapping of "
+            "the plain tensors that it consists of"
+        )
 
 
 def torch_view(flat: Any) -> Bits:

@@ -26,14 +26,12 @@ from typing import Any
 from deltawire.errors import EnginesBehind, ShapeMismatch, UnknownParameter
 from deltawire.publisher import Publication, Publisher
 from deltawire.signing import public_key_of
-from deltawire.sources import plain_name
+from deltawire.sources import TORCH_NAMES, plain_name
 from deltawire.store import Store, open_store
 from deltawire.trainers.fleet import AgentAt, EngineChoice, Fleet, Serving, flat, lowest, named
 from deltawire.weights import Weights
 
 __all__ = ["AgentAt", "DeltawireTransfer", "Serving"]
-
-_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 class _Sent(dict[str, Any]):
@@ -77,8 +75,8 @@ class DeltawireTransfer:
         step: Callable[[], int] | None = None,
         **options: Any,
     ) -> None:
-        if dtype not in _TORCH_NAMES:
-            raise ValueError(f"weights from TRL are published as {', '.join(_TORCH_NAMES)}, not {dtype}")
+        if dtype not in TORCH_NAMES:
+            raise ValueError(f"weights from TRL are published as {', '.join(TORCH_NAMES)}, not {dtype}")
         if max_lag is not None and (max_lag < 0 or not engines):
             raise ValueError("max_lag is a number of syncs from 0 on, and needs engines to wait for")
         if timeout < 0 or poll_seconds <= 0:
@@ -246,7 +244,7 @@ class DeltawireTransfer:
         import torch
 
         is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-        fresh = tensor.detach().to(getattr(torch, _TORCH_NAMES[self._dtype])) if is_cast else tensor.detach()
+        fresh = tensor.detach().to(getattr(torch, TORCH_NAMES[self._dtype])) if is_cast else tensor.detach()
         if buffer is None or (buffer.shape, buffer.dtype) != (fresh.shape, fresh.dtype):
             buffer = torch.empty(fresh.shape, dtype=fresh.dtype, pin_memory=fresh.is_cuda)
         return buffer.copy_(fresh, non_blocking=fresh.is_cuda)

@@ -1,0 +1,191 @@
+"""Measures the trainer's weights again, by another path than the snapshot's, and compares them with what is published.
+
+A snapshot that missed a change, names that were taken for tied, a promise that something is frozen: each would give
+replicas weights that the trainer does not have, with every digest right. So live tensors are read once more, by their
+names, with nothing but numpy and torch; a tied name must have the weights that a reader gives it. An anchor is
+measured in whole. Of every other version some tensors are, in turn: copied while `publish` has the weights, measured
+in the background, before the version is committed. How many that are is a share of the time between two versions.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from deltawire.dtypes import DType
+from deltawire.errors import SnapshotMismatch
+from deltawire.history import History
+from deltawire.sources import TORCH_NAMES
+from deltawire.state import Digest, TensorKey, box_digest, tensor_key
+from deltawire.weights import Tensor, Weights, is_torch
+from deltawire.workers import SERIAL, Workers
+
+CHECK_SHARE = 0.01
+
+# Elements a second, until it was measured.
+FIRST_RATE = 2e8
+
+Digests = Mapping[str, Digest]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A live tensor of a version, as it was when it was published."""
+
+    name: str
+    source: str
+    """The name that a reader takes the weights from."""
+    value: Any
+
+
+class Recheck:
+    """Chooses, copies and measures live tensors of one publisher or rank. `expected` is the digest of each tensor's
+    part that is held there, at the last version that was committed.
+    """
+
+    def __init__(self, share: float) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"check_share is a part of the time between two versions, from 0 to 1, not {share}")
+        self._share = share
+        self.expected: Digests = {}
+        self._rate = FIRST_RATE
+        self._credit = 0.0
+        self._last: float | None = None
+        self._next = 0
+
+    def measure(self, weights: Weights, history: History, workers: Workers) -> dict[str, Digest]:
+        """All live tensors, now; those that are tied are compared at once."""
+        if not self._share:
+            return {}
+        sources = _sources(history)
+
+        def one(name: str) -> Digest:
+            return _measured(_copied(weights, name, sources[name], history), history)
+
+        names = list(sources)
+        found = dict(zip(names, workers.map(one, names), strict=True))
+        for name, source in sources.items():
+            if found[name] != found[source]:
+                raise _mismatch(name, source)
+        self._last = time.monotonic()
+        return {name: found[name] for name in history.forms}
+
+    def copy(self, weights: Weights, history: History) -> list[Copied]:
+        """The tensors whose turn it is."""
+        now = time.monotonic()
+        interval, self._last = 0.0 if self._last is None else now - self._last, now
+        if not self._share:
+            return []
+        sources = list(_sources(history).items())
+        self._credit += self._share * interval
+        copied: list[Copied] = []
+        for name, source in sources[self._next :] + sources[: self._next]:
+            cost = history.num_elements_of(source) / self._rate
+            if cost > self._credit and self._share < 1:
+                break
+            self._credit -= cost
+            copied.append(_copied(weights, name, source, history))
+        # A pass over all of them is the most that is ever owed.
+        self._credit = min(max(self._credit, 0.0), history.num_elements / self._rate)
+        self._next = (self._next + len(copied)) % len(sources)
+        _wait_for(copied)
+        return copied
+
+    def compare(self, copied: list[Copied], expected: Digests, history: History) -> None:
+        """Refuse a version whose copied tensors are not what it would make of them."""
+        started, num_elements = time.perf_counter(), 0
+        for each in copied:
+            num_elements += history.num_elements_of(each.source)
+            if _measured(each, history) != expected[each.source]:
+                raise _mismatch(each.name, each.source)
+        seconds = time.perf_counter() - started
+        if num_elements > 1 << 16:
+            self._rate = num_elements / max(seconds, 1e-6)
+
+    def compare_all(self, live: Digests, expected: Digests) -> None:
+        """The same for what `measure` has found."""
+        for name, found in live.items():
+            if found != expected[name]:
+                raise _mismatch(name, name)
+
+
+def _wait_for(copied: list[Copied]) -> None:
+    """Return when the trainer may change its weights."""
+    devices = {each.value.device for each in copied if is_torch(each.value) and each.value.is_cuda}
+    if devices:
+        import torch
+
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _sources(history: History) -> dict[str, str]:
+    """Every name with weights here, and the name that a reader takes them from."""
+    own = {name: name for name in history.forms}
+    return own | {name: to for name, to in history.tied.items() if to in own}
+
+
+def _copied(weights: Weights, name: str, source: str, history: History) -> Copied:
+    live = getattr(weights, "live", weights)
+    # A name that is tied by its checkpoint has no tensor to read.
+    value = live[name] if name in live else live[source]
+    return Copied(name, source, _copy(value, history.forms[source][0]))
+
+
+def _copy(value: Any, dtype: DType) -> Any:
+    """A copy of a tensor, in the dtype that it is published in, where it lies."""
+    if isinstance(value, Tensor):
+        return np.array(value.bits[:])
+    if not is_torch(value):
+        return np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+    import torch
+
+    value = value.detach()
+    value = value.to_local() if hasattr(value, "to_local") else value
+    published = getattr(torch, TORCH_NAMES[dtype.name]) if dtype.name in TORCH_NAMES else value.dtype
+    casts = value.dtype.is_floating_point and value.dtype.itemsize > 1
+    return torch.clone(value.to(published if casts else value.dtype), memory_format=torch.contiguous_format)
+
+
+def _measured(copied: Copied, history: History) -> Digest:
+    """What a copied tensor contributes to the digest under the name that a reader takes it from."""
+    dtype, box = history.forms[copied.source][0], history.boxes[copied.source]
+    key, value = tensor_key(copied.source, dtype, box.full), copied.value
+    if is_torch(value):
+        import torch
+
+        flat = value.reshape(-1).view(torch.uint8)
+        if flat.is_cuda and box.is_whole and find_spec("triton") is not None:
+            return _on_device(flat, key, dtype)
+        value = flat.cpu().numpy()
+    bits = np.ascontiguousarray(value).reshape(-1).view(dtype.unsigned)
+    return box_digest(key, box, bits, SERIAL)
+
+
+def _on_device(flat: Any, key: TensorKey, dtype: DType) -> Digest:
+    import torch
+
+    from deltawire.device_part import as_digest
+    from deltawire.kernels.gpu.digest import SIGNED, box_sum
+
+    # A stream of its own: the trainer's has work that nobody waits for here.
+    with torch.cuda.stream(torch.cuda.Stream(flat.device)):
+        return as_digest(box_sum(flat.view(SIGNED[dtype.itemsize]), int(key.seed)).cpu().numpy())
+
+
+def _mismatch(name: str, source: str) -> SnapshotMismatch:
+    if name != source:
+        why = f"it is published as {source}, to which it was taken to be tied, and has other weights"
+    else:
+        why = (
+            "they changed while publish ran, or were said to be frozen and are not, or the publisher's snapshot is "
+            "damaged"
+        )
+    return SnapshotMismatch(
+        f"the weights of {name} at the trainer are not those that would be published: {why}. Nothing was committed; "
+        "make a new publisher to go on",
+        tensor=name,
+    )

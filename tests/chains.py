@@ -9,7 +9,7 @@ import numpy as np
 from deltawire import Publisher
 from deltawire.dtypes import DTYPES
 from deltawire.store import open_store
-from deltawire.weights import Tensor
+from deltawire.weights import Tensor, view
 
 BF16 = DTYPES["BF16"]
 
@@ -55,7 +55,7 @@ def copy_of(weights):
 
 def same(weights, expected):
     return weights.keys() == expected.keys() and all(
-        np.array_equal(weights[name].bits, expected[name]) for name in expected
+        np.array_equal(view(name, weights[name]).bits, expected[name]) for name in expected
     )
 
 

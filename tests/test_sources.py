@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from chains import fresh_url
 from deltawire import Publisher, Replica
-from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
 from deltawire.sources import module_source, plain_name
 
 
@@ -25,9 +26,12 @@ class Model(torch.nn.Module):
 
 
 def published_bits(model, dtype=torch.bfloat16):
-    """What must arrive: torch's own cast of every parameter."""
-    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    return {name: value.detach().to(dtype).view(torch.int16).numpy().view(np.uint16).reshape(-1).copy()
+    """What must arrive: torch's own cast of every parameter, and every persistent buffer as it is."""
+    named = {plain_name(name): parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    named |= {plain_name(name): buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    return {name: np.frombuffer(value.contiguous().numpy(force=True).tobytes() if value.dtype != torch.bfloat16
+                                else value.contiguous().view(torch.int16).numpy().tobytes(), unsigned[value.itemsize])
             for name, value in named.items()}  # fmt: skip
 
 
@@ -121,39 +125,127 @@ def test_odd_bits_are_not_missed():
         assert same(replica, published_bits(model))
 
 
-def test_frozen_parameters_are_in_the_anchor_and_not_compared():
+def test_parameters_that_do_not_train_are_compared_all_the_same():
+    """A checkpoint that is loaded, an EMA copy, a parameter that is unfrozen: also by ways that torch does not count."""
     model, url = Model(), fresh_url()
     model.layer.weight.requires_grad_(False)
-    before = model.layer.weight.detach().clone()
-    for frozen in (False, True):
-        url = fresh_url()
-        with Publisher(url, module_source(model, frozen=frozen)) as publisher, Replica(url, {}) as replica:
-            publisher.publish().wait(30)
-            with torch.no_grad():
-                model.layer.weight.add_(1.0)
-            assert (publisher.publish().wait(30).stats["num_changed"] > 0) == frozen
-            model.layer.weight.requires_grad_(True)  # from now on it trains
-            publisher.publish().wait(30)
+    with Publisher(url, model) as publisher, Replica(url, {}) as replica:
+        publisher.publish()
+        for change in (
+            lambda: model.layer.weight.data.add_(1.0),
+            lambda: model.layer.weight.detach().numpy().__imul__(0.5),
+            lambda: model.load_state_dict({**model.state_dict(), "layer.weight": torch.randn(16, 16)}),
+            lambda: setattr(model.layer, "weight", torch.nn.Parameter(torch.randn(16, 16), requires_grad=False)),
+        ):
+            change()
+            assert publisher.publish().wait(30).stats["num_changed"] > 0
             replica.pull()
             assert same(replica, published_bits(model))
-            with torch.no_grad():
-                model.layer.weight.copy_(before)
-            model.layer.weight.requires_grad_(False)
 
 
-def test_buffers_if_wanted_and_other_dtypes():
+def test_what_is_promised_to_be_frozen_is_in_anchors_and_not_compared():
+    model, url = Model(), fresh_url()
+    with Publisher(url, model, frozen=["embed.*", "layer.weight"], check_share=0) as publisher:
+        publisher.publish().wait(30)
+        with torch.no_grad():
+            model.layer.weight.add_(1.0)
+            model.layer.bias.add_(1.0)
+        assert publisher.publish().wait(30).stats["num_changed"] == 16
+    with Replica(url, {}) as replica:
+        replica.pull()
+        assert replica.target.weights()["embed.weight"].bits.any()
+    for bad, error in (("layer.*", TypeError), (["layr.*"], ValueError), ([3], TypeError)):
+        with pytest.raises(error, match="frozen"):
+            Publisher(fresh_url(), model, frozen=bad)
+
+
+def test_a_broken_promise_stops_the_publisher():
     model = Model()
+    publisher = Publisher(fresh_url(), model, frozen=["layer.*"], check_share=1)
+    publisher.publish().wait(30)
+    with torch.no_grad():
+        model.layer.bias.add_(1.0)
+    with pytest.raises(SnapshotMismatch, match="frozen") as caught:
+        publisher.publish().wait(30)
+    assert caught.value.tensor == "layer.bias"
+    with pytest.raises(SnapshotMismatch):
+        publisher.publish()
+    publisher.close()
+    assert publisher.run.latest() == 0
+
+
+def test_buffers_are_published_as_they_are():
+    model, url = Model(), fresh_url()
     model.register_buffer("steps", torch.arange(5))
-    weights = module_source(model, buffers=True)()
-    assert {"scale", "steps"} <= set(weights)
-    assert "cache" not in weights
+    weights = module_source(model)()
+    assert set(weights) == {"embed.weight", "layer.weight", "layer.bias", "scale", "steps"}  # not the cache
     assert weights.form("steps") == ("I64", (5,))
-    assert set(module_source(model)()) == {"embed.weight", "layer.weight", "layer.bias"}
+    assert weights.form("scale") == ("F32", (3,))
+    with Publisher(url, model) as publisher, Replica(url, {}) as replica:
+        publisher.publish()
+        model.scale.mul_(3)
+        model.steps.add_(1)
+        publisher.publish().wait(30)
+        replica.pull()
+        assert same(replica, published_bits(model))
+
+
+def test_dtypes_of_a_module():
+    model = Model()
     assert module_source(model, dtype="F32")().form("layer.weight") == ("F32", (16, 16))
+    mixed = module_source(model, dtype={"layer.weight": "F32", "scale": "BF16"})()
+    assert [mixed.form(name)[0] for name in ("embed.weight", "layer.weight", "scale")] == ["BF16", "F32", "BF16"]
     with pytest.raises(ValueError, match="published as"):
-        module_source(model, dtype="I8")
-    with pytest.raises(ValueError, match="one dtype"):
+        module_source(model, dtype="I8")()
+    with pytest.raises(ValueError, match="no tensor of floats called a"):
         Publisher(fresh_url(), model, dtype={"a": "BF16"})
+
+
+def test_elements_in_two_dtypes_are_two_tensors():
+    model, url = torch.nn.Linear(4, 4, bias=False), fresh_url()
+    model.register_buffer("exact", model.weight.detach())
+    with Publisher(url, model) as publisher, Replica(url, {}) as replica:
+        publisher.publish().wait(30)
+        replica.pull()
+        assert same(replica, published_bits(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz")
+def test_quantized_modules_are_refused_by_name():
+    linear = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    dynamic = torch.ao.quantization.quantize_dynamic(linear)
+    codes = torch.nn.Module()
+    codes.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    codes.scale = torch.nn.Parameter(torch.ones(4))
+    for module in (dynamic, codes):
+        with pytest.raises(TypeError, match="quantized"):
+            Publisher(fresh_url(), module)
+    with pytest.raises(TypeError, match="TwoTensor"):
+        Publisher(fresh_url(), {"a": TwoTensor(torch.zeros(2), torch.zeros(2))}).publish()
+    url = fresh_url()
+    with Publisher(url, codes.state_dict) as publisher:
+        publisher.publish()
+    with Replica(url, {}) as replica:
+        replica.pull()
+        assert replica.target.weights().form("scale") == ("F32", (4,))
+
+
+def test_nothing_to_publish_is_an_error():
+    empty, meta = torch.nn.ReLU(), torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="no tensors"):
+        Publisher(fresh_url(), empty)
+    with pytest.raises(ValueError, match="meta device"):
+        Publisher(fresh_url(), meta)
+    with Publisher(fresh_url(), {}) as publisher, pytest.raises(ValueError, match="no tensors"):
+        publisher.publish()
+
+
+def test_names_that_fall_together_without_their_wrappers():
+    module = torch.nn.Module()
+    module.register_module("_orig_mod", torch.nn.Linear(2, 2))
+    module.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="two tensors of the module are called weight"):
+        Publisher(fresh_url(), module)
 
 
 def test_parameters_that_come_go_or_change():
@@ -174,7 +266,8 @@ def test_parameters_that_come_go_or_change():
         publisher.publish(anchor=True).wait(30)
         replica.pull()
         assert same(replica, published_bits(model))
-        model.bfloat16()  # published as before, so nothing has changed
+        model.embed.bfloat16()  # published as before, so nothing has changed
+        model.layer.bfloat16()
         assert publisher.publish().wait(30).stats["num_changed"] == 0
 
 

@@ -10,7 +10,7 @@ from deltawire.container import Container
 from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
 from deltawire.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
 from deltawire.state import Digest, digest, tensor_digest
-from deltawire.weights import DTypeChoice, Weights, check_writable, num_elements, view, write
+from deltawire.weights import DTypeChoice, Weights, aliases_of, num_elements, untied_name, view, writable, write
 from deltawire.wire import PREFIX, Entry, Facts, part_bytes
 from deltawire.workers import Workers
 
@@ -217,7 +217,12 @@ def apply(
     """
     for entry in delta.entries:
         matching(entry, weights, dtype)
-        check_writable(entry.name, weights[entry.name])
+    aliases = aliases_of(delta.tied)
+    names = {name: None for entry in delta.entries for name in (entry.name, *aliases.get(entry.name, []))}
+    values = writable(weights, [name for name in names if name in weights], delta.tied)
+    differing = untied_name(weights, delta.tied, dtype)
+    if differing is not None:
+        raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, and has other weights here")
     if base_digest is None:
         base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
     check_base(delta.facts, base_digest)
@@ -234,11 +239,10 @@ def apply(
             patches.append(patch)
             reached += gain
     check_reached(delta.facts, reached)
-    aliases = {to: [name for name, target in delta.tied.items() if target == to] for to in delta.tied.values()}
     for patch in patches:
         for name in (patch.name, *aliases.get(patch.name, [])):
-            if name in weights:
-                write(weights[name], patch.where, patch.bits)
+            if name in values:
+                write(values[name], patch.where, patch.bits)
     return reached
 
 

@@ -36,7 +36,7 @@ from deltawire.upload import (
     put_files,
     whole_digest,
 )
-from deltawire.weights import DTypeChoice, Weights, check_tied, tied_names
+from deltawire.weights import DTypeChoice, Weights, tied_names, untied_name
 from deltawire.workers import Workers
 
 __all__ = ["Publication", "Publisher"]
@@ -221,7 +221,7 @@ class Publisher(BasePublisher):
                 job.measured = self._recheck.measure(weights, history, workers)
                 self._history = history
             else:
-                check_tied(weights, before.tied, self._dtype)
+                self._check_tied(weights, before.tied)
                 fresh = as_bits(weights, self._dtype, before.tied)
                 before.stage(version, fresh, workers, self._fixed(weights))
                 job = Job(version, step, metadata, [publication], False, before, None)
@@ -235,11 +235,19 @@ class Publisher(BasePublisher):
 
     def _snapshot(self, weights: Weights, version: int) -> History:
         tied = tied_names(weights) if self._stated_ties is None else self._stated_ties
-        check_tied(weights, tied, self._dtype)
+        self._check_tied(weights, tied)
         bits = as_bits(weights, self._dtype, tied)
         if not bits:
             raise ValueError("there are no tensors to publish: the mapping is empty")
         return new_history(bits, version, tied, self._making.allowed, self._where, self._scratch)
+
+    def _check_tied(self, weights: Weights, tied: Mapping[str, str]) -> None:
+        name = untied_name(weights, tied, self._dtype)
+        if name is not None:
+            raise ValueError(
+                f"{name} is tied to {tied[name]} and has other weights: call publish(anchor=True) where it was untied, "
+                "or leave it out of tied="
+            )
 
     def _fixed(self, weights: Weights) -> frozenset[str]:
         """What need not be compared."""

@@ -28,8 +28,10 @@ from deltawire.patches import Patch
 from deltawire.replay import Replay
 from deltawire.routing import Route, WayKey, find_route
 from deltawire.runs import Run
+from deltawire.sources import plain_name
 from deltawire.store import Store
-from deltawire.target import MemoryTarget, State, Target
+from deltawire.target import MemoryTarget, State, Target, new_tensor
+from deltawire.weights import DTypeChoice
 from deltawire.workers import Workers
 
 # An engine that serves the weights is looked at this often, also where the store is asked less often.
@@ -61,6 +63,9 @@ class Replica:
     After any failure the target is at the version it was at, or at the new one, and `version` says which. A fault is
     met by trying again, then by another way to the same version, then by an error.
 
+    An empty dictionary is filled with torch tensors, or with numpy arrays where torch is not imported. `dtype` says
+    what the bits of integer arrays mean, as it does for `Publisher`.
+
     Downloads go to a folder in `scratch`, which outlives the process and belongs to one replica; without it to the
     mirror's own folder, or for weights in memory to a temporary one.
 
@@ -74,6 +79,7 @@ class Replica:
         target: Any,
         *,
         name: str | None = None,
+        dtype: DTypeChoice = None,
         public_key: str | None = None,
         heartbeat_seconds: float | None = 15.0,
         scratch: str | Path | None = None,
@@ -81,7 +87,7 @@ class Replica:
     ) -> None:
         self.run = store if isinstance(store, Run) else Run(store, public_key=public_key)
         self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
-        self.target: Target = _target_of(target)
+        self.target: Target = _target_of(target, dtype)
         self.error: Exception | None = None
         """Why the last attempt of `watch` failed; None when it went well."""
         self.last_pull: Pull | None = None
@@ -96,7 +102,7 @@ class Replica:
         self._pulling = threading.Lock()
         self._changed = threading.Condition()
         self._wake, self._stopped = threading.Event(), threading.Event()
-        self._watched = False
+        self._watched = self._closed = False
 
     @property
     def name(self) -> str:
@@ -121,6 +127,7 @@ class Replica:
     def pull(self, version: int | None = None, *, progress: Progress | None = None) -> Pull:
         """Bring the weights to a version (default: the newest)."""
         with self._pulling:
+            self._check_open()
             self.target.look()
             manifest = self._manifest(version)
             done = self._reach(manifest, self._have(manifest), progress)
@@ -130,6 +137,10 @@ class Replica:
             self._changed.notify_all()
         self._heartbeat.beat(self.status(), at_once=True)
         return done
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this replica is closed: make a new one")
 
     def plan(self, version: int | None = None) -> Plan:
         """What a pull would fetch."""
@@ -242,6 +253,7 @@ class Replica:
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay current until `stop` is called. Faults are kept in `error` and met with longer pauses."""
         failures = 0
+        self._check_open()
         self._watched = True
         try:
             while not self._stopped.is_set():
@@ -364,6 +376,7 @@ class Replica:
     def close(self) -> None:
         """Stop, take the heartbeat back, and let go of the target."""
         self.stop()
+        self._closed = True
         self._heartbeat.remove()
         self._fetcher.close()
         self.target.close()
@@ -375,14 +388,14 @@ class Replica:
         self.close()
 
 
-def _target_of(value: Any) -> Target:
+def _target_of(value: Any, dtype: DTypeChoice) -> Target:
     """A target for what a caller has: a folder, a torch module, a mapping of arrays, or a target already."""
     if isinstance(value, (str, Path)):
         return Mirror(value)
     if hasattr(value, "state_dict"):
-        return MemoryTarget(value.state_dict())
+        return MemoryTarget(lambda: {plain_name(name): tensor for name, tensor in value.state_dict().items()})
     if isinstance(value, Mapping):
-        return MemoryTarget(value)
+        return MemoryTarget(value, dtype=dtype, make=new_tensor)
     if all(hasattr(value, name) for name in ("state", "apply", "load")):
         target: Target = value
         return target

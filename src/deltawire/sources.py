@@ -247,7 +247,7 @@ def matching_names(names: Iterable[str], patterns: Sequence[str]) -> frozenset[s
 
 
 def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a module's `state_dict` holds, by plain names, and the dtypes of what is published in another than its own."""
+    """What a module's `state_dict` holds, by plain names, and the dtypes of what is cast to one."""
     import torch
     from torch.nn import Parameter
 
@@ -261,16 +261,16 @@ def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dic
             raise ValueError(f"two tensors of the module are called {name} once the names of wrappers are left out")
         if not is_torch(tensor):
             raise TypeError(
-                f"{name} is a {type(tensor).__name__}, not a tensor, as quantized modules and extra states have: publish "
-                "the model that was quantized, or pass a function that returns a mapping of tensors"
+                f"{name} is a {type(tensor).__name__}, not a tensor, as quantized modules and extra states have: "
+                "publish the model that was quantized, or pass a function that returns a mapping of tensors"
             )
         check_plain(name, tensor)
         is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
         is_parameter = isinstance(tensor, Parameter)
         if is_parameter and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise TypeError(
-                f"{name} is a parameter of dtype {tensor.dtype}, as quantized modules have, whose scales would be cast: "
-                "publish the model that was quantized, or model.state_dict, which is taken as it is"
+                f"{name} is a parameter of dtype {tensor.dtype}, as quantized modules have, and their scales would be "
+                "cast: publish the model that was quantized, or model.state_dict, which is taken as it is"
             )
         if is_wide and (name in stated or is_parameter):
             dtypes[name] = _published(stated[name]) if name in stated else usual

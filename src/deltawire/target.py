@@ -1,6 +1,7 @@
 """Where a replica's weights live: what it asks of them, and arrays or a torch module in memory."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -8,12 +9,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from deltawire.dtypes import dtype_named
+from deltawire.dtypes import ALIASES, DType, dtype_named
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.patches import Patch
 from deltawire.replay import Replay
 from deltawire.state import Digest, digest
-from deltawire.weights import Tensor, Weights, check_writable, form, write
+from deltawire.weights import (
+    DTypeChoice,
+    Place,
+    Tensor,
+    Viewed,
+    Weights,
+    aliases_of,
+    form,
+    place,
+    untied_name,
+    writable,
+    write,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,78 +79,136 @@ class Target(Protocol):
 
 
 class MemoryTarget(Target):
-    """Arrays or tensors in memory, changed in place. An empty dictionary is filled from the first anchor."""
+    """Arrays or tensors in memory, changed in place: those of a mapping, or of what a function returns each time.
+
+    An empty dictionary is filled from the first anchor: `make` gives a new tensor for a dtype and a shape. Without it
+    they are `Tensor`s, and tied names are left out.
+    """
 
     scratch: Path | None = None
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(
+        self,
+        weights: Weights | Callable[[], Weights],
+        *,
+        dtype: DTypeChoice = None,
+        make: Callable[[DType, tuple[int, ...]], Any] | None = None,
+    ) -> None:
+        self._read = weights if callable(weights) else lambda: weights
         self._owned = weights if isinstance(weights, MutableMapping) and not weights else None
         """The dictionary, where it was empty: its names then follow the run's."""
+        self._dtype, self._make = dtype, make
+        self._tied: Mapping[str, str] = {}
         self._state: State | None = None
+        self._written: dict[str, Any] = {}
+        """The tensors of that state, kept: while they are alive nothing else has their addresses."""
 
     def state(self) -> State | None:
         return self._state
 
-    def digest(self, tied: Mapping[str, str]) -> Digest | None:
-        return digest(self._weights, tied=tied) if self._weights else None
+    def look(self) -> None:
+        """Forget what the weights are where others have taken their place."""
+        if self._state is not None and _places(self._read()) != _places(self._written):
+            self._state, self._written = None, {}
 
-    def weights(self) -> Weights:
-        return self._weights
+    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+        weights = self._read()
+        if not weights or untied_name(weights, tied, self._dtype) is not None:
+            return None
+        return digest(weights, dtype=self._dtype, tied=tied)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return Viewed(self._read(), self._dtype, self._tied)
 
     def apply(self, patches: Sequence[Patch], base: State, state: State, tied: Mapping[str, str]) -> None:
-        aliases = _aliases(tied)
-        for patch in patches:
-            check_writable(patch.name, self._weights[patch.name])
+        weights, aliases = self._read(), aliases_of(tied)
+        names = {name: None for patch in patches for name in (patch.name, *aliases.get(patch.name, []))}
+        values = writable(weights, [name for name in names if name in weights], tied)
         self._state = None
         for patch in patches:
             for name in (patch.name, *aliases.get(patch.name, [])):
-                if name in self._weights:
-                    write(self._weights[name], patch.where, patch.bits)
-        self._state = state
+                if name in values:
+                    write(values[name], patch.where, patch.bits)
+        self._become(state, tied)
 
     def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
-        aliases = _aliases(tied)
         if self._owned is None:
-            self._check(anchor.base)
+            self._check(anchor.base, tied)
         anchor.verify(state.digest)
         self._state = None
         if self._owned is not None:
-            self._make_room(self._owned, anchor.base)
+            self._make_room(self._owned, anchor.base, tied)
+        weights, aliases = self._read(), aliases_of(tied)
         for name in anchor.base:
             bits = anchor.bits_of(name)
             for each in (name, *aliases.get(name, [])):
-                if each in self._weights:
-                    write(self._weights[each], slice(None), bits)
-        self._state = state
+                if each in weights:
+                    write(weights[each], slice(None), bits)
+        self._become(state, tied)
 
-    def _make_room(self, weights: MutableMapping[str, Any], base: Weights) -> None:
-        for name in [name for name in weights if name not in base or form(weights, name) != form(base, name)]:
+    def _become(self, state: State, tied: Mapping[str, str]) -> None:
+        weights = self._read()
+        self._written = {name: weights[name] for name in weights}
+        self._state, self._tied = state, tied
+
+    def _make_room(self, weights: MutableMapping[str, Any], base: Weights, tied: Mapping[str, str]) -> None:
+        now = Viewed(weights, self._dtype)
+        for name in [name for name in weights if name not in base or now.form(name) != form(base, name)]:
             del weights[name]
         for name in base:
             if name not in weights:
                 dtype, shape = form(base, name)
-                kind = dtype_named(dtype)
-                weights[name] = Tensor(kind, shape, np.empty(prod(shape), kind.unsigned))
+                make = self._make or _plain
+                weights[name] = make(dtype_named(dtype), shape)
+        if self._make is not None:
+            weights.update({name: weights[to] for name, to in tied.items()})
 
-    def _check(self, base: Weights) -> None:
+    def _check(self, base: Weights, tied: Mapping[str, str]) -> None:
+        weights = self._read()
+        now = Viewed(weights, self._dtype)
         for name in base:
-            if name not in self._weights:
+            if name not in weights:
                 raise UnknownParameter(f"the run has {name}, which the target does not have", tensor=name)
-            expected, actual = form(base, name), form(self._weights, name)
+        for name in weights:
+            if name not in base and name not in tied:
+                raise UnknownParameter(
+                    f"the target has {name}, which the run does not have, so that nobody would keep it current: "
+                    "publish it too, or pass a mapping of those that the run has",
+                    tensor=name,
+                )
+            expected, actual = form(base, tied.get(name, name)), now.form(name)
             if expected != actual:
                 raise ShapeMismatch(
                     f"{name} is {actual[0]} {list(actual[1])} at the target, and {expected[0]} {list(expected[1])} "
-                    "in the run",
+                    "in the run" + _advice(expected[0], actual[0]),
                     tensor=name, expected=str(expected), actual=str(actual),
                 )  # fmt: skip
-            check_writable(name, self._weights[name])
+        writable(weights, weights, tied)
 
     def close(self) -> None: ...
 
 
-def _aliases(tied: Mapping[str, str]) -> dict[str, list[str]]:
-    aliases: dict[str, list[str]] = {}
-    for name, to in tied.items():
-        aliases.setdefault(to, []).append(name)
-    return aliases
+def _plain(dtype: DType, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(dtype, shape, np.empty(prod(shape), dtype.unsigned))
+
+
+def _places(weights: Weights) -> dict[str, Place | None]:
+    return {name: place(weights[name]) for name in weights}
+
+
+def _advice(expected: str, actual: str) -> str:
+    same_size = dtype_named(expected).itemsize == dtype_named(actual).itemsize
+    return f': pass dtype="{expected}" if these integers are its bits' if actual[0] in "IU" and same_size else ""
+
+
+def new_tensor(dtype: DType, shape: tuple[int, ...]) -> Any:
+    """An empty tensor as a caller would have it: torch's where that is imported, else numpy's.
+
+    Of dtypes that numpy lacks it is an array of ml_dtypes, where that is imported, or a `Tensor`.
+    """
+    torch, ml_dtypes = sys.modules.get("torch"), sys.modules.get("ml_dtypes")
+    name = next(alias for alias, own in ALIASES.items() if own == dtype.name)
+    if torch is not None:
+        return torch.empty(shape, dtype=getattr(torch, name))
+    kind = getattr(np, name, None) or getattr(ml_dtypes, name, None)
+    return _plain(dtype, shape) if kind is None else np.empty(shape, kind)

@@ -1,6 +1,6 @@
 """Weights as callers have them (numpy, ml_dtypes, torch) seen as flat arrays of unsigned integers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -99,10 +99,10 @@ def tied_names(weights: Weights) -> dict[str, str]:
     return tied
 
 
-def check_tied(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = None) -> None:
-    """Refuse names that are said to be tied and have weights of their own. Those that are not there are taken so."""
+def untied_name(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = None) -> str | None:
+    """A name that is said to be tied and has weights of its own, if any; those that are not there have none."""
     for name, to in tied.items():
-        if name not in weights:
+        if name not in weights or to not in weights:
             continue
         value, other = weights[name], weights[to]
         where = place(value)
@@ -110,10 +110,16 @@ def check_tied(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = N
             continue
         mine, others = view(name, value, dtype), view(to, other, dtype)
         if (mine.dtype, mine.shape) != (others.dtype, others.shape) or not np.array_equal(mine.bits, others.bits):
-            raise ValueError(
-                f"{name} is tied to {to} and has other weights: call publish(anchor=True) where it was untied, or leave "
-                "it out of tied="
-            )
+            return name
+    return None
+
+
+def aliases_of(tied: Mapping[str, str]) -> dict[str, list[str]]:
+    """The other names of tensors."""
+    aliases: dict[str, list[str]] = {}
+    for name, to in tied.items():
+        aliases.setdefault(to, []).append(name)
+    return aliases
 
 
 def boxes_of(weights: Weights) -> Mapping[str, Box]:
@@ -169,6 +175,40 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         return
     array = _torch_bits("", value)[0] if is_torch(value) else value
     array.reshape(-1).view(bits.dtype)[positions] = bits
+
+
+def writable(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, Any]:
+    """The tensors of some names, to be changed in place; refused where that would change others, or nothing.
+
+    Only names that `tied` calls the same may share memory.
+    """
+    values = {}
+    for name in names:
+        value = values[name] = weights[name]
+        check_writable(name, value)
+        if place(weights[name]) != place(value):
+            raise ValueError(f"{name}: the target gives another copy on each access, so what is written to it is lost")
+    end, before = ("", 0), ""
+    for device, start, stop, name in sorted(_span(value, name) for name, value in values.items()):
+        if (device, start) < end and not (
+            tied.get(name, name) == tied.get(before, before) and place(values[name]) == place(values[before])
+        ):
+            raise ValueError(
+                f"{before} and {name} share memory at the target, and are two tensors in the run: give each its own, "
+                "or tie them at the trainer"
+            )
+        if (device, stop) > end:
+            end, before = (device, stop), name
+    return values
+
+
+def _span(value: Any, name: str) -> tuple[str, int, int, str]:
+    """The stretch of memory that a contiguous tensor takes."""
+    value = value.bits if isinstance(value, Tensor) else value
+    if is_torch(value):
+        return str(value.device), value.data_ptr(), value.data_ptr() + value.numel() * value.element_size(), name
+    start = value.__array_interface__["data"][0]
+    return "cpu", start, start + value.nbytes, name
 
 
 def check_writable(name: str, value: Any) -> None:

@@ -16,4 +16,5 @@ sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests", "docs")]
 
 # The first call of a kernel compiles it, and these machines are noisy: time says nothing about an example.
 settings.register_profile("deltawire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", settings.get_profile("deltawire"), max_examples=2000)
 settings.load_profile("deltawire")

@@ -13,7 +13,7 @@ from deltawire.chain import SKIPS
 from deltawire.checkpoint import Checkpoint
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.commits import Commits
-from deltawire.errors import DeltawireError, Fenced, SnapshotMismatch
+from deltawire.errors import DeltawireError, Fenced, SnapshotMismatch, UnknownParameter
 from deltawire.history import History
 from deltawire.manifest import Manifest, Way
 from deltawire.parts import MAX_FILE_BYTES
@@ -221,6 +221,7 @@ class Publisher(BasePublisher):
                 job.measured = self._recheck.measure(weights, history, workers)
                 self._history = history
             else:
+                self._check_names(weights)
                 self._check_tied(weights, before.tied)
                 fresh = as_bits(weights, self._dtype, before.tied)
                 before.stage(version, fresh, workers, self._fixed(weights))
@@ -237,9 +238,19 @@ class Publisher(BasePublisher):
         tied = tied_names(weights) if self._stated_ties is None else self._stated_ties
         self._check_tied(weights, tied)
         bits = as_bits(weights, self._dtype, tied)
+        self._names = frozenset(getattr(weights, "live", weights))
         if not bits:
             raise ValueError("there are no tensors to publish: the mapping is empty")
         return new_history(bits, version, tied, self._making.allowed, self._where, self._scratch)
+
+    def _check_names(self, weights: Weights) -> None:
+        """The same names as in the last anchor, tied ones too."""
+        gone = self._names - frozenset(getattr(weights, "live", weights))
+        if gone:
+            raise UnknownParameter(
+                f"{min(gone)} is no longer among the published weights: call publish(anchor=True) to start anew",
+                tensor=min(gone),
+            )
 
     def _check_tied(self, weights: Weights, tied: Mapping[str, str]) -> None:
         name = untied_name(weights, tied, self._dtype)

@@ -153,7 +153,11 @@ class MemoryTarget(Target):
 
     def _make_room(self, weights: MutableMapping[str, Any], base: Weights, tied: Mapping[str, str]) -> None:
         now = Viewed(weights, self._dtype)
-        for name in [name for name in weights if name not in base or now.form(name) != form(base, name)]:
+        # What was tied is a name for another tensor's memory.
+        stale = [
+            name for name in weights if name not in base or name in self._tied or now.form(name) != form(base, name)
+        ]
+        for name in stale:
             del weights[name]
         for name in base:
             if name not in weights:
@@ -162,6 +166,7 @@ class MemoryTarget(Target):
                 weights[name] = make(dtype_named(dtype), shape)
         if self._make is not None:
             weights.update({name: weights[to] for name, to in tied.items()})
+        writable(weights, weights, tied)
 
     def _check(self, base: Weights, tied: Mapping[str, str]) -> None:
         weights = self._read()

@@ -1,4 +1,4 @@
-"""Ways to hand weights over and to take them, drawn at random, with what must arrive worked out by numpy and torch alone."""
+"""Ways to hand weights over and to take them, drawn at random; what must arrive is worked out by numpy and torch."""
 
 import functools
 import gc

@@ -396,3 +396,75 @@ def test_wrong_arguments():
         publisher.publish()
     with pytest.raises(Conflict, match="holds run one"):
         Publisher(url, weights, run="two")
+
+
+def broken_store(url):
+    """A store that refuses everything but what is there already."""
+    store = Hooked(url)
+
+    def fail(verb, key):
+        if verb in ("put", "create"):
+            raise StoreUnavailable("the bucket is gone", refused=True)
+
+    return store, fail
+
+
+@pytest.mark.parametrize("how", ["flush", "close", "with"])
+def test_a_failure_that_nobody_looked_at_is_raised(how, caplog):
+    weights = make_weights()
+    store, fail = broken_store(fresh_url())
+    publisher = Publisher(store, weights)
+    publisher.publish().wait(30)
+    store.before = fail
+    for _ in range(3):
+        publisher.publish()
+    end = {"flush": publisher.flush, "close": publisher.close, "with": lambda: publisher.__exit__(None, None, None)}
+    with pytest.raises(StoreUnavailable, match="gone"):
+        end[how]()
+    publisher.close()  # told once
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the bucket is gone" in caplog.text
+
+
+def test_a_failure_that_was_seen_is_not_raised_again():
+    store, fail = broken_store(fresh_url())
+    for waits in (False, True):
+        store.before = lambda verb, key: None
+        with Publisher(store, make_weights()) as publisher:
+            publisher.publish().wait(30)
+            store.before = fail
+            publications = [publisher.publish() for _ in range(2)]
+            assert [each.join() for each in publications] == [False, False]
+            if waits:
+                with pytest.raises(StoreUnavailable):
+                    publications[-1].wait()
+            else:
+                assert publications[-1].error is not None
+
+
+def test_a_failure_that_a_later_version_covers_is_not_raised(rng):
+    weights, url = make_weights(), fresh_url()
+    store, fail = broken_store(url)
+    with Publisher(store, weights) as publisher:
+        publisher.publish().wait(30)
+        store.before = fail
+        step(weights, rng)
+        publisher.publish().join()
+        store.before = lambda verb, key: None
+        publisher.publish()
+    with Replica(url, {}) as replica:
+        replica.pull()
+        assert same(replica.target.weights(), copy_of(weights))
+
+
+def test_what_ends_the_block_comes_before_a_failure():
+    store, fail = broken_store(fresh_url())
+
+    def run():
+        with Publisher(store, make_weights()) as publisher:
+            store.before = fail
+            publisher.publish()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run()

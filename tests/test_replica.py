@@ -21,7 +21,7 @@ from deltawire.errors import (
 )
 from deltawire.store import open_store
 from deltawire.target import MemoryTarget
-from deltawire.weights import Tensor
+from deltawire.weights import Tensor, view
 
 
 @pytest.fixture
@@ -374,3 +374,27 @@ def test_a_caught_up_replica_asks_little(rng):
             store.calls.clear()
             replica.pull()
             assert sorted(verb for verb, _ in store.calls) == ["get", "get_range", "list"]
+
+
+def test_verify_compares_every_element():
+    url, _ = make_run(6)
+    with replica_of(url, copy := {}) as replica:
+        with pytest.raises(ValueError, match="pull first"):
+            replica.verify()
+        replica.pull(4)
+        assert replica.verify() == {}
+        view("embed", copy["embed"]).bits[:2] ^= 1  # nobody would notice: its digest is not measured again
+        assert replica.verify() == {"embed": 2}
+        del copy["norm"]
+        copy["new"] = copy["embed"][:1]
+        assert replica.verify() == {"embed": 2, "norm": 64, "new": 64}
+
+
+def test_verify_finds_a_tied_copy_that_differs():
+    url, w = fresh_url(), np.arange(4, dtype=np.float32)
+    with Publisher(url, {"a": w, "b": w}) as publisher:
+        publisher.publish()
+    with replica_of(url, copy := {"a": np.zeros(4, np.float32), "b": np.zeros(4, np.float32)}) as replica:
+        replica.pull()
+        copy["b"][1] = 7
+        assert replica.verify() == {"b": 1}

@@ -126,7 +126,7 @@ def test_odd_bits_are_not_missed():
 
 
 def test_parameters_that_do_not_train_are_compared_all_the_same():
-    """A checkpoint that is loaded, an EMA copy, a parameter that is unfrozen: also by ways that torch does not count."""
+    """A checkpoint that is loaded, an EMA copy, another parameter: also by ways that torch does not count."""
     model, url = Model(), fresh_url()
     model.layer.weight.requires_grad_(False)
     with Publisher(url, model) as publisher, Replica(url, {}) as replica:

@@ -233,6 +233,12 @@ class Mirror(Target):
         self._lock.close()
 
 
+def state_of(folder: Path) -> State | None:
+    """Which weights a mirror says that it holds; it may be in use."""
+    told = _read_state(folder / STATE_NAME)
+    return None if told is None else told[0]
+
+
 def _times(folder: Path, files: Any) -> dict[str, list[int]]:
     """Size and time of change of some files."""
     stats = {file: (folder / file).stat() for file in files if (folder / file).exists()}

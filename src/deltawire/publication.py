@@ -44,6 +44,11 @@ class Publication:
             raise error
         return self
 
+    def join(self) -> bool:
+        """Wait for the end, whatever it is; whether it was committed. `flush` and `close` still raise a failure."""
+        self._done.wait()
+        return self._error is None
+
     def _finish(self, error: BaseException | None = None) -> None:
         self._error = error
         self._done.set()

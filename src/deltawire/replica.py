@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deltawire.chain import Plan
+from deltawire.comparison import differing_names
 from deltawire.delta import Delta
 from deltawire.errors import (
     BaseMismatch,
@@ -352,6 +353,20 @@ class Replica:
             "error": None if self.error is None else str(self.error),
             **self.target.about(),
         }
+
+    def verify(self, *, progress: Progress | None = None) -> dict[str, int]:
+        """Fetch the version that the weights are at, and compare every element: tensors that differ, in how many.
+
+        Empty where all is right. A digest is a promise of whoever computed it; this looks.
+        """
+        with self._pulling:
+            self._check_open()
+            state = self.target.state()
+            if state is None or state.run != self.run.id:
+                raise ValueError("the weights are of no known version of this run: pull first")
+            return differing_names(
+                self.run, state.version, self.target.weights(), threads=self._threads, progress=progress
+            )
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a run tracker, flat."""

@@ -118,7 +118,7 @@ class MemoryTarget(Target):
         return digest(weights, dtype=self._dtype, tied=tied)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return Viewed(self._read(), self._dtype, self._tied)
+        return Viewed(self._read(), self._dtype)
 
     def apply(self, patches: Sequence[Patch], base: State, state: State, tied: Mapping[str, str]) -> None:
         weights, aliases = self._read(), aliases_of(tied)
@@ -154,10 +154,8 @@ class MemoryTarget(Target):
     def _make_room(self, weights: MutableMapping[str, Any], base: Weights, tied: Mapping[str, str]) -> None:
         now = Viewed(weights, self._dtype)
         # What was tied is a name for another tensor's memory.
-        stale = [
-            name for name in weights if name not in base or name in self._tied or now.form(name) != form(base, name)
-        ]
-        for name in stale:
+        kept = {name for name in weights if name in base and name not in self._tied}
+        for name in [name for name in weights if name not in kept or now.form(name) != form(base, name)]:
             del weights[name]
         for name in base:
             if name not in weights:

@@ -129,27 +129,32 @@ def apply_command(base: Path, delta: Path, output: Path, output_format: str, qui
 )
 @click.option("--version", type=click.IntRange(0), help="Of a run: check only what this version needs.")
 @click.option("--shallow", is_flag=True, help="Of a run: check documents and sizes, fetch nothing.")
+@click.option("--mirror", type=PATH, help="Of a run: compare this folder with it, every element of every tensor.")
 @click.option("--public-key", metavar="HEX|FILE", help="Of a run: the key that everything must be signed with.")
 @threads_option
 @output_options
 def verify_command(
-    target: str, base: Path | None, expected: str | None, version: int | None, shallow: bool, public_key: str | None,
-    output_format: str, quiet: bool, threads: int | None,
+    target: str, base: Path | None, expected: str | None, version: int | None, shallow: bool, mirror: Path | None,
+    public_key: str | None, output_format: str, quiet: bool, threads: int | None,
 ) -> None:  # fmt: skip
     """Check a delta, a checkpoint, or a whole run.
 
     TARGET is a path, or the URL of a run. A checkpoint is checked against the digest it states. A delta alone is
     checked for its structure; with --base also for every bit it leads to. Of a run all documents, objects and weights
-    are checked.
+    are checked; with --mirror a folder is compared with its version of the run, or with --version.
     """
     if is_run(target):
         if base is not None or expected is not None:
             raise click.UsageError("--base and --digest go with files, and TARGET is a run")
-        from deltawire.cli.upkeep import audit_run
+        from deltawire.cli.upkeep import audit_run, compare_mirror
 
+        if mirror is not None:
+            if shallow:
+                raise click.UsageError("--shallow fetches nothing, and --mirror compares every element")
+            return compare_mirror(target, mirror, version, public_key, threads, output_format, quiet)
         return audit_run(target, version, not shallow, public_key, threads, output_format, quiet)
-    if shallow or public_key is not None or version is not None:
-        raise click.UsageError("--version, --shallow and --public-key go with a run, and TARGET is a file")
+    if shallow or public_key is not None or version is not None or mirror is not None:
+        raise click.UsageError("--version, --shallow, --mirror and --public-key go with a run, and TARGET is a file")
     return verify_file(Path(target), base, expected, output_format, quiet, threads)
 
 

@@ -158,3 +158,37 @@ def audit_text(found: "Audit", url: str, signed: bool) -> str:
     for problem in found.problems:
         text += f"\n\n{problem.where}\n  {problem.error}: {problem.what}"
     return text
+
+
+def compare_mirror(
+    url: str, folder: Path, version: int | None, public_key: str | None, threads: int | None, output_format: str,
+    quiet: bool,
+) -> None:  # fmt: skip
+    """What verify does with a run and a folder."""
+    from deltawire.checkpoint import Checkpoint
+    from deltawire.comparison import differing_names
+    from deltawire.mirror import state_of
+    from deltawire.runs import Run
+
+    with speaking_errors(url):
+        run, weights = Run(url, public_key=public_key), Checkpoint(folder)
+        if version is None:
+            state = state_of(folder)
+            if state is None or state.run != run.id:
+                raise click.UsageError(f"{folder} does not say which version of run {run.id} it is: give --version")
+            version = state.version
+        with ByteBar("fetch", quiet) as progress:
+            differing = differing_names(run, version, weights, threads=threads, progress=progress)
+    data = {"run": run.id, "version": version, "folder": str(folder), "ok": not differing, "differing": differing}
+    rows = [[name, f"{count:,}"] for name, count in differing.items()]
+    show(
+        data,
+        lambda: (
+            f"ok: every element of {folder} is that of version {version}" if not differing
+            else f"{folder} is not version {version}: {count_text(len(rows), 'tensor')} differ\n"
+            + table(["tensor", "elements"], rows)
+        ),
+        output_format,
+    )  # fmt: skip
+    if differing:
+        sys.exit(MISMATCH)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -195,9 +194,7 @@ class Fleet:
     def _tell(self) -> None:
         while (publication := self._publications.get()) is not None:
             # One that fails is for whoever published it.
-            with suppress(BaseException):
-                publication.wait()
-            if publication.error is None:
+            if publication.join():
                 self.nudge(publication.version)
 
     def _notify(self) -> None:

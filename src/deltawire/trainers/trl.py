@@ -193,9 +193,8 @@ class DeltawireTransfer:
             return
         self._is_open = False
         try:
-            with self.publisher as publisher:
-                publisher.flush()
-                if self._try_again() and self.last is not None:
+            with self.publisher:
+                if self.last is not None and not self.last.join() and self._try_again():
                     self.last.wait()
             if self._fleet is not None and self.version is not None and not self._gave_up:
                 self._fleet.settle(self.version, self._timeout)

@@ -90,6 +90,7 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(24, 51, bias=False)
         self.head.weight = self.embed.weight
         self.scale = torch.nn.Parameter(torch.ones(()))
+        self.register_buffer("balance", torch.zeros(5))
 
     def forward(self, tokens):
         hidden = self.embed(tokens)
@@ -119,6 +120,7 @@ def train_step(model, optimizer, rank, number, micro_batches=2):
         torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     optimizer.step()
     optimizer.zero_grad()
+    model.balance += 0.1
 
 
 def change(module, number):
@@ -138,12 +140,18 @@ def change(module, number):
 
 
 def gathered(model, dtype=torch.bfloat16):
-    """What must arrive: all weights, gathered, by torch's own cast."""
+    """What must arrive: all weights, gathered, by torch's own cast, and buffers as they are."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         found[name] = whole.to(dtype).contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1).copy()
-    return found
+    kept = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return found | {name: buffer.numpy().view(np.uint32).reshape(-1).copy() for name, buffer in kept.items()}
+
+
+def once(weights, tied):
+    """As a checkpoint has them: without the other names of tied weights."""
+    return {name: bits for name, bits in weights.items() if name not in tied}
 
 
 def same_bits(weights, expected):

@@ -90,7 +90,7 @@ class Recheck:
             copied.append(_copied(weights, name, source, history))
         # A pass over all of them is the most that is ever owed.
         self._credit = min(max(self._credit, 0.0), history.num_elements / self._rate)
-        self._next = (self._next + len(copied)) % len(sources)
+        self._next = (self._next + len(copied)) % max(len(sources), 1)
         _wait_for(copied)
         return copied
 

@@ -8,20 +8,18 @@ import pytest
 from chains import seal, unsealed
 from deltawire.chain import Link
 from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, SignatureMismatch, UnsupportedFormat
+from deltawire.keys import manifest_key, read_document_key, way_key
 from deltawire.manifest import (
     MOST_BYTES,
     Manifest,
     StoredObject,
     Way,
     manifest_bytes,
-    manifest_key,
-    read_document_key,
     read_manifest,
     read_run,
     read_way,
     run_bytes,
     way_bytes,
-    way_key,
 )
 from deltawire.signing import generate_key, public_key_of, signer, verifier
 from deltawire.state import Digest

@@ -298,8 +298,8 @@ class Flipping(Hooked):
 
     flips = ()
 
-    def get(self, key):
-        data = super().get(key)
+    def get(self, key, **options):
+        data = super().get(key, **options)
         if self.flips and key.startswith(self.flips[0]):
             self.flips = self.flips[1:]
             data = bytes(data[:-20]) + bytes([data[-20] ^ 1]) + bytes(data[-19:])

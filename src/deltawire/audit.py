@@ -24,17 +24,8 @@ from deltawire.errors import (
 )
 from deltawire.fetch import Fetched, Progress
 from deltawire.inspection import check_structure
-from deltawire.manifest import (
-    ANCHORS,
-    DELTAS,
-    MANIFESTS,
-    RUN_KEY,
-    Manifest,
-    StoredObject,
-    Way,
-    manifest_key,
-    read_document_key,
-)
+from deltawire.keys import ANCHORS, DELTAS, MANIFESTS, RUN_KEY, manifest_key, read_document_key
+from deltawire.manifest import Manifest, StoredObject, Way
 from deltawire.replay import Replay
 from deltawire.runs import Run
 from deltawire.store.transfer import download
@@ -325,6 +316,8 @@ class _Proof:
         stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
         if stated != (self._chain.run.id, way.version, str(way.digest)):
             raise CorruptObject(f"the anchor of version {way.version} is not the one its document is about")
+        if way.version in self._chain.manifests:
+            self._chain.manifests[way.version].check_tensors(checkpoint, are_all=True)
         replay, state = Replay(checkpoint, [], self._workers), self._target.state()
         if state is not None and state.version == way.version:
             replay.verify(way.digest)
@@ -339,6 +332,9 @@ class _Proof:
         stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
         if stated != (self._chain.run.id, way.version, way.base, way.digest, way.base_digest):
             raise CorruptObject(f"the delta {way.link} is not the one its document is about")
+        if way.version in self._chain.manifests:
+            names = {entry.name for entry in delta.entries}
+            self._chain.manifests[way.version].check_tensors(names, are_all=False)
         if state is None or state.version != way.base:
             for entry in delta.entries:
                 check_structure(entry)

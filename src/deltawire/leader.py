@@ -28,7 +28,7 @@ from deltawire.ranks import Message, Ranks, error_fields
 from deltawire.runs import Run
 from deltawire.state import Digest, tensor_key
 from deltawire.upkeep import Ways
-from deltawire.upload import anchor_folder, anchor_way, delta_names, delta_way, put_files, put_index
+from deltawire.upload import anchor_folder, anchor_way, check_count, delta_names, delta_way, put_files, put_index
 from deltawire.weights import Form
 from deltawire.wire import Facts
 
@@ -244,6 +244,7 @@ class Leader:
             self.ways.beside = put_files(self._run.store, version, self._files)
         folder = anchor_folder(version)
         shards, files = self._lay_out(model)
+        check_count(len(shards))
         answers = self._round(
             "write",
             call=call,

@@ -15,9 +15,12 @@ from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.commits import Commits
 from deltawire.errors import DeltawireError, Fenced
 from deltawire.history import History
+from deltawire.keys import check_version
 from deltawire.manifest import Manifest, Way
+from deltawire.names import check_names, check_ties, resolve_ties
 from deltawire.parts import MAX_FILE_BYTES
-from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
+from deltawire.plain import plain_metadata, plain_step
+from deltawire.publication import BasePublisher, Publication, check_cadence
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
 from deltawire.snapshots import check_snapshot, new_history
@@ -25,7 +28,15 @@ from deltawire.sources import as_bits, source_of
 from deltawire.state import Digest, digest
 from deltawire.store import Store
 from deltawire.upkeep import Making, Upkeep
-from deltawire.upload import encode_delta, history_digest, is_worth_sending, put_anchor, put_delta, put_files
+from deltawire.upload import (
+    check_files,
+    encode_delta,
+    history_digest,
+    is_worth_sending,
+    put_anchor,
+    put_delta,
+    put_files,
+)
 from deltawire.weights import DTypeChoice, Weights, tied_names
 from deltawire.workers import Workers
 
@@ -85,10 +96,11 @@ class Publisher(BasePublisher):
         check_snapshot(snapshot)
         self._read = source_of(weights, dtype)
         now = self._read()
-        self._dtype, self._tied = dtype, dict(tied_names(now) if tied is None else tied)
+        check_names(now)
+        self._dtype, self._tied = dtype, resolve_ties(tied_names(now) if tied is None else tied, now)
         self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
         self._where, self._scratch, self._threads = snapshot, scratch, threads
-        self._files = [Path(file) for file in files] or _files_of(now)
+        self._files = check_files(files) or _files_of(now)
         allowed = allowed_encodings(encoding)
         key = None if sign_with is None else public_key_of(sign_with)
         super().__init__(Run(store, sign_with=sign_with, public_key=key))
@@ -136,7 +148,7 @@ class Publisher(BasePublisher):
         `metadata` is free, as far as JSON goes. `anchor=True` sends all weights, as for the first version: needed when
         names, shapes or dtypes have changed.
         """
-        metadata = as_metadata(metadata)
+        step, metadata = plain_step(step), plain_metadata(metadata)
         self._wait_for_room()
         with self._turn:
             self._check_open()
@@ -182,7 +194,7 @@ class Publisher(BasePublisher):
         return job.publications
 
     def _stage(self, step: int | None, metadata: Mapping[str, Any], anchor: bool) -> Job:
-        weights, version, before = self._read(), self._next, self._history
+        weights, version, before = self._read(), check_version(self._next), self._history
         publication = Publication(version, step)
         if anchor or before is None:
             self._history = self._snapshot(weights, version)
@@ -196,6 +208,7 @@ class Publisher(BasePublisher):
         return job
 
     def _snapshot(self, weights: Weights, version: int) -> History:
+        check_ties(self._tied, weights)
         bits = as_bits(weights, self._dtype, self._tied)
         return new_history(bits, version, self._making.allowed, self._where, self._scratch)
 

@@ -12,9 +12,10 @@ from deltawire.errors import BrokenChain
 from deltawire.fetch import Fetcher
 from deltawire.gc import GcPlan, plan_gc
 from deltawire.inspection import STEP_NAMES, inspect_entry
+from deltawire.keys import read_object_key
 from deltawire.manifest import Way
 from deltawire.pages.versions import Window, weights_bytes, windowed
-from deltawire.runs import Run, read_object_key
+from deltawire.runs import Run
 from deltawire.store import Store
 
 MOST_KEPT = 64

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -316,8 +316,7 @@ class _Proof:
         stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
         if stated != (self._chain.run.id, way.version, str(way.digest)):
             raise CorruptObject(f"the anchor of version {way.version} is not the one its document is about")
-        if way.version in self._chain.manifests:
-            self._chain.manifests[way.version].check_tensors(checkpoint, are_all=True)
+        self._check_ties(way, checkpoint, checkpoint)
         replay, state = Replay(checkpoint, [], self._workers), self._target.state()
         if state is not None and state.version == way.version:
             replay.verify(way.digest)
@@ -332,16 +331,20 @@ class _Proof:
         stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
         if stated != (self._chain.run.id, way.version, way.base, way.digest, way.base_digest):
             raise CorruptObject(f"the delta {way.link} is not the one its document is about")
-        if way.version in self._chain.manifests:
-            names = {entry.name for entry in delta.entries}
-            self._chain.manifests[way.version].check_tensors(names, are_all=False)
         if state is None or state.version != way.base:
             for entry in delta.entries:
                 check_structure(entry)
             return False
-        patches = Replay(self._target.weights(), [delta], self._workers).patches(state.digest)
+        weights = self._target.weights()
+        self._check_ties(way, {entry.name for entry in delta.entries}, weights)
+        patches = Replay(weights, [delta], self._workers).patches(state.digest)
         self._target.apply(patches, state, self._state(way), {})
         return True
+
+    def _check_ties(self, way: Way, own: Collection[str], known: Collection[str]) -> None:
+        manifest = self._chain.manifests.get(way.version)
+        if manifest is not None:
+            manifest.check_tensors(own, known)
 
     def _state(self, way: Way) -> State:
         return State(self._chain.run.id, way.version, way.digest)

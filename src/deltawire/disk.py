@@ -33,7 +33,7 @@ def _not_regular(path: Path) -> ObjectMissing:
 def read_small(path: Path, limit: int) -> bytes:
     """A whole file that may have so many bytes."""
     with open_regular(path) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise LimitExceeded(f"{path} has more than {limit} bytes", path=str(path), expected=limit)
-    return data
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise LimitExceeded(f"{path} has {size} bytes, at most {limit} are read", path=str(path), actual=size)
+        return file.read(size)

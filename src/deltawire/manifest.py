@@ -101,13 +101,16 @@ class Manifest:
     def digest(self) -> Digest:
         return self.way.digest
 
-    def check_tensors(self, names: Collection[str], *, are_all: bool) -> None:
-        """Refuse ties that contradict the tensors of an anchor (all that there are) or of deltas (some of them)."""
+    def check_tensors(self, own: Collection[str], known: Collection[str]) -> None:
+        """Refuse ties that contradict the tensors: `own` are in an anchor or a delta, so they have weights of their own.
+
+        `known` are all that there are, tied names perhaps among them.
+        """
         for name, to in self.tied.items():
-            if name in names or (are_all and to not in names):
-                what = "has weights of its own" if name in names else f"shares those of {to!r}, which has none"
+            if name in own or to not in known:
+                what = f"{name!r} has weights of its own" if name in own else f"there is no {to!r}"
                 raise CorruptObject(
-                    f"version {self.version} says that {name!r} is tied to {to!r}, but it {what}",
+                    f"version {self.version} says that {name!r} is tied to {to!r}, but {what}",
                     tensor=name, version=self.version,
                 )  # fmt: skip
 

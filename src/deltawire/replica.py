@@ -209,12 +209,12 @@ class Replica:
                     self.target.apply([], have, state, manifest.tied)
             elif route.plan.starts_anew:
                 anchor = Replay(fetched[0].checkpoint(), deltas, workers)
-                manifest.check_tensors(anchor.base, are_all=True)
+                manifest.check_tensors(anchor.base, anchor.base)
                 applied = time.perf_counter()
                 self.target.load(anchor, state, fetched[0].other_files(), manifest.tied)
             elif have is not None:
                 patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
-                manifest.check_tensors({patch.name for patch in patches}, are_all=False)
+                manifest.check_tensors({patch.name for patch in patches}, self.target.weights())
                 applied = time.perf_counter()
                 self._apply(patches, have, state, manifest.tied)
         return Pull(

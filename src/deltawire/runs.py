@@ -81,7 +81,7 @@ class Run:
 
     def start(self, name: str | None) -> None:
         """Write `run.json`, or take up the run that is there."""
-        data = run_bytes(name or f"run-{token_hex(4)}", self.writer, time.time(), self._sign)
+        data = run_bytes(f"run-{token_hex(4)}" if name is None else name, self.writer, time.time(), self._sign)
         try:
             self.store.create(RUN_KEY, data)
         except Conflict:

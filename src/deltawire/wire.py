@@ -168,9 +168,9 @@ def read_tied(text: str | None) -> dict[str, str]:
     if text is None:
         return {}
     try:
-        tied = dict(json.loads(text, object_pairs_hook=no_duplicates))
+        tied: dict[str, str] = json.loads(text, object_pairs_hook=no_duplicates)
         check_ties(tied)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (CorruptObject, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CorruptObject(f"the tied names are malformed: {error}") from None
     return tied
 

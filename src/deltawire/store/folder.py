@@ -1,5 +1,6 @@
 """A folder as a store: of regular files only, so that nothing else that lies in it is ever waited for."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ class FolderStore(ObjectStore):
     def _check_file(self, key: str) -> None:
         """The client would open whatever is there, and wait for a pipe for ever."""
         path = "/" + self._path(key)
-        if os.path.exists(path) and not os.path.isfile(path):
+        if os.path.lexists(path) and not os.path.isfile(path):
             raise ObjectMissing(f"{self.url}: {key} is not a regular file", url=self.url, key=key)
 
     def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
@@ -61,12 +62,13 @@ class FolderStore(ObjectStore):
             key = f"{folder}/{entry.name}" if folder else entry.name
             if not is_key(key):
                 continue
-            if entry.is_dir():
-                yield from self._walk(key, (*above, here))
-                continue
             try:
                 found = entry.stat()
-            except FileNotFoundError:
-                continue
-            if stat.S_ISREG(found.st_mode):
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # it is gone, or a link that leads nowhere
+                    continue
+                raise
+            if stat.S_ISDIR(found.st_mode):
+                yield from self._walk(key, (*above, here))
+            elif stat.S_ISREG(found.st_mode):
                 yield Stat(key, found.st_size, found.st_mtime)

@@ -312,10 +312,7 @@ class _Proof:
                 self._followed.add((way.version, way.base))
 
     def _anchor(self, fetched: Fetched) -> bool:
-        checkpoint, way = fetched.checkpoint(), fetched.way
-        stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
-        if stated != (self._chain.run.id, way.version, str(way.digest)):
-            raise CorruptObject(f"the anchor of version {way.version} is not the one its document is about")
+        checkpoint, way = fetched.checkpoint(self._chain.run.id), fetched.way
         self._check_ties(way, checkpoint, checkpoint)
         replay, state = Replay(checkpoint, [], self._workers), self._target.state()
         if state is not None and state.version == way.version:
@@ -327,10 +324,7 @@ class _Proof:
         return True
 
     def _delta(self, fetched: Fetched) -> bool:
-        delta, way, state = fetched.delta(), fetched.way, self._target.state()
-        stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
-        if stated != (self._chain.run.id, way.version, way.base, way.digest, way.base_digest):
-            raise CorruptObject(f"the delta {way.link} is not the one its document is about")
+        delta, way, state = fetched.delta(self._chain.run.id), fetched.way, self._target.state()
         if state is None or state.version != way.base:
             for entry in delta.entries:
                 check_structure(entry)
@@ -364,6 +358,6 @@ class _Proof:
             return
         self._total += sum(way.num_bytes for way in ways)
         with self._fetching(ways) as fetched, chain.noting(manifest_key(newest), newest):
-            deltas = [each.delta() for each in fetched[1:]]
-            Replay(fetched[0].checkpoint(), deltas, self._workers).verify(chain.manifests[newest].digest)
+            deltas = [each.delta(chain.run.id) for each in fetched[1:]]
+            Replay(fetched[0].checkpoint(chain.run.id), deltas, self._workers).verify(chain.manifests[newest].digest)
             self.proven.add(newest)

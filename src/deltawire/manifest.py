@@ -102,7 +102,7 @@ class Manifest:
         return self.way.digest
 
     def check_tensors(self, own: Collection[str], known: Collection[str]) -> None:
-        """Refuse ties that contradict the tensors: `own` are in an anchor or a delta, so they have weights of their own.
+        """Refuse ties that contradict the tensors. `own` are in an anchor or a delta, with weights of their own.
 
         `known` are all that there are, tied names perhaps among them.
         """

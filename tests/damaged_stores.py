@@ -181,7 +181,7 @@ def attempt(run, public_key, folder):
     outcomes = Counter()
     given = [] if public_key is None else ["--public-key", public_key]
     for command in COMMANDS:
-        result = CliRunner().invoke(main, [*command, str(folder), *given], catch_exceptions=False)
+        result = CliRunner().invoke(main, [*command, f"file://{folder}", *given], catch_exceptions=False)
         if result.exit_code not in (FINE | {MISMATCH}):
             raise AssertionError(f"{command} ended with {result.exit_code}: {result.output}")
         outcomes[f"{command[0]}: exit code {result.exit_code}"] += 1
@@ -209,7 +209,9 @@ def damaged_stores(seconds, seed, least):
     """Damage runs for a time, and at least so many; how many there were, and what became of them."""
     rng, outcomes, num_stores = np.random.default_rng(seed), Counter(), 0
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="deltawire-fuzz-") as name:
+    # In memory where there is such a folder: thousands of small files are written and removed.
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="deltawire-fuzz-", dir=place) as name:
         runs = list(sound_runs(Path(name)))
         for run, key in runs:
             lay_out(run.objects, Path(name) / "store")

@@ -26,7 +26,6 @@ from deltawire.snapshots import check_snapshot
 from deltawire.sources import sharded_source
 from deltawire.store import Store
 from deltawire.upkeep import Ways
-from deltawire.upload import check_files
 
 # Further ways wait while versions do, but no more of them than this: each needs the weights of older versions.
 MOST_TASKS = 8
@@ -101,7 +100,7 @@ class ShardedPublisher(BasePublisher):
         self._leader: Leader | None = None
         if ranks.rank == 0:
             ways = Ways(skips, anchors)
-            self._leader = Leader(self.run, ranks, self._holder, ways, check_files(files), max_file_bytes)
+            self._leader = Leader(self.run, ranks, self._holder, ways, files, max_file_bytes)
         self.resumed = False
         """Whether the next version will be a delta: the weights are those of the last version, or have been."""
         self._refused: DeltawireError | None = None

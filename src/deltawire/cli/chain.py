@@ -82,7 +82,7 @@ def replica_rows(run: "Run", latest: int | None) -> list[dict[str, Any]]:
             "version": version,
             "lag": max(latest - version, 0) if known else None,  # type: ignore[operator]
             "age_seconds": told["age_seconds"],
-            "error": told.get("error"),
+            "error": str(told["error"]) if told.get("error") else None,
         })  # fmt: skip
     return rows
 

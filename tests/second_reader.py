@@ -450,6 +450,7 @@ def follow_way(
         key = each["key"]
         check(re.fullmatch(f"{DELTA_KEY}|{ANCHOR_KEY}", key) is not None, "a bad key")
         check(re.fullmatch(FILE, each["file"]) is not None and each["file"] not in files, "a bad file name")
+        check(each["file"] != "deltawire.json", "a bad file name")
         files[each["file"]] = get(key)
         check(len(files[each["file"]]) == each["bytes"], "another size")
         check(hashlib.sha256(files[each["file"]]).hexdigest() == each["sha256"], "another SHA-256")

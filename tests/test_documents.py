@@ -183,7 +183,7 @@ def test_files_that_an_anchor_cannot_hold(tmp_path):
         (["my config.json"], "name"),
         (["ü.txt"], "name"),
         (["model.safetensors"], "itself"),
-        (["deltawire.json"], "itself"),
+        (["deltawire.json"], "name"),
         (["missing.json"], "not a file"),
         (["pipe.txt"], "not a file"),
         (["other"], "not a file"),

@@ -176,6 +176,7 @@ AGREED = [
         changed("way", "objects", 0, "key", "deltas/x"),
         changed("way", "objects", 0, "key", "deltas/00000002-from-00000001-ab 12.safetensors"),
         changed("way", "objects", 0, "file", "a b"),
+        changed("way", "objects", 0, "file", "deltawire.json"),
         *(changed(*path_and_value) for path_and_value in AGREED),
     ],
 )

@@ -6,12 +6,14 @@ import socket
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import deltawire
 from chains import make_run
 from deltawire import Replica
 from deltawire.audit import audit
 from deltawire.checkpoint import Checkpoint, save_anchor
+from deltawire.cli import main
 from deltawire.errors import CorruptObject, DeltawireError, LimitExceeded, ObjectMissing
 from deltawire.gc import plan_gc
 from deltawire.heartbeat import read_heartbeats
@@ -64,6 +66,14 @@ def test_huge_files_of_a_mirror_and_a_checkpoint(tmp_path):
         file.truncate(3_000_000_000)
     with pytest.raises(CorruptObject, match="weight_map"):
         Checkpoint(tmp_path / "folder")
+
+
+def test_heartbeats_that_say_odd_things():
+    url, _ = make_run(1)
+    for number, told in enumerate((b'{"error": true, "version": []}', b"[]", b"{", b'{"version": 1e400}')):
+        open_store(url).put(f"replicas/{number}.json", told)
+    assert [row["error"] for row in ls(url)["replicas"]] == ["True", None]
+    assert CliRunner().invoke(main, ["ls", url], catch_exceptions=False).exit_code == 0
 
 
 # Regular files

@@ -123,11 +123,11 @@ def read_header(file: Any, size: int, where: str) -> Header:
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json.loads: an object in which no key appears twice."""
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise CorruptObject(f"{twice!r} appears twice in its header")
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise CorruptObject(f"{name!r} appears twice in its header")
+        entries[name] = value
     return entries
 
 

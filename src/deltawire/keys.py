@@ -1,18 +1,21 @@
-"""Where the objects of a run lie: the whole grammar of keys, written and read. What it does not match is not the run's.
+"""Where the objects of a run lie: the grammar of keys, written and read.
 
-run.json                                              the run's id
-manifests/00000042.json                               version 42: it exists when this does
-manifests/00000042.from-00000038.json                 another way to it: a delta over several versions
-manifests/00000042.anchor.json                        another way to it: all weights
-deltas/00000042-from-00000041-UPLOAD.safetensors      a delta, or -00001-of-00003 and so on for its parts
-anchors/00000042-UPLOAD/FILE                          the files of an anchor
-replicas/NAME.json                                    what a replica last told
-lease.json                                            who may write, on stores that cannot decide
+    run.json                                              the run's id
+    manifests/00000042.json                               version 42: it exists when this does
+    manifests/00000042.from-00000038.json                 another way to it: a delta over several versions
+    manifests/00000042.anchor.json                        another way to it: all weights
+    deltas/00000042-from-00000041-UPLOAD.safetensors      a delta, or -00001-of-00003 and so on for its parts
+    anchors/00000042-UPLOAD/FILE                          the files of an anchor
+    replicas/NAME.json                                    what a replica last told
+    lease.json                                            who may write, on stores that cannot decide
+
+What does not look exactly so is not the run's, and is left alone.
 """
 
 import re
 
 from deltawire.chain import Link
+from deltawire.checkpoint import STATE_NAME
 
 MOST_VERSION = 99_999_999
 
@@ -68,7 +71,7 @@ def read_replica_key(key: str) -> str | None:
 
 def is_file_name(text: str) -> bool:
     """Whether a file of an anchor, or a part of a delta, may have this name: it becomes one on a disk too."""
-    return _FILE.fullmatch(text) is not None
+    return _FILE.fullmatch(text) is not None and text != STATE_NAME
 
 
 def check_version(version: int) -> int:

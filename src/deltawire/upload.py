@@ -207,8 +207,9 @@ def check_files(files: Sequence[str | Path]) -> list[Path]:
         if not path.is_file():
             raise ValueError(f"{path} is not a file, so it cannot be sent beside the weights")
         if not is_file_name(path.name):
-            raise ValueError(f"{path} cannot be sent: a file's name has letters, digits, '_', '.', '+' and '-' only")
-        if path.name == STATE_NAME or path.name.endswith((".safetensors", ".safetensors.index.json")):
+            allowed = f"ASCII letters, digits, '_', '.', '+' and '-', and is not {STATE_NAME}"
+            raise ValueError(f"{path} cannot be sent: a name has {allowed}")
+        if path.name.endswith((".safetensors", ".safetensors.index.json")):
             raise ValueError(f"{path} cannot be sent: an anchor has files of that name itself")
         if names.count(path.name) > 1:
             raise ValueError(f"two files are called {path.name}, and an anchor is one folder: rename one")

@@ -27,9 +27,7 @@ def test_damaged_files():
 def test_damaged_stores():
     num_stores, outcomes = damaged_stores(0, seed=1, least=30)
     assert num_stores == 30
-    assert {"pull: right weights", "pull: CorruptObject", "pull: SignatureMismatch", "verify: exit code 3"} <= {
-        *outcomes
-    }
+    assert {"pull: right weights", "pull: CorruptObject", "verify: exit code 3"} <= outcomes.keys()
 
 
 @given(st.binary(max_size=300))

@@ -38,7 +38,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-fuzz: setup           ## minutes of damaged bytes at every parser, with every index of the kernels checked
+fuzz: setup           ## minutes of damaged bytes at every parser and damaged stores at every command; every index is checked
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(VENV)/checked $(BIN)/python benchmarks/fuzz.py --minutes 5
 
 bench: setup          ## the figures in docs/performance.md, as CSV and charts in benchmarks/results

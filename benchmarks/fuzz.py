@@ -1,16 +1,19 @@
-"""Damaged bytes at every parser, for as long as you like.
+"""Damaged bytes at every parser, and damaged stores at every command, for as long as you like.
 
     python benchmarks/fuzz.py --minutes 5
 
-Takes sound deltas of every encoding and dtype, damages them in many ways, and reads, inspects and applies them. What
-comes back must be the right weights or an error of the library's own, within the memory that the sizes allow.
+Half of the time it takes sound deltas of every encoding and dtype, damages them in many ways, and reads, inspects and
+applies them; the other half whole runs, whose keys, documents and objects it changes before it lists, checks and pulls
+them. What comes back must be the right weights or an error of the library's own, within the memory that sizes allow.
 """
 
 import argparse
 import json
 import resource
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +21,10 @@ import deltawire
 from deltawire import Delta, DeltawireError
 from deltawire.dtypes import DTYPES
 from deltawire.inspection import check_structure, inspect_entry
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+from damaged_stores import damaged_stores
 
 MOST_MEMORY = 2_000_000_000
 
@@ -94,7 +101,7 @@ def attempt(data, dtype, old, new):
     return "right weights"
 
 
-def run(seconds, seed, least):
+def run_files(seconds, seed, least):
     rng = np.random.default_rng(seed)
     started = time.monotonic()
     outcomes, slowest, num_tries = Counter(), 0.0, 0
@@ -110,11 +117,22 @@ def run(seconds, seed, least):
                 num_tries += 1
             if time.monotonic() - started > seconds and num_tries >= least:
                 break
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"{num_tries:,} damaged files in {time.monotonic() - started:.0f} s, seed {seed}")
-    print(f"slowest {slowest:.2f} s, peak memory of the process {peak / 1e6:.0f} MB")
+    print(f"{num_tries:,} damaged files in {time.monotonic() - started:.0f} s, seed {seed}, slowest {slowest:.2f} s")
+    tell(outcomes)
+
+
+def run_stores(seconds, seed, least):
+    started = time.monotonic()
+    num_stores, outcomes = damaged_stores(seconds, seed, least)
+    print(f"{num_stores:,} damaged stores in {time.monotonic() - started:.0f} s, seed {seed}")
+    tell(outcomes)
+
+
+def tell(outcomes):
     for outcome, count in outcomes.most_common():
         print(f"{count:10,}  {outcome}")
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"peak memory of the process {peak / 1e6:.0f} MB")
     assert peak < MOST_MEMORY, "memory beyond what the sizes allow"
 
 
@@ -122,6 +140,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--least", type=int, default=0, help="try at least so many files")
+    parser.add_argument("--least-stores", type=int, default=0, help="try at least so many stores")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     arguments = parser.parse_args()
-    run(60 * arguments.minutes, arguments.seed, arguments.least)
+    run_files(30 * arguments.minutes, arguments.seed, arguments.least)
+    run_stores(30 * arguments.minutes, arguments.seed, arguments.least_stores)

@@ -81,9 +81,9 @@ class Hooked:
         self.before = self.after = lambda verb, key: None
         self.calls = []
 
-    def _call(self, verb, key, *arguments):
+    def _call(self, verb, key, *arguments, **options):
         self.before(verb, key)
-        result = getattr(self.inner, verb)(key, *arguments)
+        result = getattr(self.inner, verb)(key, *arguments, **options)
         self.calls.append((verb, key))
         self.after(verb, key)
         return result
@@ -94,8 +94,8 @@ class Hooked:
     def create(self, key, data):
         self._call("create", key, data)
 
-    def get(self, key):
-        return self._call("get", key)
+    def get(self, key, **options):
+        return self._call("get", key, **options)
 
     def get_range(self, key, start, length):
         return self._call("get_range", key, start, length)

@@ -36,6 +36,9 @@ DTYPES: dict[str, tuple[int, bool, int, int]] = {
 }
 NUMBERS = ("version", "base_version", "changed", "total")
 FACTS = ("format", "kind", "run", *NUMBERS, "base_digest", "digest", "part", "tied")
+FILE = r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,254}"
+DELTA_KEY = r"deltas/[0-9]{8}-from-[0-9]{8}-[0-9a-f]{1,64}(-[0-9]{5}-of-[0-9]{5})?\.safetensors"
+ANCHOR_KEY = rf"anchors/[0-9]{{8}}-[0-9a-f]{{1,64}}/{FILE}"
 SUFFIXES = {"dense": ("dense",), "coo": ("indices", "values"), "gap": ("gap",), "context": ("context",)}
 
 
@@ -86,6 +89,7 @@ def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict
     check(isinstance(header, dict), "the header is not an object")
     metadata = header.pop("__metadata__", {})
     check(all(isinstance(value, str) for value in metadata.values()), "metadata that is not text")
+    "".join([*header, *metadata, *metadata.values()]).encode()
     tensors: dict[str, Bits] = {}
     forms: dict[str, Form] = {}
     end = 0
@@ -102,6 +106,21 @@ def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict
         end = stop
     check(body + end == len(data), "bytes behind the last tensor")
     return metadata, tensors, forms
+
+
+def check_names(names: Any) -> None:
+    for name in names:
+        check(isinstance(name, str) and name != "__metadata__", f"a bad name {name!r}")
+        check(not name.startswith("deltawire."), f"a bad name {name!r}")
+        name.encode()
+
+
+def check_tied(tied: Any) -> None:
+    """Section 2: tied names."""
+    check(isinstance(tied, dict), "tied is not a map of names")
+    check_names(tied)
+    check_names(tied.values())
+    check(not set(tied) & set(tied.values()), "what is tied to is tied itself")
 
 
 # Section 3: a delta
@@ -163,7 +182,10 @@ def read_delta(parts: list[bytes]) -> SecondDelta:
             sides = zip(a.offset, a.box_shape, b.offset, b.box_shape, strict=True)
             check(any(ao + an <= bo or bo + bn <= ao for ao, an, bo, bn in sides), f"{a.name}: boxes overlap")
     tied = json.loads(facts.get("tied", "{}"), object_pairs_hook=unique)
-    check(isinstance(tied, dict) and all(isinstance(name, str) for name in tied.values()), "tied is not a map of names")
+    changed_names = {patch.name for patch in patches}
+    check_names(changed_names)
+    check_tied(tied)
+    check(not changed_names & set(tied) and set(tied.values()) <= changed_names, "tied is not about the patches")
     version, base_version, changed, total = (read_number(facts[fact]) for fact in NUMBERS)
     check(sum(patch.changed for patch in patches) == changed, "the changes do not add up")
     digests = facts["base_digest"], facts["digest"]
@@ -387,20 +409,48 @@ def read_document(data: bytes, kind: str, public_key: bytes | None = None) -> di
     summed = re.match(rb'\{"sha256":"([0-9a-f]{64})",', data)
     check(summed is not None, "the document does not start with its SHA-256")
     check(hashlib.sha256(b"{" + data[summed.end() :]).hexdigest() == summed[1].decode(), "the SHA-256 is wrong")
-    fields: dict[str, Any] = json.loads(data, object_pairs_hook=unique)
+    fields: dict[str, Any] = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+    json.dumps(fields, ensure_ascii=False).encode()
     check(fields["format"] == 1 and fields["kind"] == kind, "another format or kind")
+    check(re.fullmatch(r"[^\x00-\x1f\x7f-\x9f]{1,256}", fields["run"]) is not None, "a bad id of a run")
+    check(0 <= fields["created"] <= 253402300799, "a bad time")
+    if kind == "version":
+        check_version(fields)
     return fields
+
+
+def refuse(text: str) -> None:
+    check(False, f"{text} is not JSON")
+
+
+def check_version(fields: dict[str, Any]) -> None:
+    check_tied(fields["tied"])
+    step, metadata = fields["step"], fields["metadata"]
+    check(step is None or (type(step) is int and -(2**63) <= step < 2**63), "a bad step")
+    check(isinstance(metadata, dict) and len(json.dumps(metadata, separators=(",", ":"))) <= 1_000_000, "bad metadata")
+    check_value(metadata, 32)
+
+
+def check_value(value: Any, depth: int) -> None:
+    check(depth >= 0, "metadata is nested too deep")
+    check(type(value) is not int or -(2**63) <= value < 2**63, "a number of more than 64 bits")
+    check(type(value) is not float or math.isfinite(value), "a number that is not finite")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_value(each, depth - 1)
 
 
 def follow_way(
     get: Any, run: str, way: dict[str, Any], weights: dict[str, Bits], forms: dict[str, Form]
 ) -> tuple[dict[str, Bits], dict[str, Form]]:
     """Sections 7 and 8: the weights at the end of a way, from those of its base."""
-    files = {}
+    files: dict[str, bytes] = {}
+    check(1 <= len(way["objects"]) <= 10_000, "no objects, or too many")
+    check(way["version"] <= 99_999_999 and (way["base"] is None or way["base"] < way["version"]), "an impossible way")
     for each in way["objects"]:
         key = each["key"]
-        check(key.split("/")[0] in ("deltas", "anchors") and not {".", "..", ""} & set(key.split("/")), "a bad key")
-        check("/" not in each["file"] and not each["file"].startswith("."), "a bad file name")
+        check(re.fullmatch(f"{DELTA_KEY}|{ANCHOR_KEY}", key) is not None, "a bad key")
+        check(re.fullmatch(FILE, each["file"]) is not None and each["file"] not in files, "a bad file name")
+        check(each["file"] != "deltawire.json", "a bad file name")
         files[each["file"]] = get(key)
         check(len(files[each["file"]]) == each["bytes"], "another size")
         check(hashlib.sha256(files[each["file"]]).hexdigest() == each["sha256"], "another SHA-256")
@@ -408,7 +458,10 @@ def follow_way(
         weights, forms = {}, {}
         for name, data in files.items():
             if name.endswith(".safetensors"):
-                _, tensors, found = read_safetensors(data)
+                metadata, tensors, found = read_safetensors(data)
+                stated_anchor = [metadata[f"deltawire.{fact}"] for fact in ("run", "version", "digest")]
+                check(stated_anchor == [run, str(way["version"]), way["digest"]], "another anchor")
+                check_names(found)
                 weights, forms = weights | tensors, forms | found
     else:
         delta = read_delta(list(files.values()))
@@ -429,4 +482,6 @@ def read_version(get: Any, version: int, public_key: bytes | None = None) -> tup
     for way in [*manifest["path"], manifest["way"]]:
         weights, forms = follow_way(get, run, way, weights, forms)
     check(digest(weights, forms) == manifest["digest"], "the weights do not have the digest of the manifest")
+    tied = manifest["tied"]
+    check(not set(tied) & set(weights) and set(tied.values()) <= set(weights), "tied is not about the weights")
     return weights, forms

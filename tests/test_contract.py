@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "deltawire"
 # Lowest first: a module imports only from the layers before its own, or from its own.
 LAYERS = [
     ["errors"],
-    ["dtypes", "boxes", "workers"],
+    ["dtypes", "boxes", "workers", "disk", "names"],
     ["kernels"],
     ["codec"],
     ["weights"],
@@ -29,7 +29,8 @@ LAYERS = [
     ["wire"],
     ["parts", "checkpoint", "patches"],
     ["delta"],
-    ["inspection", "replay", "history", "chain", "store"],
+    ["inspection", "replay", "history", "chain", "store", "plain"],
+    ["keys"],
     ["files", "manifest", "sources"],
     ["device_part", "signing", "upload"],
     ["device"],

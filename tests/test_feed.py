@@ -11,7 +11,7 @@ from chains import Hooked, fresh_url, make_run, make_weights, seal, step, unseal
 from deltawire import Publisher, Replica
 from deltawire.cli import status as status_command
 from deltawire.errors import StoreUnavailable
-from deltawire.manifest import manifest_key
+from deltawire.keys import manifest_key
 from deltawire.pages import followers
 from deltawire.pages.anatomy import Chain
 from deltawire.pages.eventlog import EventLog, LoggedPart

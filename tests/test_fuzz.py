@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ROOT
+from damaged_stores import damaged_stores
 from deltawire import Delta, DeltawireError
 from deltawire.kernels.cpu.decode import count_changes, decode_tile, longer_steps
 
@@ -21,6 +22,12 @@ def test_damaged_files():
     done = subprocess.run(command, env=os.environ | checked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "CorruptObject" in done.stdout
+
+
+def test_damaged_stores():
+    num_stores, outcomes = damaged_stores(0, seed=1, least=30)
+    assert num_stores == 30
+    assert {"pull: right weights", "pull: CorruptObject", "verify: exit code 3"} <= outcomes.keys()
 
 
 @given(st.binary(max_size=300))

@@ -260,3 +260,14 @@ def test_a_closed_replica_pulls_no_more():
 def test_a_function_that_returns_no_mapping():
     with pytest.raises(TypeError, match="returned list, not a mapping"):
         Publisher(fresh_url(), lambda: [("a", np.ones(2))])
+
+
+def test_a_run_that_is_taken_up_with_other_ties_starts_with_an_anchor():
+    """The digest does not tell: tied names have no weights of their own."""
+    w, url = np.arange(4, dtype=np.float32), fresh_url()
+    with Publisher(url, {"a": w, "b": w}) as publisher:
+        publisher.publish()
+    with Publisher(url, {"a": w}) as publisher:
+        assert not publisher.resumed
+    with Publisher(url, {"a": w, "b": w}) as publisher:
+        assert publisher.resumed

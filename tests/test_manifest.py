@@ -1,27 +1,28 @@
 """The documents of a run: written and read back, signed, and refused where they are malformed."""
 
 import json
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
 
+import second_reader
 from chains import seal, unsealed
 from deltawire.chain import Link
 from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, SignatureMismatch, UnsupportedFormat
+from deltawire.keys import manifest_key, read_document_key, way_key
 from deltawire.manifest import (
     MOST_BYTES,
+    MOST_OBJECTS,
     Manifest,
     StoredObject,
     Way,
     manifest_bytes,
-    manifest_key,
-    read_document_key,
     read_manifest,
     read_run,
     read_way,
     run_bytes,
     way_bytes,
-    way_key,
 )
 from deltawire.signing import generate_key, public_key_of, signer, verifier
 from deltawire.state import Digest
@@ -107,6 +108,36 @@ def changed(*path_and_value):
     return seal(fields)
 
 
+NESTED = {}
+for _ in range(33):
+    NESTED = {"a": NESTED}
+
+# Rules that only documents have, as docs/format.md states them.
+AGREED = [
+    ("run", ""),
+    ("run", "x" * 257),
+    ("run", "a\x1b[31m"),
+    ("run", "\ud800"),
+    ("created", -1),
+    ("created", 253402300800),
+    ("created", float("inf")),
+    ("step", 1.5),
+    ("step", True),
+    ("step", 1 << 63),
+    ("tied", []),
+    ("tied", {"a": "a"}),
+    ("tied", {"a": "b", "b": "a"}),
+    ("tied", {"a": "b", "b": "c"}),
+    ("tied", {"a": "__metadata__"}),
+    ("tied", {"deltawire.x": "a"}),
+    ("metadata", {"loss": float("nan")}),
+    ("metadata", {"n": 1 << 63}),
+    ("metadata", {"text": "\udfff"}),
+    ("metadata", {"text": "x" * 1_000_000}),
+    ("metadata", NESTED),
+]
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -142,11 +173,38 @@ def changed(*path_and_value):
         changed("way", "objects", 0, "file", "a/b"),
         changed("path", 0, "objects", 1, "file", "model.safetensors"),
         changed("created", "yesterday"),
+        changed("way", "objects", 0, "key", "deltas/x"),
+        changed("way", "objects", 0, "key", "deltas/00000002-from-00000001-ab 12.safetensors"),
+        changed("way", "objects", 0, "file", "a b"),
+        changed("way", "objects", 0, "file", "deltawire.json"),
+        *(changed(*path_and_value) for path_and_value in AGREED),
     ],
 )
 def test_malformed_documents_are_corrupt(data):
     with pytest.raises(CorruptObject):
         read_manifest(data)
+
+
+@pytest.mark.parametrize("path_and_value", AGREED)
+def test_the_second_reader_refuses_the_same(path_and_value):
+    second_reader.read_document(seal(unsealed(manifest_bytes(MANIFEST))), "version")
+    with pytest.raises((ValueError, TypeError, RecursionError)):
+        second_reader.read_document(changed(*path_and_value), "version")
+
+
+def test_a_way_of_too_many_objects():
+    part = unsealed(manifest_bytes(MANIFEST))["way"]["objects"][0]
+    most = [{**part, "file": f"part-{number}"} for number in range(MOST_OBJECTS + 1)]
+    assert len(read_manifest(changed("way", "objects", most[:-1])).way.objects) == MOST_OBJECTS
+    with pytest.raises(LimitExceeded):
+        read_manifest(changed("way", "objects", most))
+
+
+@pytest.mark.parametrize("name", ["run", "step", "tied", "metadata", "version", "created"])
+def test_what_a_reader_refuses_is_not_written(name):
+    wrong = {"run": "", "step": True, "tied": {"a": "a"}, "metadata": {"a": 1 << 70}, "version": 3, "created": -1.0}
+    with pytest.raises(ValueError, match="no reader would take it"):
+        manifest_bytes(replace(MANIFEST, **{name: wrong[name]}))
 
 
 def test_newer_and_larger_documents():

@@ -138,7 +138,7 @@ def test_a_wrong_delta_with_a_right_hash_is_refused(rng, monkeypatch):
     store.put("manifests/00000003.json", seal(two))
     with replica_of(url) as replica:
         replica.pull(2)
-        with pytest.raises(CorruptObject, match="not the one its manifest is about"):
+        with pytest.raises(CorruptObject, match="not the one its document is about"):
             replica.pull()
         assert same(replica.target.weights(), states[2])
 
@@ -298,8 +298,8 @@ class Flipping(Hooked):
 
     flips = ()
 
-    def get(self, key):
-        data = super().get(key)
+    def get(self, key, **options):
+        data = super().get(key, **options)
         if self.flips and key.startswith(self.flips[0]):
             self.flips = self.flips[1:]
             data = bytes(data[:-20]) + bytes([data[-20] ^ 1]) + bytes(data[-19:])

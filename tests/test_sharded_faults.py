@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -316,26 +317,27 @@ def test_uploads_that_are_repeated_and_upkeep_that_fails(tmp_path):
         run.way(Link(4, 0, 0))
 
 
-def refuse_metadata(rank, url):
+def refuse_arguments(rank, url):
     model = sharded_model()
     with ShardedPublisher(url, model, timeout=20) as publisher:
         publisher.publish().wait(30)
         change(model, 1)
-        if rank == 0:
-            with pytest.raises(ValueError, match="JSON"):
-                publisher.publish(metadata={"loss": float("nan")})
-        else:
-            with pytest.raises(RankFailed, match="JSON"):
-                publisher.publish().wait(30)
+        for wrong, said in (({"metadata": {"loss": float("nan")}}, "JSON"), ({"step": 1.5}, "whole number")):
+            if rank == 0:
+                with pytest.raises((TypeError, ValueError), match=said):
+                    publisher.publish(**wrong)
+            else:
+                with pytest.raises(RankFailed, match=said):
+                    publisher.publish().wait(30)
         change(model, 2)
-        assert publisher.publish().wait(30).version == 1
-        assert publisher.num_failed == 1
+        assert publisher.publish(step=np.int64(2)).wait(30).version == 1
+        assert publisher.num_failed == 2
     return gathered(model)
 
 
 def test_a_call_that_is_refused_on_one_rank_counts_on_all(tmp_path):
     """Else later versions would be made of weights of different steps."""
-    assert_published(tmp_path, 1, run_ranks(2, refuse_metadata, tmp_path)[0])
+    assert_published(tmp_path, 1, run_ranks(2, refuse_arguments, tmp_path)[0])
 
 
 def fail_for_long(rank, url):

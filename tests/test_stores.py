@@ -9,7 +9,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 
-from deltawire.errors import Conflict, ObjectMissing, StoreUnavailable
+from deltawire.errors import Conflict, LimitExceeded, ObjectMissing, StoreUnavailable
 from deltawire.store import open_store
 from deltawire.store.keys import check_key
 from servers import BUCKET
@@ -334,3 +334,12 @@ def test_the_package_loads_no_client():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_get_is_bounded(any_store):
+    any_store.put("a", b"12345")
+    assert any_store.get("a", limit=5) == b"12345"
+    with pytest.raises(LimitExceeded, match="5 bytes"):
+        any_store.get("a", limit=4)
+    with pytest.raises(Conflict):
+        any_store.create("a", b"1")

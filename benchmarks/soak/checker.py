@@ -8,7 +8,8 @@ import numpy as np
 
 from deltawire import DeltawireError, Replica
 from deltawire.errors import ObjectMissing
-from deltawire.manifest import MANIFESTS, Manifest, Way, manifest_key, read_document_key, read_manifest, read_way
+from deltawire.keys import MANIFESTS, manifest_key, read_document_key
+from deltawire.manifest import Manifest, Way, read_manifest, read_way
 from deltawire.store import Stat, Store
 from soak import model
 from soak.report import Tally

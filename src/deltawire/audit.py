@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -24,17 +24,8 @@ from deltawire.errors import (
 )
 from deltawire.fetch import Fetched, Progress
 from deltawire.inspection import check_structure
-from deltawire.manifest import (
-    ANCHORS,
-    DELTAS,
-    MANIFESTS,
-    RUN_KEY,
-    Manifest,
-    StoredObject,
-    Way,
-    manifest_key,
-    read_document_key,
-)
+from deltawire.keys import ANCHORS, DELTAS, MANIFESTS, RUN_KEY, manifest_key, read_document_key
+from deltawire.manifest import Manifest, StoredObject, Way
 from deltawire.replay import Replay
 from deltawire.runs import Run
 from deltawire.store.transfer import download
@@ -321,10 +312,8 @@ class _Proof:
                 self._followed.add((way.version, way.base))
 
     def _anchor(self, fetched: Fetched) -> bool:
-        checkpoint, way = fetched.checkpoint(), fetched.way
-        stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
-        if stated != (self._chain.run.id, way.version, str(way.digest)):
-            raise CorruptObject(f"the anchor of version {way.version} is not the one its document is about")
+        checkpoint, way = fetched.checkpoint(self._chain.run.id), fetched.way
+        self._check_ties(way, checkpoint, checkpoint)
         replay, state = Replay(checkpoint, [], self._workers), self._target.state()
         if state is not None and state.version == way.version:
             replay.verify(way.digest)
@@ -335,17 +324,21 @@ class _Proof:
         return True
 
     def _delta(self, fetched: Fetched) -> bool:
-        delta, way, state = fetched.delta(), fetched.way, self._target.state()
-        stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
-        if stated != (self._chain.run.id, way.version, way.base, way.digest, way.base_digest):
-            raise CorruptObject(f"the delta {way.link} is not the one its document is about")
+        delta, way, state = fetched.delta(self._chain.run.id), fetched.way, self._target.state()
         if state is None or state.version != way.base:
             for entry in delta.entries:
                 check_structure(entry)
             return False
-        patches = Replay(self._target.weights(), [delta], self._workers).patches(state.digest)
+        weights = self._target.weights()
+        self._check_ties(way, {entry.name for entry in delta.entries}, weights)
+        patches = Replay(weights, [delta], self._workers).patches(state.digest)
         self._target.apply(patches, state, self._state(way), {})
         return True
+
+    def _check_ties(self, way: Way, own: Collection[str], known: Collection[str]) -> None:
+        manifest = self._chain.manifests.get(way.version)
+        if manifest is not None:
+            manifest.check_tensors(own, known)
 
     def _state(self, way: Way) -> State:
         return State(self._chain.run.id, way.version, way.digest)
@@ -365,6 +358,6 @@ class _Proof:
             return
         self._total += sum(way.num_bytes for way in ways)
         with self._fetching(ways) as fetched, chain.noting(manifest_key(newest), newest):
-            deltas = [each.delta() for each in fetched[1:]]
-            Replay(fetched[0].checkpoint(), deltas, self._workers).verify(chain.manifests[newest].digest)
+            deltas = [each.delta(chain.run.id) for each in fetched[1:]]
+            Replay(fetched[0].checkpoint(chain.run.id), deltas, self._workers).verify(chain.manifests[newest].digest)
             self.proven.add(newest)

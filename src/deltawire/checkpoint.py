@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from deltawire.container import Container, beside, header_bytes, lay_out, raw, replacing
+from deltawire.container import MOST_HEADER_BYTES, Container, beside, header_bytes, lay_out, raw, replacing
+from deltawire.disk import read_small
 from deltawire.dtypes import DTYPES, Bits, dtype_named
-from deltawire.errors import Conflict, CorruptObject, ObjectMissing
+from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
+from deltawire.names import PREFIX, check_names, resolve_ties
 from deltawire.state import Digest, digest
 from deltawire.weights import DTypeChoice, Form, Tensor, Weights, view
-from deltawire.wire import FORMAT_VERSION, PREFIX, read_number, read_tied
+from deltawire.wire import FORMAT_VERSION, read_number, read_tied
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Beside the weights of a mirror: what they are now, since their own headers stay as they were.
 STATE_NAME = "deltawire.json"
+MOST_STATE_BYTES = 16_000_000
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -39,8 +42,8 @@ class Checkpoint(Mapping[str, Tensor]):
             self.metadata |= _read_state(self.path / STATE_NAME)
 
     def _open_folder(self) -> dict[str, Container]:
-        indexes = sorted(self.path.glob("*.safetensors.index.json"))
-        files = sorted(file.name for file in self.path.glob("*.safetensors"))
+        indexes = sorted(file for file in self.path.glob("*.safetensors.index.json") if file.is_file())
+        files = sorted(file.name for file in self.path.glob("*.safetensors") if file.is_file())
         if len(indexes) == 1:
             files = _index_files(indexes[0])
         elif SINGLE_NAME in files:
@@ -100,17 +103,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
 def _read_state(path: Path) -> dict[str, str]:
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(read_small(path, MOST_STATE_BYTES))
         return {PREFIX + key: str(told[key]) for key in ("run", "version", "digest")}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
         raise CorruptObject(f"{path} does not say run, version and digest", path=str(path)) from None
 
 
 def _index_files(index: Path) -> list[str]:
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = sorted(set(json.loads(read_small(index, MOST_HEADER_BYTES))["weight_map"].values()))
         plain = all(isinstance(file, str) and Path(file).name == file for file in files)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (LimitExceeded, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         plain = False
     if not plain or not files:
         raise CorruptObject(f"{index} has no weight_map from tensors to file names", path=str(index))
@@ -133,15 +136,16 @@ def save_anchor(
     A path that ends in `.safetensors` becomes one file, any other a folder, which must not exist yet, with one file or,
     above `max_shard_bytes`, several and an index. Tied names are left out, as transformers does.
     """
-    path = Path(path)
+    path, tied = Path(path), resolve_ties(tied or {}, weights)
+    check_names(weights)
     state = digest(weights, dtype=dtype, tied=tied, threads=threads)
     forms = {}
     for name in weights:
-        if name not in (tied or {}):
+        if name not in tied:
             tensor = view(name, weights[name], dtype)
             forms[name] = tensor.dtype.name, tensor.shape
     num_elements = sum(prod(shape) for _, shape in forms.values())
-    metadata = {"format": "pt"} | anchor_facts(run, version, state, num_elements, tied or {})
+    metadata = {"format": "pt"} | anchor_facts(run, version, state, num_elements, tied)
     single = path.suffix == ".safetensors"
     shards = split_shards(forms, None if single else max_shard_bytes)
     write_checkpoint(path, shards, metadata, lambda name: view(name, weights[name], dtype).bits)

@@ -33,7 +33,7 @@ def differing_names(
     fetcher = Fetcher(run.store, None if scratch is None else scratch / "deltawire-downloads")
     try:
         with fetcher.fetch(route.ways, progress) as fetched, Workers(threads) as workers:
-            replay = Replay(fetched[0].checkpoint(), [each.delta() for each in fetched[1:]], workers)
+            replay = Replay(fetched[0].checkpoint(run.id), [each.delta(run.id) for each in fetched[1:]], workers)
             names = _names(replay.base, manifest.tied, weights)
             for name in replay.base:
                 bits = replay.bits_of(name)

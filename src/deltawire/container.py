@@ -16,11 +16,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from deltawire.disk import open_regular
 from deltawire.dtypes import DTYPES, Bits
-from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, UnsupportedFormat
+from deltawire.errors import CorruptObject, LimitExceeded, UnsupportedFormat
+from deltawire.names import METADATA, is_text
 
 MOST_HEADER_BYTES = 100_000_000
-METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,8 @@ class Container:
     def __init__(self, source: Path | bytes | memoryview) -> None:
         self.source = source
         if isinstance(source, Path):
-            try:
-                with source.open("rb") as file:
-                    self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
-            except FileNotFoundError:
-                raise ObjectMissing(f"{source} does not exist", path=str(source)) from None
-            except IsADirectoryError:
-                raise ObjectMissing(f"{source} is a folder, not a file", path=str(source)) from None
+            with open_regular(source) as file:
+                self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
         else:
             data = memoryview(source)
             self.header = read_header(_Reader(data), len(data), "the bytes")
@@ -68,7 +64,7 @@ class Container:
         if not isinstance(self.source, Path):
             return np.frombuffer(self.source, np.uint8, slot.stop - slot.start, start).copy().view(kind)
         array = np.empty(count, kind)
-        with self.source.open("rb") as file:
+        with open_regular(self.source) as file:
             file.seek(start)
             if file.readinto(raw(array)) != array.nbytes:
                 raise CorruptObject(f"{self.source} became shorter while it was read", path=str(self.source))
@@ -112,6 +108,8 @@ def read_header(file: Any, size: int, where: str) -> Header:
     metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt("its metadata is not a map of strings")
+    if not all(map(is_text, (*entries, *metadata, *metadata.values()))):
+        raise corrupt("its header has text that UTF-8 cannot hold")
     slots = {name: _slot(name, entry, corrupt) for name, entry in entries.items()}
     end = 0
     for name, slot in sorted(slots.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -125,11 +123,11 @@ def read_header(file: Any, size: int, where: str) -> Header:
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json.loads: an object in which no key appears twice."""
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise CorruptObject(f"{twice!r} appears twice in its header")
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise CorruptObject(f"{name!r} appears twice in its header")
+        entries[name] = value
     return entries
 
 
@@ -178,6 +176,8 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
         entries[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": [slot.start, slot.stop]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER_BYTES:
+        raise ValueError(f"{len(slots)} tensors need a header of {len(text)} bytes, {MOST_HEADER_BYTES} are read")
     return len(text).to_bytes(8, "little") + text
 
 

@@ -8,10 +8,11 @@ from deltawire.boxes import Box
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.container import Container
 from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
+from deltawire.names import check_names, resolve_ties
 from deltawire.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
 from deltawire.state import Digest, digest, tensor_digest
 from deltawire.weights import DTypeChoice, Weights, aliases_of, num_elements, untied_name, view, writable, write
-from deltawire.wire import PREFIX, Entry, Facts, part_bytes
+from deltawire.wire import Entry, Facts, part_bytes
 from deltawire.workers import Workers
 
 # Called with the name of a tensor and its number of elements when it is done.
@@ -158,9 +159,9 @@ def diff_into(
 ) -> Facts:
     """`diff`, with each entry handed on as soon as it is made."""
     allowed = allowed_encodings(encoding)
-    tied = dict(tied or {})
+    tied = resolve_ties(tied or {}, old)
     names = [name for name in old if name not in tied]
-    _check_names(names, [name for name in new if name not in tied], tied)
+    _check_names(names, [name for name in new if name not in tied])
     if not 0 <= base_version < version:
         raise ValueError(f"version {version} cannot be built on version {base_version}")
 
@@ -264,16 +265,11 @@ def check_reached(facts: Facts, actual: Digest) -> None:
         )  # fmt: skip
 
 
-def _check_names(old: list[str], new: list[str], tied: Mapping[str, str]) -> None:
+def _check_names(old: list[str], new: list[str]) -> None:
     for missing, where in ((set(old) - set(new), "new"), (set(new) - set(old), "old")):
         if missing:
             raise UnknownParameter(
                 f"{min(missing)} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead",
                 tensor=min(missing),
             )
-    for name, to in tied.items():
-        if to not in old:
-            raise ValueError(f"{name} is tied to {to}, which is not among the weights")
-    for name in old:
-        if name.startswith(PREFIX):
-            raise ValueError(f"{name}: names that start with {PREFIX} are taken")
+    check_names(old)

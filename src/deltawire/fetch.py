@@ -12,7 +12,7 @@ from typing import NamedTuple
 from deltawire.checkpoint import Checkpoint
 from deltawire.container import Container
 from deltawire.delta import Delta
-from deltawire.errors import DeltawireError
+from deltawire.errors import CorruptObject, DeltawireError
 from deltawire.manifest import StoredObject, Way
 from deltawire.parts import merge
 from deltawire.store import Store
@@ -30,17 +30,29 @@ class Fetched(NamedTuple):
     way: Way
     folder: Path
 
-    def delta(self) -> Delta:
+    def delta(self, run: str) -> Delta:
+        """The delta, which must be the one that the way is about."""
+        way = self.way
         try:
-            return Delta(*merge([Container(self.folder / each.file) for each in self.way.objects]))
+            delta = Delta(*merge([Container(self.folder / each.file) for each in way.objects]))
         except DeltawireError as error:
-            raise _blaming(self.way, error) from error
+            raise _blaming(way, error) from error
+        stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
+        if stated != (run, way.version, way.base, way.digest, way.base_digest):
+            raise CorruptObject(f"the delta {way.link} is not the one its document is about", way=way)
+        return delta
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self, run: str) -> Checkpoint:
+        """The anchor, which must be the one that the way is about."""
+        way = self.way
         try:
-            return Checkpoint(self.folder)
+            checkpoint = Checkpoint(self.folder)
+            stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
         except DeltawireError as error:
-            raise _blaming(self.way, error) from error
+            raise _blaming(way, error) from error
+        if stated != (run, way.version, str(way.digest)):
+            raise CorruptObject(f"the anchor of version {way.version} is not the one its document is about", way=way)
+        return checkpoint
 
     def other_files(self) -> list[Path]:
         """Configuration, tokenizer and the like."""

@@ -14,8 +14,8 @@ from typing import Any
 from deltawire.chain import Link, plan
 from deltawire.errors import ChainError
 from deltawire.heartbeat import LIVE_SECONDS, read_heartbeats
-from deltawire.manifest import ANCHORS, DELTAS, MANIFESTS, REPLICAS, read_document_key
-from deltawire.runs import Run, read_object_key
+from deltawire.keys import ANCHORS, DELTAS, MANIFESTS, REPLICAS, read_document_key, read_object_key
+from deltawire.runs import Run
 from deltawire.store import Stat
 
 # Younger objects without a document may belong to a publish that is under way.

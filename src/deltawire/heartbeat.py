@@ -10,12 +10,13 @@ from contextlib import suppress
 from secrets import token_hex
 from typing import Any
 
-from deltawire.errors import DeltawireError, ObjectMissing, StoreError
-from deltawire.manifest import REPLICAS
+from deltawire.errors import DeltawireError, LimitExceeded, ObjectMissing, StoreError
+from deltawire.keys import REPLICAS, read_replica_key, replica_key
 from deltawire.runs import Run
 
 # A replica that was silent for longer is taken for dead.
 LIVE_SECONDS = 600.0
+MOST_BYTES = 1 << 16
 
 
 class Heartbeat:
@@ -24,8 +25,7 @@ class Heartbeat:
     def __init__(self, run: Run, name: str | None, every_seconds: float | None) -> None:
         host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())
         self.name = name or f"{host}-{os.getpid()}-{token_hex(2)}"
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", self.name):
-            raise ValueError(f"a replica's name has letters, digits, '_', '.' and '-' only, not {self.name!r}")
+        self._key = replica_key(self.name)
         self._run, self._every = run, every_seconds
         self._last = 0.0
         self._written = False
@@ -44,21 +44,23 @@ class Heartbeat:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
             }
-            self._run.store.put(f"{REPLICAS}{self.name}.json", json.dumps({**told, **status}).encode())
+            self._run.store.put(self._key, json.dumps({**told, **status}).encode())
             self._written = True
 
     def remove(self) -> None:
         if self._written:
             with suppress(StoreError):
-                self._run.store.delete([f"{REPLICAS}{self.name}.json"])
+                self._run.store.delete([self._key])
 
 
 def read_heartbeats(run: Run) -> list[dict[str, Any]]:
     """What all replicas last told; `age_seconds` by the store's clock against ours, malformed ones left out."""
     found = []
     for stat in run.store.list(REPLICAS):
-        name = stat.key.removeprefix(REPLICAS).removesuffix(".json")
-        with suppress(ObjectMissing, ValueError, TypeError, RecursionError):
-            told = json.loads(run.store.get(stat.key))
+        name = read_replica_key(stat.key)
+        if name is None:
+            continue
+        with suppress(ObjectMissing, LimitExceeded, ValueError, TypeError, RecursionError):
+            told = json.loads(run.store.get(stat.key, limit=MOST_BYTES))
             found.append({**told, "name": name, "age_seconds": max(time.time() - stat.modified, 0.0)})
     return found

@@ -19,6 +19,7 @@ from deltawire.exchange import Exchange, Holders, whole_pieces
 from deltawire.history import History
 from deltawire.manifest import StoredObject
 from deltawire.parts import split
+from deltawire.plain import plain_step
 from deltawire.ranks import Message, Ranks
 from deltawire.recheck import Copied, Digests, Recheck
 from deltawire.snapshots import new_history
@@ -98,6 +99,7 @@ class Holder:
         """Take the weights as they are, as the next call; its number."""
         call = self.num_calls + 1
         try:
+            step = plain_step(step)
             weights = self._read()
             before = self._held[max(self._held)] if self._held else None
             with Workers(self._threads) as workers:

@@ -28,7 +28,16 @@ from deltawire.ranks import Message, Ranks, error_fields
 from deltawire.runs import Run
 from deltawire.state import Digest, tensor_key
 from deltawire.upkeep import Ways
-from deltawire.upload import anchor_folder, anchor_way, delta_names, delta_way, put_files, put_index
+from deltawire.upload import (
+    anchor_folder,
+    anchor_way,
+    check_count,
+    check_files,
+    delta_names,
+    delta_way,
+    put_files,
+    put_index,
+)
 from deltawire.weights import Form
 from deltawire.wire import Facts
 
@@ -79,10 +88,10 @@ class Leader:
     """Makes versions of what all ranks have staged. Used by one thread at a time."""
 
     def __init__(
-        self, run: Run, ranks: Ranks, holder: Holder, ways: Ways, files: Sequence[Path], max_file_bytes: int
+        self, run: Run, ranks: Ranks, holder: Holder, ways: Ways, files: Sequence[str | Path], max_file_bytes: int
     ) -> None:
         self._run, self._ranks, self._holder, self.ways = run, ranks, holder, ways
-        self._files, self._max_file_bytes = files, max_file_bytes
+        self._given_files, self._files, self._max_file_bytes = files, list[Path](), max_file_bytes
         self.version: int | None = None
         self.base: Base | None = None
         """Where the next delta starts; None where the next version must be an anchor."""
@@ -97,6 +106,7 @@ class Leader:
     def start(self, name: str | None) -> None:
         """Take up the run where it is: go on from weights that are its last version, or else start with an anchor."""
         try:
+            self._files = check_files(self._given_files)
             self._run.start(name)
             self.commits = Commits(self._run)
             self.version = self._run.latest()
@@ -244,6 +254,7 @@ class Leader:
             self.ways.beside = put_files(self._run.store, version, self._files)
         folder = anchor_folder(version)
         shards, files = self._lay_out(model)
+        check_count(len(shards))
         answers = self._round(
             "write",
             call=call,

@@ -10,10 +10,11 @@ anchor: no wrong weights, but a version that was replaced. Stores with condition
 import json
 import time
 
-from deltawire.errors import Fenced, ObjectMissing
+from deltawire.errors import Fenced, LimitExceeded, ObjectMissing
+from deltawire.keys import LEASE_KEY
 from deltawire.runs import Run
 
-LEASE_KEY = "lease.json"
+MOST_BYTES = 1 << 12
 
 
 class Lease:
@@ -32,8 +33,8 @@ class Lease:
         if self._run.store.conditional:
             return
         try:
-            holder = json.loads(self._run.store.get(LEASE_KEY))["writer"]
-        except (ObjectMissing, ValueError, KeyError, TypeError):
+            holder = json.loads(self._run.store.get(LEASE_KEY, limit=MOST_BYTES))["writer"]
+        except (ObjectMissing, LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
             holder = None
         if holder != self._run.writer:
             raise Fenced(

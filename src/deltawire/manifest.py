@@ -12,28 +12,30 @@ both can be checked without agreeing on a canonical form. See docs/format.md.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 from deltawire.chain import Link
 from deltawire.container import no_duplicates
-from deltawire.errors import CorruptObject, LimitExceeded, SignatureMismatch, UnsupportedFormat
+from deltawire.errors import CorruptObject, FormatError, LimitExceeded, SignatureMismatch, UnsupportedFormat
+from deltawire.keys import MOST_VERSION, is_file_name, read_object_key
+from deltawire.names import check_ties, is_text
+from deltawire.plain import plain_metadata, plain_step
 from deltawire.state import Digest
 
 DOCUMENT_VERSION = 1
 MOST_BYTES = 16_000_000
-MOST_VERSION = 99_999_999
+MOST_OBJECTS = 10_000
+MOST_RUN_CHARACTERS = 256
 
-RUN_KEY = "run.json"
-MANIFESTS, DELTAS, ANCHORS, REPLICAS = "manifests/", "deltas/", "anchors/", "replicas/"
+# The year 9999: what clocks and calendars can still show.
+_LATEST = 253_402_300_799
 
 _SIGNATURE = re.compile(rb'\{"signature":"([0-9a-f]{128})",')
 _CHECKSUM = re.compile(rb'\{"sha256":"([0-9a-f]{64})",')
-_KEY = re.compile(r"(anchors|deltas)(/[A-Za-z0-9_.+-]*[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)+")
-_FILE = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+ -]{0,254}")
-_DOCUMENT = re.compile(r"manifests/(\d{8})(\.anchor|\.from-(\d{8}))?\.json")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[bytes, bytes], bool]
@@ -99,26 +101,22 @@ class Manifest:
     def digest(self) -> Digest:
         return self.way.digest
 
+    def check_tensors(self, own: Collection[str], known: Collection[str]) -> None:
+        """Refuse ties that contradict the tensors. `own` are in an anchor or a delta, with weights of their own.
 
-def manifest_key(version: int) -> str:
-    return f"{MANIFESTS}{version:08}.json"
-
-
-def way_key(link: Link) -> str:
-    """Where a further way to a version is described."""
-    return f"{MANIFESTS}{link.version:08}.{'anchor' if link.base is None else f'from-{link.base:08}'}.json"
-
-
-def read_document_key(key: str) -> tuple[int, int | None, bool] | None:
-    """What a key under manifests/ is about: version, base, and whether it is the version's own manifest."""
-    named = _DOCUMENT.fullmatch(key)
-    if not named:
-        return None
-    return int(named[1]), None if named[3] is None else int(named[3]), named[2] is None
+        `known` are all that there are, tied names perhaps among them.
+        """
+        for name, to in self.tied.items():
+            if name in own or to not in known:
+                what = f"{name!r} has weights of its own" if name in own else f"there is no {to!r}"
+                raise CorruptObject(
+                    f"version {self.version} says that {name!r} is tied to {to!r}, but {what}",
+                    tensor=name, version=self.version,
+                )  # fmt: skip
 
 
 def manifest_bytes(manifest: Manifest, sign: Sign | None = None) -> bytes:
-    return _document(
+    data = _document(
         "version",
         {
             "run": manifest.run,
@@ -135,14 +133,25 @@ def manifest_bytes(manifest: Manifest, sign: Sign | None = None) -> bytes:
         },
         sign,
     )
+    return _readable(data, read_manifest)
 
 
 def way_bytes(run: str, way: Way, writer: str, created: float, sign: Sign | None = None) -> bytes:
-    return _document("way", {"run": run, "writer": writer, "created": created, "way": _way_fields(way)}, sign)
+    data = _document("way", {"run": run, "writer": writer, "created": created, "way": _way_fields(way)}, sign)
+    return _readable(data, read_way)
 
 
 def run_bytes(run: str, writer: str, created: float, sign: Sign | None = None) -> bytes:
-    return _document("run", {"run": run, "writer": writer, "created": created}, sign)
+    return _readable(_document("run", {"run": run, "writer": writer, "created": created}, sign), read_run)
+
+
+def _readable(data: bytes, read: Callable[[bytes], object]) -> bytes:
+    """A document, once it has passed what every reader will ask of it."""
+    try:
+        read(data)
+    except FormatError as error:
+        raise ValueError(f"this cannot be written, since no reader would take it: {error.message}") from None
+    return data
 
 
 def read_manifest(data: bytes, verify: Verify | None = None) -> Manifest:
@@ -150,17 +159,18 @@ def read_manifest(data: bytes, verify: Verify | None = None) -> Manifest:
     with _Reading("a manifest"):
         way = _read_way(fields["way"])
         manifest = Manifest(
-            run=_typed(fields["run"], str),
+            run=_run_id(fields["run"]),
             version=_count(fields["version"]),
             way=way,
             path=tuple(map(_read_way, _typed(fields["path"], list))),
             num_elements=_count(fields["total"]),
-            tied={_typed(name, str): _typed(to, str) for name, to in fields["tied"].items()},
-            step=None if fields["step"] is None else _typed(fields["step"], int),
-            metadata=_typed(fields["metadata"], dict),
-            writer=_typed(fields["writer"], str),
-            created=float(fields["created"]),
+            tied=_typed(fields["tied"], dict),
+            step=plain_step(fields["step"]),
+            metadata=plain_metadata(_typed(fields["metadata"], dict)),
+            writer=_text(fields["writer"]),
+            created=_time(fields["created"]),
         )
+        check_ties(manifest.tied)
         if manifest.version != way.version or str(way.digest) != fields["digest"]:
             raise CorruptObject("a manifest's way does not lead to its version", version=manifest.version)
     return manifest
@@ -170,14 +180,14 @@ def read_way(data: bytes, verify: Verify | None = None) -> tuple[str, Way]:
     """The run and the way that a document is about."""
     fields = _read(data, "way", verify)
     with _Reading("a way"):
-        return _typed(fields["run"], str), _read_way(fields["way"])
+        return _run_id(fields["run"]), _read_way(fields["way"])
 
 
 def read_run(data: bytes, verify: Verify | None = None) -> str:
     """The run's id."""
     fields = _read(data, "run", verify)
     with _Reading("run.json"):
-        return str(_typed(fields["run"], str))
+        return _run_id(fields["run"])
 
 
 def _document(kind: str, fields: Mapping[str, Any], sign: Sign | None) -> bytes:
@@ -201,7 +211,8 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
         if not verify(bytes.fromhex(signature[1].decode()), data):
             raise SignatureMismatch("this is not signed by the key that was given")
     with _Reading("a document"):
-        fields: dict[str, Any] = _typed(json.loads(data, object_pairs_hook=no_duplicates), dict)
+        parsed = json.loads(data, object_pairs_hook=no_duplicates, parse_constant=_no_number)
+        fields: dict[str, Any] = _typed(parsed, dict)
         if fields["format"] != DOCUMENT_VERSION:
             raise UnsupportedFormat(
                 f"this document has format {fields['format']!r}, this release reads {DOCUMENT_VERSION}: "
@@ -263,17 +274,19 @@ def _read_way(fields: Mapping[str, Any]) -> Way:
         base_digest=None if base is None else Digest.parse(_typed(fields["base_digest"], str)),
         objects=tuple(map(_read_object, _typed(fields["objects"], list))),
         num_changed=_count(fields["changed"]),
-        encodings={_typed(name, str): _count(count) for name, count in fields["encodings"].items()},
+        encodings={_text(name): _count(count) for name, count in fields["encodings"].items()},
     )
     if not way.objects or len({each.file for each in way.objects}) != len(way.objects):
         raise CorruptObject(f"the way to version {version} has no objects, or two of one name")
+    if len(way.objects) > MOST_OBJECTS:
+        raise LimitExceeded(f"the way to version {version} has {len(way.objects)} objects, more than {MOST_OBJECTS}")
     return way
 
 
 def _read_object(fields: Mapping[str, Any]) -> StoredObject:
     key, file, content = (_typed(fields[name], str) for name in ("key", "file", "sha256"))
     # These become paths, in the store and on a disk.
-    if not _KEY.fullmatch(key) or not _FILE.fullmatch(file) or not re.fullmatch("[0-9a-f]{64}", content):
+    if read_object_key(key) is None or not is_file_name(file) or not re.fullmatch("[0-9a-f]{64}", content):
         raise CorruptObject(f"an object has an impossible key, file name or hash: {key[:80]!r}, {file[:80]!r}")
     return StoredObject(key, _count(fields["bytes"]), content, file)
 
@@ -288,3 +301,29 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+def _text(value: Any) -> str:
+    text: str = _typed(value, str)
+    if not is_text(text):
+        raise ValueError(f"{text[:80]!r} cannot be written as UTF-8")
+    return text
+
+
+def _run_id(value: Any) -> str:
+    text = _text(value)
+    if not 1 <= len(text) <= MOST_RUN_CHARACTERS or _CONTROL.search(text):
+        raise ValueError(
+            f"a run's id has 1 to {MOST_RUN_CHARACTERS} characters and no control characters, unlike {text[:80]!r}"
+        )
+    return text
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= _LATEST:
+        raise ValueError(f"{value!r} is not a time in seconds since 1970")
+    return float(value)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")

@@ -24,20 +24,22 @@ from typing import Any
 import numpy as np
 
 from deltawire.boxes import Box
-from deltawire.checkpoint import STATE_NAME, Checkpoint, write_checkpoint
+from deltawire.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint, write_checkpoint
 from deltawire.codec import COO, Encoded
 from deltawire.container import replacing
 from deltawire.delta import Delta
+from deltawire.disk import read_small
 from deltawire.dtypes import DTYPES, dtype_named
 from deltawire.errors import Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.files import shards_of
+from deltawire.names import PREFIX
 from deltawire.parts import save
 from deltawire.patches import Patch
 from deltawire.replay import Replay
 from deltawire.state import Digest, digest
 from deltawire.target import State, Target
 from deltawire.weights import Tensor
-from deltawire.wire import PREFIX, Entry, Facts
+from deltawire.wire import Entry, Facts
 
 
 class Mirror(Target):
@@ -146,7 +148,7 @@ class Mirror(Target):
                 if file != told:
                     file.replace(self.folder / file.name)
             # Shards of the layout before, which a reader must not take for part of this one.
-            kept = json.loads(told.read_text())["files"]
+            kept = json.loads(read_small(told, MOST_STATE_BYTES))["files"]
             for stale in self.folder.glob("*.safetensors*"):
                 if stale.name not in kept:
                     stale.unlink()
@@ -247,9 +249,9 @@ def _times(folder: Path, files: Any) -> dict[str, list[int]]:
 
 def _read_state(path: Path) -> tuple[State, dict[str, Any]] | None:
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(read_small(path, MOST_STATE_BYTES))
         return State(str(told["run"]), int(told["version"]), Digest.parse(told["digest"])), dict(told["files"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError, FormatError):
+    except (ObjectMissing, ValueError, KeyError, TypeError, RecursionError, FormatError):
         return None
 
 

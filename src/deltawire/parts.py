@@ -12,11 +12,12 @@ import numpy as np
 from deltawire.container import Container, raw, replacing
 from deltawire.dtypes import DTYPES, Bits
 from deltawire.errors import CorruptObject, ObjectMissing
-from deltawire.wire import PREFIX, Entry, Facts, part_bytes, read_part
+from deltawire.names import PREFIX
+from deltawire.wire import Entry, Facts, part_bytes, read_part
 
 MAX_FILE_BYTES = 5_000_000_000
 
-_PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+_PART_NAME = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
 def split(entries: list[Entry], max_file_bytes: int) -> list[list[Entry]]:
@@ -97,6 +98,11 @@ def merge(containers: list[Container]) -> tuple[Facts, list[Entry]]:
             if (other.dtype, other.box.full) != (entry.dtype, entry.box.full) or other.box.intersection(entry.box):
                 raise CorruptObject(f"{entry.name} is in two parts that contradict each other", tensor=entry.name)
         others.append(entry)
+    for name, to in facts.tied.items():
+        if name in by_name:
+            raise CorruptObject(f"{name} is changed and tied to another tensor at once", tensor=name)
+        if to not in by_name:
+            raise CorruptObject(f"{name} is tied to {to}, which this delta does not change", tensor=name)
     if sum(entry.num_changed for entry in entries) != facts.num_changed:
         raise CorruptObject(f"the patches do not hold {facts.num_changed} changes, as the delta states")
     return facts, entries

@@ -1,6 +1,5 @@
 """What all publishers share: the handle of a version on its way, the optimizer's hook, and the numbers they tell."""
 
-import json
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -132,13 +131,6 @@ class BasePublisher(ABC):
         # What ended the block comes first; a failure was logged.
         with suppress(Exception):
             self.close()
-
-
-def as_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of free metadata, refused where JSON cannot hold it."""
-    copied = dict(metadata or {})
-    json.dumps(copied, allow_nan=False)
-    return copied
 
 
 def check_cadence(anchors: int | str | None, queue_size: int) -> None:

@@ -15,9 +15,12 @@ from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.commits import Commits
 from deltawire.errors import DeltawireError, Fenced, SnapshotMismatch, UnknownParameter
 from deltawire.history import History
+from deltawire.keys import check_version
 from deltawire.manifest import Manifest, Way
+from deltawire.names import check_names, resolve_ties
 from deltawire.parts import MAX_FILE_BYTES
-from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
+from deltawire.plain import plain_metadata, plain_step
+from deltawire.publication import BasePublisher, Publication, check_cadence
 from deltawire.recheck import CHECK_SHARE, Copied, Digests, Recheck
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
@@ -29,6 +32,7 @@ from deltawire.upkeep import Making, Upkeep
 from deltawire.upload import (
     advanced,
     box_digests,
+    check_files,
     encode_delta,
     is_worth_sending,
     put_anchor,
@@ -112,10 +116,12 @@ class Publisher(BasePublisher):
         self._dtype, self._frozen = dtype, frozen
         self._stated_ties = None if tied is None else dict(tied)
         now = self._read()
+        check_names(now)
+        self._ties(now)
         self._fixed(now)
         self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
         self._where, self._scratch, self._threads = snapshot, scratch, threads
-        self._files = [Path(file) for file in files] or _files_of(now)
+        self._files = check_files(files) or _files_of(now)
         allowed = allowed_encodings(encoding)
         key = None if sign_with is None else public_key_of(sign_with)
         super().__init__(Run(store, sign_with=sign_with, public_key=key))
@@ -150,7 +156,7 @@ class Publisher(BasePublisher):
         history = self._snapshot(weights, latest)
         with Workers(self._threads) as workers:
             digests = box_digests(history, latest, workers)
-        if whole_digest(history, digests) == manifest.digest:
+        if whole_digest(history, digests) == manifest.digest and history.tied == manifest.tied:
             self._history, self._recheck.expected = history, digests
 
     @property
@@ -166,7 +172,7 @@ class Publisher(BasePublisher):
         `metadata` is free, as far as JSON goes. `anchor=True` sends all weights, as for the first version: needed when
         names, shapes or dtypes have changed.
         """
-        metadata = as_metadata(metadata)
+        step, metadata = plain_step(step), plain_metadata(metadata)
         self._wait_for_room()
         with self._turn:
             self._check_open()
@@ -212,7 +218,7 @@ class Publisher(BasePublisher):
         return job.publications
 
     def _stage(self, step: int | None, metadata: Mapping[str, Any], anchor: bool) -> Job:
-        weights, version, before = self._read(), self._next, self._history
+        weights, version, before = self._read(), check_version(self._next), self._history
         publication = Publication(version, step)
         with Workers(self._threads) as workers:
             if anchor or before is None:
@@ -235,13 +241,16 @@ class Publisher(BasePublisher):
         return job
 
     def _snapshot(self, weights: Weights, version: int) -> History:
-        tied = tied_names(weights) if self._stated_ties is None else self._stated_ties
+        tied = self._ties(weights)
         self._check_tied(weights, tied)
         bits = as_bits(weights, self._dtype, tied)
         self._names = frozenset(getattr(weights, "live", weights))
         if not bits:
             raise ValueError("there are no tensors to publish: the mapping is empty")
         return new_history(bits, version, tied, self._making.allowed, self._where, self._scratch)
+
+    def _ties(self, weights: Weights) -> dict[str, str]:
+        return resolve_ties(tied_names(weights) if self._stated_ties is None else self._stated_ties, weights)
 
     def _check_names(self, weights: Weights) -> None:
         """The same names as in the last anchor, tied ones too."""

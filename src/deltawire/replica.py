@@ -11,17 +11,15 @@ from typing import Any
 
 from deltawire.chain import Plan
 from deltawire.comparison import differing_names
-from deltawire.delta import Delta
 from deltawire.errors import (
     BaseMismatch,
     ChainError,
-    CorruptObject,
     DeltawireError,
     DigestMismatch,
     FormatError,
     ObjectMissing,
 )
-from deltawire.fetch import Fetched, Fetcher, Progress
+from deltawire.fetch import Fetcher, Progress
 from deltawire.heartbeat import Heartbeat
 from deltawire.manifest import Manifest
 from deltawire.mirror import Mirror
@@ -212,7 +210,7 @@ class Replica:
         self._heartbeat.beat(self.status() | using, at_once=bool(route.plan.links))
         with self._fetcher.fetch(route.ways, progress) as fetched, Workers(self._threads) as workers:
             fetch_seconds = time.perf_counter() - started
-            deltas = [self._delta(each) for each in fetched if each.way.base is not None]
+            deltas = [each.delta(self.run.id) for each in fetched if each.way.base is not None]
             state = State(self.run.id, manifest.version, manifest.digest)
             decoded = time.perf_counter()
             if not route.plan.links:
@@ -220,11 +218,13 @@ class Replica:
                 if have is not None and self.target.served() != state:
                     self.target.apply([], have, state, manifest.tied)
             elif route.plan.starts_anew:
-                anchor = Replay(fetched[0].checkpoint(), deltas, workers)
+                anchor = Replay(fetched[0].checkpoint(self.run.id), deltas, workers)
+                manifest.check_tensors(anchor.base, anchor.base)
                 applied = time.perf_counter()
                 self.target.load(anchor, state, fetched[0].other_files(), manifest.tied)
             elif have is not None:
                 patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
+                manifest.check_tensors({patch.name for patch in patches}, self.target.weights())
                 applied = time.perf_counter()
                 self._apply(patches, have, state, manifest.tied)
         return Pull(
@@ -243,13 +243,6 @@ class Replica:
         self._unfinished = patches, have, state, tied
         self.target.apply(patches, have, state, tied)
         self._unfinished = None
-
-    def _delta(self, fetched: Fetched) -> Delta:
-        delta, way = fetched.delta(), fetched.way
-        stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
-        if stated != (self.run.id, way.version, way.base, way.digest, way.base_digest):
-            raise CorruptObject(f"the delta to version {way.version} is not the one its manifest is about", way=way)
-        return delta
 
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay current until `stop` is called. Faults are kept in `error` and met with longer pauses."""

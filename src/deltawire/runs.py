@@ -1,6 +1,5 @@
 """A run in a store: its documents read and written, and what can be known of its chain by listing."""
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,23 +8,27 @@ from typing import TypeVar
 
 from deltawire.chain import Link
 from deltawire.errors import BrokenChain, ChainError, Conflict, CorruptObject, Fenced, ObjectMissing
-from deltawire.manifest import (
+from deltawire.keys import (
     ANCHORS,
     DELTAS,
     MANIFESTS,
     RUN_KEY,
+    manifest_key,
+    read_document_key,
+    read_object_key,
+    way_key,
+)
+from deltawire.manifest import (
+    MOST_BYTES,
     Manifest,
     Verify,
     Way,
     manifest_bytes,
-    manifest_key,
-    read_document_key,
     read_manifest,
     read_run,
     read_way,
     run_bytes,
     way_bytes,
-    way_key,
 )
 from deltawire.signing import signer, verifier
 from deltawire.store import Store, open_store
@@ -33,9 +36,6 @@ from deltawire.store import Store, open_store
 READ_ATTEMPTS = 3
 
 Document = TypeVar("Document")
-
-_DELTA_KEY = re.compile(r"deltas/(\d{8})-from-(\d{8})-([0-9a-f]+)(?:-\d{5}-of-\d{5})?\.safetensors")
-_ANCHOR_KEY = re.compile(r"anchors/(\d{8})-([0-9a-f]+)/[^/]+")
 
 
 class Run:
@@ -81,7 +81,7 @@ class Run:
 
     def start(self, name: str | None) -> None:
         """Write `run.json`, or take up the run that is there."""
-        data = run_bytes(name or f"run-{token_hex(4)}", self.writer, time.time(), self._sign)
+        data = run_bytes(f"run-{token_hex(4)}" if name is None else name, self.writer, time.time(), self._sign)
         try:
             self.store.create(RUN_KEY, data)
         except Conflict:
@@ -122,10 +122,10 @@ class Run:
         """A document, asked for again where it arrives damaged."""
         for _ in range(READ_ATTEMPTS - 1):
             try:
-                return parse(self.store.get(key), self._verify)
+                return parse(self.store.get(key, limit=MOST_BYTES), self._verify)
             except CorruptObject:
                 continue
-        return parse(self.store.get(key), self._verify)
+        return parse(self.store.get(key, limit=MOST_BYTES), self._verify)
 
     def _remember(self, manifest: Manifest) -> None:
         if len(self._manifests) > 256:
@@ -194,12 +194,3 @@ class Run:
         except Conflict:
             if self.way(way.link).digest != way.digest:
                 raise ChainError(f"two ways to version {way.version} lead to different weights") from None
-
-
-def read_object_key(key: str) -> tuple[int, int | None, str] | None:
-    """What a key under deltas/ or anchors/ is about: version, base, and which upload it belongs to."""
-    if named := _DELTA_KEY.fullmatch(key):
-        return int(named[1]), int(named[2]), named[3]
-    if named := _ANCHOR_KEY.fullmatch(key):
-        return int(named[1]), None, named[2]
-    return None

@@ -17,7 +17,8 @@ from deltawire.holder import Holder
 from deltawire.leader import Leader
 from deltawire.manifest import Manifest
 from deltawire.parts import MAX_FILE_BYTES
-from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
+from deltawire.plain import plain_metadata, plain_step
+from deltawire.publication import BasePublisher, Publication, check_cadence
 from deltawire.ranks import Message, Ranks, error_fields, error_from
 from deltawire.recheck import CHECK_SHARE, Recheck
 from deltawire.runs import Run
@@ -101,7 +102,7 @@ class ShardedPublisher(BasePublisher):
         self._leader: Leader | None = None
         if ranks.rank == 0:
             ways = Ways(skips, anchors)
-            self._leader = Leader(self.run, ranks, self._holder, ways, list(map(Path, files)), max_file_bytes)
+            self._leader = Leader(self.run, ranks, self._holder, ways, files, max_file_bytes)
         self.resumed = False
         """Whether the next version will be a delta: the weights are those of the last version, or have been."""
         self._refused: DeltawireError | None = None
@@ -159,7 +160,8 @@ class ShardedPublisher(BasePublisher):
             try:
                 self._holder.stage(anchor, step)
                 # Only now: a call that is refused counts too, or the ranks would no longer count alike.
-                job.metadata = as_metadata(metadata)
+                job.publication.step = plain_step(step)
+                job.metadata = plain_metadata(metadata)
                 job.diff_seconds = time.perf_counter() - started
             except BaseException as error:
                 job.error = error

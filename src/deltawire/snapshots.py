@@ -7,6 +7,7 @@ from typing import Any
 
 from deltawire.errors import MissingDependency
 from deltawire.history import History
+from deltawire.names import check_names
 from deltawire.sources import ModuleWeights
 from deltawire.weights import Tensor
 
@@ -27,6 +28,7 @@ def new_history(
     scratch: Path | None,
 ) -> History:
     """A history of weights as they are now; by default on the device where they lie on one."""
+    check_names(weights)
     if not _on_device(weights, snapshot):
         return History(weights, version, tied=tied, scratch=scratch)
     from deltawire.device import DeviceHistory, is_kept

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deltawire.chain import anchor_is_due, plan, skip_bases
 from deltawire.errors import ChainError
 from deltawire.history import History
-from deltawire.manifest import StoredObject, Way
+from deltawire.manifest import MOST_OBJECTS, StoredObject, Way
 from deltawire.runs import Run
 from deltawire.state import Digest
 from deltawire.upload import encode_delta, put_anchor, put_delta
@@ -67,7 +67,9 @@ class Ways:
             links = plan(None, version, [way.link for way in self.ways.values()]).links
         except ChainError:
             return ()
-        return tuple(self.ways[link.version, link.base] for link in links)
+        path = tuple(self.ways[link.version, link.base] for link in links)
+        # Readers find their way without it. With it a manifest could get too large for them.
+        return path if sum(len(way.objects) for way in path) <= MOST_OBJECTS else ()
 
     def due(self, way: Way, oldest: int, *, anchor_is_coming: bool) -> list[int | None]:
         """What else should lead to a version that was committed by a way: from which bases, None for an anchor."""

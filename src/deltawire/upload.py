@@ -7,11 +7,12 @@ from math import prod
 from pathlib import Path
 from secrets import token_hex
 
-from deltawire.checkpoint import INDEX_NAME, anchor_facts, index_bytes, split_shards
+from deltawire.checkpoint import INDEX_NAME, STATE_NAME, anchor_facts, index_bytes, split_shards
 from deltawire.codec.tiled import tile_log2_for
 from deltawire.container import header_bytes, lay_out, raw
 from deltawire.history import CHUNK, CHUNK_LOG2, History
-from deltawire.manifest import ANCHORS, DELTAS, StoredObject, Way
+from deltawire.keys import ANCHORS, DELTAS, check_version, is_file_name
+from deltawire.manifest import MOST_OBJECTS, StoredObject, Way
 from deltawire.parts import part_names, split
 from deltawire.patches import encode_box
 from deltawire.state import Digest, tensor_key
@@ -22,6 +23,7 @@ from deltawire.wire import Entry, Facts, part_bytes
 from deltawire.workers import Workers
 
 PARALLEL = 4
+MOST_FILES = 1000
 
 # What no engine needs from beside the weights: the same weights in other forms.
 _OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".npz"}
@@ -101,7 +103,14 @@ def put_delta(store: Store, facts: Facts, entries: list[Entry], max_file_bytes: 
 
 def delta_names(version: int, base: int, num_parts: int) -> list[str]:
     """The names of a delta's parts; no two calls give the same."""
-    return part_names(f"{version:08}-from-{base:08}-{token_hex(6)}", num_parts)
+    return part_names(f"{check_version(version):08}-from-{base:08}-{token_hex(6)}", check_count(num_parts))
+
+
+def check_count(num_files: int) -> int:
+    """The number itself, or ValueError where no manifest could name so many files."""
+    if num_files > MOST_OBJECTS - MOST_FILES:
+        raise ValueError(f"{num_files} files are more than a manifest holds: choose a larger max_file_bytes")
+    return num_files
 
 
 def put_parts(
@@ -140,6 +149,7 @@ def put_anchor(
     forms = {name: (dtype.name, shape) for name, (dtype, shape) in history.forms.items()}
     metadata = {"format": "pt"} | anchor_facts(run, version, state, history.num_elements, history.tied)
     shards = split_shards(forms, max_file_bytes)
+    check_count(len(shards))
     folder = anchor_folder(version)
 
     def pieces(name: str) -> Iterator[Buffer]:
@@ -153,7 +163,7 @@ def put_anchor(
 
 def anchor_folder(version: int) -> str:
     """Where an anchor's files go; no two calls give the same."""
-    return f"{ANCHORS}{version:08}-{token_hex(6)}/"
+    return f"{ANCHORS}{check_version(version):08}-{token_hex(6)}/"
 
 
 def put_shards(
@@ -192,9 +202,29 @@ def put_files(store: Store, version: int, files: Sequence[Path]) -> tuple[Stored
     return _put_all(store, [(folder + file.name, file.name, [file.read_bytes()]) for file in files])
 
 
+def check_files(files: Sequence[str | Path]) -> list[Path]:
+    """What a caller wants beside the weights, or an error where an anchor could not hold it."""
+    paths = [Path(file) for file in files]
+    names = [path.name for path in paths]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is not a file, so it cannot be sent beside the weights")
+        if not is_file_name(path.name):
+            allowed = f"ASCII letters, digits, '_', '.', '+' and '-', and is not {STATE_NAME}"
+            raise ValueError(f"{path} cannot be sent: a name has {allowed}")
+        if path.name.endswith((".safetensors", ".safetensors.index.json")):
+            raise ValueError(f"{path} cannot be sent: an anchor has files of that name itself")
+        if names.count(path.name) > 1:
+            raise ValueError(f"two files are called {path.name}, and an anchor is one folder: rename one")
+    if len(paths) > MOST_FILES:
+        raise ValueError(f"{len(paths)} files are too many beside the weights: at most {MOST_FILES} are sent")
+    return paths
+
+
 def is_worth_sending(file: Path) -> bool:
     """Whether a file beside the weights belongs to the model: configuration, tokenizer and the like."""
-    return file.suffix not in _OTHER_WEIGHTS and not file.name.startswith(".") and file.stat().st_size <= 64 << 20
+    is_small = file.is_file() and file.stat().st_size <= 64 << 20
+    return file.suffix not in _OTHER_WEIGHTS and is_file_name(file.name) and is_small
 
 
 class AnchorShard:

@@ -16,10 +16,10 @@ from deltawire.codec import DENSE, ENCODINGS, Arrays, Encoded
 from deltawire.container import Container, Slot, header_bytes, lay_out, no_duplicates, raw
 from deltawire.dtypes import DTYPES, Bits, DType, dtype_named
 from deltawire.errors import CorruptObject, UnsupportedFormat
+from deltawire.names import PREFIX, check_names, check_ties
 from deltawire.state import Digest
 
 FORMAT_VERSION = 1
-PREFIX = "deltawire."
 MOST_PARTS = 100_000
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
@@ -133,13 +133,14 @@ def read_part(container: Container) -> tuple[Facts, list[Entry], tuple[int, int]
     if not 1 <= position[0] <= position[1] <= MOST_PARTS:
         raise CorruptObject(f"part {part} of {num_parts} is impossible")
     entries = [_read_entry(name, text, container) for name, text in metadata.items() if not name.startswith(PREFIX)]
+    try:
+        check_names(entry.name for entry in entries)
+    except ValueError as error:
+        raise CorruptObject(str(error)) from None
     expected = {f"{entry.name}.{part}" for entry in entries for part in entry.parts}
     left = set(container.header.slots) - expected
     if left:
         raise CorruptObject(f"tensor {min(left)!r} belongs to no patch")
-    both = set(facts.tied) & {entry.name for entry in entries}
-    if both:
-        raise CorruptObject(f"{min(both)} is changed and tied to another tensor at once", tensor=min(both))
     if sum(entry.num_changed for entry in entries) > facts.num_changed:
         raise CorruptObject("the patches hold more changes than the delta states")
     return facts, entries, position
@@ -167,13 +168,11 @@ def read_tied(text: str | None) -> dict[str, str]:
     if text is None:
         return {}
     try:
-        tied = json.loads(text, object_pairs_hook=no_duplicates)
-        valid = all(isinstance(name, str) for name in [*tied, *tied.values()])
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        valid = False
-    if not valid:
-        raise CorruptObject("the tied names are not a map of strings")
-    return dict(tied)
+        tied: dict[str, str] = json.loads(text, object_pairs_hook=no_duplicates)
+        check_ties(tied)
+    except (CorruptObject, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise CorruptObject(f"the tied names are malformed: {error}") from None
+    return tied
 
 
 def _read_facts(metadata: Mapping[str, str]) -> Facts:

@@ -42,7 +42,7 @@ def ls_command(url: str, limit: int, public_key: str | None, output_format: str,
 
 def documents_of(run: "Run") -> dict[int, list[int | None]]:
     """The further ways to each version, as their bases; None stands for an anchor."""
-    from deltawire.manifest import MANIFESTS, read_document_key
+    from deltawire.keys import MANIFESTS, read_document_key
 
     _ = run.id
     found = [about for stat in run.store.list(MANIFESTS) if (about := read_document_key(stat.key))]
@@ -82,7 +82,7 @@ def replica_rows(run: "Run", latest: int | None) -> list[dict[str, Any]]:
             "version": version,
             "lag": max(latest - version, 0) if known else None,  # type: ignore[operator]
             "age_seconds": told["age_seconds"],
-            "error": told.get("error"),
+            "error": str(told["error"]) if told.get("error") else None,
         })  # fmt: skip
     return rows
 
@@ -141,9 +141,10 @@ def info_command(url: str, version: int | None, public_key: str | None, output_f
 
 
 def run_facts(run: "Run") -> dict[str, Any]:
-    from deltawire.manifest import ANCHORS, DELTAS, RUN_KEY
+    from deltawire.keys import ANCHORS, DELTAS, RUN_KEY
+    from deltawire.manifest import MOST_BYTES
 
-    known, document = run.id, json.loads(run.store.get(RUN_KEY))
+    known, document = run.id, json.loads(run.store.get(RUN_KEY, limit=MOST_BYTES))
     versions = run.versions()
     sizes = [stat.num_bytes for folder in (DELTAS, ANCHORS) for stat in run.store.list(folder)]
     return {

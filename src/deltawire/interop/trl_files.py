@@ -19,7 +19,7 @@ ANCHOR, DELTA = "anchor", "delta"
 # Positions are int32.
 MOST_ELEMENTS = (1 << 31) - 1
 
-_KEY = re.compile(r"(anchor|delta)s/step_(\d{6,18})\.safetensors")
+_KEY = re.compile(r"(anchor|delta)s/step_([0-9]{6,18})\.safetensors")
 _FORMATS = {"sparse_weight_patch", "anchor_checkpoint"}
 # An early revision put this into a delta without changes.
 _EMPTY = "__empty_delta__"

@@ -12,9 +12,10 @@ from deltawire.errors import BrokenChain
 from deltawire.fetch import Fetcher
 from deltawire.gc import GcPlan, plan_gc
 from deltawire.inspection import STEP_NAMES, inspect_entry
+from deltawire.keys import read_object_key
 from deltawire.manifest import Way
 from deltawire.pages.versions import Window, weights_bytes, windowed
-from deltawire.runs import Run, read_object_key
+from deltawire.runs import Run
 from deltawire.store import Store
 
 MOST_KEPT = 64
@@ -54,13 +55,13 @@ class Anatomies:
                  "changed": way.num_changed, "total": manifest.num_elements}  # fmt: skip
         if way.base is None:
             return {**about, "kind": "anchor", "weights_bytes": weights_bytes(way)}
-        return {**about, "kind": "delta", **self._open(way)}
+        return {**about, "kind": "delta", **self._open(run.id, way)}
 
-    def _open(self, way: Way) -> dict[str, Any]:
+    def _open(self, run: str, way: Way) -> dict[str, Any]:
         fetcher = Fetcher(self._store, None)
         try:
             with fetcher.fetch([way]) as (fetched,):
-                rows = [inspect_entry(entry) for entry in fetched.delta().entries]
+                rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
         finally:
             fetcher.close()
         return anatomy_of(rows, way.num_bytes)

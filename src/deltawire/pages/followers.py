@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltawire.errors import ObjectMissing
-from deltawire.heartbeat import LIVE_SECONDS
-from deltawire.manifest import REPLICAS
+from deltawire.errors import LimitExceeded, ObjectMissing
+from deltawire.heartbeat import LIVE_SECONDS, MOST_BYTES
+from deltawire.keys import REPLICAS, read_replica_key
 from deltawire.pages.eventlog import LoggedPart, count, ended_text, number, printable
 from deltawire.store import Stat, Store
 
 # Four heartbeats. One that is in the middle of a pull sends none, and has longer.
 SILENT_SECONDS = 60.0
 
-MOST_BYTES = 1 << 16
 MOST_REPLICAS = 1000
 
 # Stores tell the time of an object in whole seconds: one this young may be replaced without looking different.
@@ -50,7 +49,9 @@ class Heartbeats:
     def look(self) -> None:
         found: dict[str, Beat] = {}
         for stat in list(self._store.list(REPLICAS))[:MOST_REPLICAS]:
-            name = printable(stat.key.removeprefix(REPLICAS).removesuffix(".json"))
+            name = read_replica_key(stat.key)
+            if name is None:
+                continue
             known, now = self.beats.get(name), time.time()
             if known is not None and known.stat == stat and known.read - stat.modified > SETTLED_SECONDS:
                 found[name] = known
@@ -63,8 +64,8 @@ class Heartbeats:
 
     def _read(self, stat: Stat) -> Mapping[str, Any] | None:
         try:
-            told = json.loads(self._store.get(stat.key)) if stat.num_bytes <= MOST_BYTES else None
-        except (ValueError, RecursionError):
+            told = json.loads(self._store.get(stat.key, limit=MOST_BYTES))
+        except (LimitExceeded, ValueError, RecursionError):
             return None
         return told if isinstance(told, dict) else None
 

@@ -57,14 +57,14 @@ def _scheme(url: str | Path) -> str:
 
 
 def _open_folder(url: str | Path) -> Store:
-    from deltawire.store.object import open_folder
+    from deltawire.store.folder import FolderStore
 
     if isinstance(url, Path) or not url.lower().startswith("file:"):
-        return open_folder(Path(url))
+        return FolderStore(Path(url))
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"{url!r} is no folder: write file:///folder with three slashes")
-    return open_folder(Path(unquote(parts.path)))
+    return FolderStore(Path(unquote(parts.path)))
 
 
 def _open_memory(url: str) -> Store:

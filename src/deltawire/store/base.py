@@ -4,7 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from deltawire.errors import LimitExceeded
+
 Buffer = bytes | memoryview
+
+# What `get` reads unless told otherwise: larger objects are for `get_range`.
+MOST_GET_BYTES = 64 << 20
 
 # Pieces of one object, in order. They may be asked for again when an upload is repeated.
 Pieces = Iterable[Buffer]
@@ -40,8 +45,8 @@ class Store(Protocol):
         fails too, StoreUnavailable has `uncertain=True`: the object may or may not exist.
         """
 
-    def get(self, key: str) -> bytes:
-        """A whole object, or ObjectMissing."""
+    def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
+        """A whole object, or ObjectMissing; LimitExceeded, before it is read, where it has more bytes than `limit`."""
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Some bytes of an object; fewer where it ends before."""
@@ -54,3 +59,12 @@ class Store(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are not there count as removed."""
+
+
+def check_size(url: str, key: str, num_bytes: int, limit: int) -> None:
+    """Refuse an object that is larger than whoever asks for it can use."""
+    if num_bytes > limit:
+        raise LimitExceeded(
+            f"{url}: {key} has {num_bytes} bytes, at most {limit} are read", url=url, key=key, expected=limit,
+            actual=num_bytes,
+        )  # fmt: skip

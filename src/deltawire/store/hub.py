@@ -18,8 +18,8 @@ from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
-from deltawire.errors import Conflict, MissingDependency, ObjectMissing, StoreUnavailable
-from deltawire.store.base import Buffer, Pieces, Stat
+from deltawire.errors import Conflict, LimitExceeded, MissingDependency, ObjectMissing, StoreUnavailable
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size
 from deltawire.store.keys import check_key
 
 # Up to this, one plain request is quicker than asking the content store which parts make the object.
@@ -77,9 +77,10 @@ class HubStore:
             time.sleep(_backoff_seconds(attempt))
         raise self._hub.unavailable(f"{key} was written, but is not seen", key, uncertain=True) from lost
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
         """A whole object, or ObjectMissing."""
         entry = self._entry(key)
+        check_size(self.url, key, entry["size"], limit)
         if entry["size"] == 0:
             return b""
         if entry["size"] > PLAIN_BYTES:
@@ -162,9 +163,11 @@ class HubStore:
     def _reads_back(self, key: str, data: bytes) -> bool:
         """Whether this is what the object holds now. Conflict where it holds something else."""
         try:
-            found = self.get(key)
+            found: bytes | None = self.get(key, limit=len(data))
         except ObjectMissing:
             return False
+        except LimitExceeded:
+            found = None
         except StoreUnavailable as error:
             said = f"{key} may have been written, and cannot be read: {error.message}"
             raise self._hub.unavailable(said, key, uncertain=True) from error

@@ -2,12 +2,17 @@
 
 import re
 
-# A backslash is a slash to some servers, and a folder keeps a number after `#` for files that are being written.
-_REFUSED = re.compile(r"[\x00-\x1f\x7f\\]|#\d+(/|$)")
+# A backslash is a slash to some servers, and a folder keeps a number after `#` for files that are being written. File
+# names that are not UTF-8 have surrogates.
+_REFUSED = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]|#[0-9]+(/|$)")
+
+
+def is_key(text: str) -> bool:
+    return not (any(part in ("", ".", "..") for part in text.split("/")) or _REFUSED.search(text))
 
 
 def check_key(key: str) -> str:
     """The key itself, or ValueError where some store would refuse it or keep it under another name."""
-    if any(part in ("", ".", "..") for part in key.split("/")) or _REFUSED.search(key):
+    if not is_key(key):
         raise ValueError(f"{key!r} cannot be the key of an object")
     return key

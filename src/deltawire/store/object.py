@@ -1,4 +1,4 @@
-"""Folders, memory and the buckets of S3, Google and Azure, all through obstore."""
+"""Memory and the buckets of S3, Google and Azure, all through obstore."""
 
 import os
 import re
@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import MemoryStore
 
 from deltawire.errors import ObjectMissing, StoreUnavailable
-from deltawire.store.base import Buffer, Pieces, Stat
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size
 from deltawire.store.failures import translated
 from deltawire.store.keys import check_key
 from deltawire.store.settle import settle
@@ -36,13 +35,6 @@ Result = TypeVar("Result")
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 _first_use: dict[str, int] = {}
-
-
-def open_folder(folder: Path) -> "ObjectStore":
-    """A folder, which need not exist before the first write."""
-    path = os.path.abspath(folder)
-    # Rooted at `/` since a client cannot be rooted at a folder that is not there yet.
-    return ObjectStore(f"file://{path}", Clients(LocalStore("/")), path.strip("/"))
 
 
 def open_memory(name: str, prefix: str = "") -> "ObjectStore":
@@ -124,13 +116,15 @@ class ObjectStore:
             with self._errors(key):
                 obstore.put(self._clients.quick, path, data, mode="create", use_multipart=False)
 
-        settle(write, lambda: self.get(key), data)
+        settle(write, lambda: self.get(key, limit=len(data)), data)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
         """A whole object."""
         path = self._path(key)
         with self._errors(key):
-            return bytes(obstore.get(self._clients.quick, path).bytes())
+            found = obstore.get(self._clients.quick, path)
+            check_size(self.url, key, found.meta["size"], limit)
+            return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Some bytes of an object; fewer where it ends before."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from deltawire.errors import Conflict, ObjectMissing, StoreError, StoreUnavailable
+from deltawire.errors import Conflict, LimitExceeded, ObjectMissing, StoreError, StoreUnavailable
 
 
 def settle(
@@ -35,13 +35,15 @@ def settle(
 
 def _is_there(read: Callable[[], bytes], data: bytes, failure: StoreError) -> bool:
     try:
-        found = read()
+        found: bytes | None = read()
         # Other bytes are read twice: one bit may have flipped on the way, and it is a grave thing to be told.
         again = found if found == data else read()
     except ObjectMissing:
         return False
     except StoreUnavailable as error:
         raise _uncertain(failure, error) from None
+    except LimitExceeded:
+        found = again = None  # it is longer than what we wrote
     if data in (found, again):
         return True
     if found != again:

@@ -1,0 +1,74 @@
+"""A folder as a store: of regular files only, so that nothing else that lies in it is ever waited for."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from obstore.store import LocalStore
+
+from deltawire.errors import ObjectMissing
+from deltawire.store.base import MOST_GET_BYTES, Stat
+from deltawire.store.keys import is_key
+from deltawire.store.object import Clients, ObjectStore
+
+
+class FolderStore(ObjectStore):
+    """A folder, which need not exist before the first write."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = os.path.abspath(folder)
+        # Rooted at `/` since a client cannot be rooted at a folder that is not there yet.
+        super().__init__(f"file://{self._folder}", Clients(LocalStore("/")), self._folder.strip("/"))
+
+    def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
+        """A whole object."""
+        self._check_file(key)
+        return super().get(key, limit=limit)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Some bytes of an object; fewer where it ends before."""
+        self._check_file(key)
+        return super().get_range(key, start, length)
+
+    def stat(self, key: str) -> Stat:
+        """Size and time of an object."""
+        self._check_file(key)
+        return super().stat(key)
+
+    def _check_file(self, key: str) -> None:
+        """The client would open whatever is there, and wait for a pipe for ever."""
+        path = "/" + self._path(key)
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise ObjectMissing(f"{self.url}: {key} is not a regular file", url=self.url, key=key)
+
+    def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
+        # Not with the client, which refuses the whole listing for one name that it would not write itself.
+        with self._errors(prefix):
+            return tuple(self._walk(prefix.rpartition("/")[0], ()))
+
+    def _walk(self, folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[Stat]:
+        path = os.path.join(self._folder, folder)
+        try:
+            status = os.stat(path)
+            entries = list(os.scandir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        here = status.st_dev, status.st_ino
+        if here in above:
+            return
+        for entry in entries:
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if not is_key(key):
+                continue
+            try:
+                found = entry.stat()
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # it is gone, or a link that leads nowhere
+                    continue
+                raise
+            if stat.S_ISDIR(found.st_mode):
+                yield from self._walk(key, (*above, here))
+            elif stat.S_ISREG(found.st_mode):
+                yield Stat(key, found.st_size, found.st_mtime)

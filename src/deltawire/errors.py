@@ -16,7 +16,8 @@ DeltawireError
 ├── MismatchError
 │   ├── BaseMismatch            these are not the weights the delta was made for
 │   ├── DigestMismatch          the weights are not what they were said to be
-│   └── SignatureMismatch
+│   ├── SignatureMismatch
+│   └── RunMismatch             another run than the one that is followed
 ├── EngineError
 │   ├── UnknownParameter        a tensor the target does not have
 │   ├── ShapeMismatch           it has another shape or dtype there
@@ -111,6 +112,10 @@ class DigestMismatch(MismatchError):
 
 class SignatureMismatch(MismatchError):
     """Not signed by the key that was given."""
+
+
+class RunMismatch(MismatchError):
+    """The store holds another run than the one that was named, or that the target follows."""
 
 
 class EngineError(DeltawireError):

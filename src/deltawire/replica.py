@@ -19,6 +19,7 @@ from deltawire.errors import (
     DigestMismatch,
     FormatError,
     ObjectMissing,
+    RunMismatch,
 )
 from deltawire.fetch import Fetched, Fetcher, Progress
 from deltawire.heartbeat import Heartbeat
@@ -64,6 +65,9 @@ class Replica:
     Downloads go to a folder in `scratch`, which outlives the process and belongs to one replica; without it to the
     mirror's own folder, or for weights in memory to a temporary one.
 
+    Weights that are at some version of a run stay with that run: another one at the URL is an error, unless it is named
+    with `run`, which takes that run and no other.
+
     >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
     ...     replica.pull()
     """
@@ -75,11 +79,14 @@ class Replica:
         *,
         name: str | None = None,
         public_key: str | None = None,
+        run: str | None = None,
         heartbeat_seconds: float | None = 15.0,
         scratch: str | Path | None = None,
         threads: int | None = None,
     ) -> None:
-        self.run = store if isinstance(store, Run) else Run(store, public_key=public_key)
+        if isinstance(store, Run) and (public_key is not None or run is not None):
+            raise ValueError("public_key and run belong to the Run that was given: give them to Run(...)")
+        self.run = store if isinstance(store, Run) else Run(store, public_key=public_key, expected=run)
         self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
         self.target: Target = _target_of(target)
         self.error: Exception | None = None
@@ -122,6 +129,7 @@ class Replica:
         """Bring the weights to a version (default: the newest)."""
         with self._pulling:
             self.target.look()
+            self.check_run()
             manifest = self._manifest(version)
             done = self._reach(manifest, self._have(manifest), progress)
             self.last_pull, self.error = done, None
@@ -131,8 +139,21 @@ class Replica:
         self._heartbeat.beat(self.status(), at_once=True)
         return done
 
+    def check_run(self) -> None:
+        """RunMismatch where the store holds another run than the one that was named, or that the target is at."""
+        found = self.run.id
+        for state in (self.target.state(), self.target.served()):
+            if state is not None and state.run != found and self.run.expected is None:
+                raise RunMismatch(
+                    f"the weights are at version {state.version} of run {state.run}, and {self.run.store.url} holds "
+                    f"run {found}: to follow that, take another folder (or fresh weights), or name the run with --run "
+                    f"{found} (or run={found!r}). Nothing was changed",
+                    expected=state.run, actual=found,
+                )  # fmt: skip
+
     def plan(self, version: int | None = None) -> Plan:
         """What a pull would fetch."""
+        self.check_run()
         manifest = self._manifest(version)
         have = self._have(manifest)
         return find_route(self.run, None if have is None else have.version, manifest).plan

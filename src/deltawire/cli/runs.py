@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from deltawire.cli.files import ENCODING_NAMES, PATH, output_options, threads_option
+from deltawire.cli.files import ENCODING_NAMES, PATH, only_with, output_options, threads_option
 from deltawire.cli.output import (
     ByteBar,
     count_text,
     facts_text,
     percent_text,
     progress_bar,
+    say,
     show,
     size_text,
     speaking_errors,
@@ -38,6 +39,11 @@ public_key_option = click.option(
     metavar="HEX|FILE",
     help="Take nothing that is not signed with this key.",
 )
+run_option = click.option("--run", "run_id", metavar="ID", help="Take this run and no other, also where the weights "
+                          "are at another one.  [default: what is there, if they are not]")  # fmt: skip
+allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Answer requests under this name "
+                                 "too, such as agent.example or *.example. Repeatable.  [default: the names of the "
+                                 "host that it listens on]")  # fmt: skip
 sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; make one with keygen.")
 
 
@@ -207,13 +213,15 @@ def published_text(data: Mapping[str, Any]) -> str:
 @click.argument("url")
 @click.option("--to", "folder", type=PATH, required=True, help="The folder to fill or to bring up to date.")
 @click.option("--version", type=click.IntRange(0), help="The version to have (trl: the step).  [default: the newest]")
+@run_option
 @public_key_option
 @click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
               help="How the store is laid out; trl: as TRL's delta sync writes it.")  # fmt: skip
 @output_options
 def pull_command(
-    url: str, folder: Path, version: int | None, public_key: str | None, layout: str, output_format: str, quiet: bool
-) -> None:
+    url: str, folder: Path, version: int | None, run_id: str | None, public_key: str | None, layout: str,
+    output_format: str, quiet: bool,
+) -> None:  # fmt: skip
     """Bring a folder to a version of a run.
 
     The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
@@ -221,20 +229,21 @@ def pull_command(
     from deltawire.replica import Replica
     from deltawire.runs import Run
 
+    only_with("--layout deltawire: the other is not signed and names no run", layout != "trl", "public_key", "run_id")
     with speaking_errors(url):
         if layout == "trl":
             return pull_from_trl(url, folder, version, output_format)
-        run = Run(url, public_key=public_key)
+        run = Run(url, public_key=public_key, expected=run_id)
         # Before the folder is made: a wrong URL or version must leave nothing behind.
         _ = run.id if version is None else run.manifest(version)
         with (
-            Replica(run.store, folder, public_key=public_key) as replica,
+            Replica(run, folder) as replica,
             ByteBar("pull", quiet, "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)
             data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
     if data["faults"]:
-        click.echo(
+        say(
             f"warning: took another path after {count_text(data['faults'], 'fault')}; see: deltawire verify {url}",
             err=True,
         )

@@ -251,10 +251,15 @@ def pull_command(
 
 
 def pull_from_trl(url: str, folder: Path, step: int | None, output_format: str) -> None:
-    from deltawire.interop.trl import pull_trl
+    from deltawire.interop.trl import TrlBucket, pull_trl
 
     found = pull_trl(url, folder, step=step)
-    show({"to": str(folder), "step": found, "layout": "trl"}, lambda: f"wrote {folder}: step {found}", output_format)
+    unwritten = [[each.start, each.stop - 1] for each in TrlBucket(url).unwritten(found)]
+    if unwritten:
+        steps = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in unwritten)
+        say(f"note: there is no file for step {steps}: in this layout that means no change, or a lost file", err=True)
+    data = {"to": str(folder), "step": found, "layout": "trl", "unwritten": unwritten}
+    show(data, lambda: f"wrote {folder}: step {found}", output_format)
 
 
 def pulled(done: "Pull") -> dict[str, Any]:
@@ -297,11 +302,13 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 @click.option("--version", type=click.IntRange(0), help="The version to write (trl: the last).  [default: the newest]")
 @click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
               help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
+@click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1", show_default=True,
+              help="With --layout trl: whose readers it is for, of delta-weight-sync, -v2 and -v3.")  # fmt: skip
 @public_key_option
 @threads_option
 @output_options
 def export_command(
-    url: str, destination: str, version: int | None, layout: str, public_key: str | None,
+    url: str, destination: str, version: int | None, layout: str, branch: str, public_key: str | None,
     output_format: str, quiet: bool, threads: int | None,
 ) -> None:  # fmt: skip
     """Write a version of a run as a plain checkpoint.
@@ -311,10 +318,11 @@ def export_command(
     from deltawire.replica import Replica
     from deltawire.runs import Run
 
+    only_with("--layout trl", layout == "trl", "branch")
     with speaking_errors(url):
         run = Run(url, public_key=public_key)
         if layout == "trl":
-            return export_to_trl(run, destination, version, threads, output_format, quiet)
+            return export_to_trl(run, destination, version, branch, threads, output_format, quiet)
         target = ExportTarget(Path(destination))
         with (
             Replica(run.store, target, public_key=public_key, threads=threads) as replica,
@@ -328,13 +336,15 @@ def export_command(
 
 
 def export_to_trl(
-    run: "Run", destination: str, last: int | None, threads: int | None, output_format: str, quiet: bool
+    run: "Run", destination: str, last: int | None, branch: str, threads: int | None, output_format: str, quiet: bool
 ) -> None:
     from deltawire.interop.trl import export_trl
 
     with progress_bar("export", len(run.versions()), quiet) as bar:
-        keys = export_trl(run, destination, last=last, threads=threads, progress=lambda _done, _total: bar("", 1))
-    data = {"output": destination, "run": run.id, "layout": "trl", "keys": keys}
+        keys = export_trl(
+            run, destination, last=last, branch=branch, threads=threads, progress=lambda _done, _total: bar("", 1)
+        )
+    data = {"output": destination, "run": run.id, "layout": "trl", "branch": branch, "keys": keys}
     show(data, lambda: "\n".join([f"wrote {count_text(len(keys), 'file')} to {destination}", *keys]), output_format)
 
 

@@ -10,7 +10,7 @@ from deltawire.container import Container, beside, header_bytes, lay_out, raw, r
 from deltawire.dtypes import DTYPES, Bits, dtype_named
 from deltawire.errors import Conflict, CorruptObject, ObjectMissing
 from deltawire.state import Digest, digest
-from deltawire.weights import DTypeChoice, Form, Tensor, Weights, view
+from deltawire.weights import DTypeChoice, Form, Tensor, Weights, mapping_of, view
 from deltawire.wire import FORMAT_VERSION, PREFIX, read_number, read_tied
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -133,7 +133,7 @@ def save_anchor(
     A path that ends in `.safetensors` becomes one file, any other a folder, which must not exist yet, with one file or,
     above `max_shard_bytes`, several and an index. Tied names are left out, as transformers does.
     """
-    path = Path(path)
+    path, weights = Path(path), mapping_of(weights)
     state = digest(weights, dtype=dtype, tied=tied, threads=threads)
     forms = {}
     for name in weights:

@@ -10,7 +10,7 @@ from deltawire.container import Container
 from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
 from deltawire.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
 from deltawire.state import Digest, digest, tensor_digest
-from deltawire.weights import DTypeChoice, Weights, check_writable, num_elements, view, write
+from deltawire.weights import DTypeChoice, Weights, check_writable, mapping_of, num_elements, view, write
 from deltawire.wire import PREFIX, Entry, Facts, part_bytes
 from deltawire.workers import Workers
 
@@ -158,6 +158,7 @@ def diff_into(
 ) -> Facts:
     """`diff`, with each entry handed on as soon as it is made."""
     allowed = allowed_encodings(encoding)
+    old, new = mapping_of(old), mapping_of(new)
     tied = dict(tied or {})
     names = [name for name in old if name not in tied]
     _check_names(names, [name for name in new if name not in tied], tied)
@@ -215,6 +216,7 @@ def apply(
     they are, and the digest that they will have. Pass `base_digest` where the digest of the weights is known, to save
     the scan of all of them.
     """
+    weights = mapping_of(weights)
     for entry in delta.entries:
         matching(entry, weights, dtype)
         check_writable(entry.name, weights[entry.name])

@@ -29,6 +29,7 @@ DeltawireError
 │   ├── UnsupportedPlacement    a parameter is spread over ranks in a way that has no boxes
 │   └── RankFailed              a rank of a sharded trainer failed, or gave no sign of life
 ├── AddressUnavailable          the agent cannot listen there
+├── NotEnoughMemory             a tensor is larger than what is left
 └── MissingDependency           an optional package is not installed
 """
 
@@ -160,6 +161,10 @@ class RankFailed(TrainerError):
 
 class AddressUnavailable(DeltawireError):
     """The host or port to listen on is taken, not allowed or not ours: `host`, `port`."""
+
+
+class NotEnoughMemory(DeltawireError):
+    """Memory for a tensor could not be had: `num_bytes` were needed."""
 
 
 class MissingDependency(DeltawireError):

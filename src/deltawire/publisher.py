@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deltawire.chain import SKIPS
+from deltawire.chain import SKIPS, check_skips
 from deltawire.checkpoint import Checkpoint
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.commits import Commits
@@ -17,7 +17,7 @@ from deltawire.errors import DeltawireError, Fenced
 from deltawire.history import History
 from deltawire.manifest import Manifest, Way
 from deltawire.parts import MAX_FILE_BYTES
-from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
+from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence, refuse_weights
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
 from deltawire.snapshots import check_snapshot, new_history
@@ -25,7 +25,15 @@ from deltawire.sources import as_bits, source_of
 from deltawire.state import Digest, digest
 from deltawire.store import Store
 from deltawire.upkeep import Making, Upkeep
-from deltawire.upload import encode_delta, history_digest, is_worth_sending, put_anchor, put_delta, put_files
+from deltawire.upload import (
+    encode_delta,
+    given_files,
+    history_digest,
+    is_worth_sending,
+    put_anchor,
+    put_delta,
+    put_files,
+)
 from deltawire.weights import DTypeChoice, Weights, tied_names
 from deltawire.workers import Workers
 
@@ -82,13 +90,14 @@ class Publisher(BasePublisher):
         if when_full not in ("wait", "coalesce"):
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
         check_cadence(anchors, queue_size)
+        check_skips(skips)
         check_snapshot(snapshot)
         self._read = source_of(weights, dtype)
         now = self._read()
         self._dtype, self._tied = dtype, dict(tied_names(now) if tied is None else tied)
         self._queue_size, self._coalesces = queue_size, when_full == "coalesce"
         self._where, self._scratch, self._threads = snapshot, scratch, threads
-        self._files = [Path(file) for file in files] or _files_of(now)
+        self._files = given_files(files) or _files_of(now)
         allowed = allowed_encodings(encoding)
         key = None if sign_with is None else public_key_of(sign_with)
         super().__init__(Run(store, sign_with=sign_with, public_key=key))
@@ -129,13 +138,14 @@ class Publisher(BasePublisher):
         return self._history is not None
 
     def publish(
-        self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
+        self, *weights: Any, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
     ) -> Publication:
         """Make the weights as they are now the next version. They may change again as soon as this returns.
 
         `metadata` is free, as far as JSON goes. `anchor=True` sends all weights, as for the first version: needed when
         names, shapes or dtypes have changed.
         """
+        refuse_weights(weights)
         metadata = as_metadata(metadata)
         self._wait_for_room()
         with self._turn:

@@ -262,6 +262,8 @@ class Replica:
 
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay current until `stop` is called. Faults are kept in `error` and met with longer pauses."""
+        if not poll_seconds > 0:
+            raise ValueError(f"poll_seconds is a positive number, not {poll_seconds}")
         failures = 0
         self._watched = True
         try:

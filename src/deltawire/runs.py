@@ -91,6 +91,8 @@ class Run:
 
     def start(self, name: str | None) -> None:
         """Write `run.json`, or take up the run that is there."""
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"a run's id is a text, not {type(name).__name__}")
         data = run_bytes(name or f"run-{token_hex(4)}", self.writer, time.time(), self._sign)
         try:
             self.store.create(RUN_KEY, data)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from deltawire.chain import SKIPS
+from deltawire.chain import SKIPS, check_skips
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.errors import DeltawireError, Fenced, RankFailed
 from deltawire.holder import Holder
 from deltawire.leader import Leader
 from deltawire.manifest import Manifest
 from deltawire.parts import MAX_FILE_BYTES
-from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence
+from deltawire.publication import BasePublisher, Publication, as_metadata, check_cadence, refuse_weights
 from deltawire.ranks import Message, Ranks, error_fields, error_from
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
@@ -69,7 +69,7 @@ class ShardedPublisher(BasePublisher):
         timeout: float = 60.0,
         run: str | None = None,
         files: Sequence[str | Path] = (),
-        dtype: str | None = None,
+        dtype: Any = None,
         frozen: bool = False,
         buffers: bool = False,
         encoding: EncodingChoice = "auto",
@@ -83,6 +83,7 @@ class ShardedPublisher(BasePublisher):
         threads: int | None = None,
     ) -> None:
         check_cadence(anchors, queue_size)
+        check_skips(skips)
         if timeout <= 0:
             raise ValueError(f"timeout must be more than 0 s, got {timeout}")
         allowed = allowed_encodings(encoding)
@@ -140,13 +141,14 @@ class ShardedPublisher(BasePublisher):
         return bool(self._pending) or self._is_making or bool(self._leader is not None and self._leader.tasks)
 
     def publish(
-        self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
+        self, *weights: Any, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
     ) -> Publication:
         """Make the weights as they are now the next version. They may change again as soon as this returns.
 
         All ranks call this, with the same step; metadata is that of rank 0. `anchor=True` sends all
         weights, as for the first version: needed when names, shapes, dtypes or placements have changed.
         """
+        refuse_weights(weights)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) <= self._queue_size or self._closing)
         with self._turn:

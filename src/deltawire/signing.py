@@ -36,6 +36,10 @@ def verifier(public_key: str) -> Verify:
     _, ed25519 = _cryptography()
     from cryptography.exceptions import InvalidSignature
 
+    if not isinstance(public_key, str):
+        raise TypeError(
+            f"a public key is a text of 64 hexadecimal digits, or a path as text, not {type(public_key).__name__}"
+        )
     text = public_key if len(public_key) == 64 else _text_of(public_key)
     # What was given is not shown: it may be a secret.
     if "PRIVATE KEY" in text:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from deltawire.boxes import Box
 from deltawire.dtypes import Bits, DType, dtype_named
 from deltawire.errors import UnsupportedPlacement
-from deltawire.weights import DTypeChoice, Form, Tensor, Viewed, Weights, tied_names, torch_view
+from deltawire.weights import DTypeChoice, Form, Tensor, Viewed, Weights, check_real, tied_names, torch_view
 
 # What wrappers put into the names of parameters: data parallel; torch.compile, activation checkpointing, FSDP; PEFT.
 _WRAPPERS = re.compile(
@@ -188,7 +188,7 @@ def _unsupported(name: str, placement: object) -> UnsupportedPlacement:
 
 
 def module_source(
-    module: Any, *, dtype: str | None = None, frozen: bool = False, buffers: bool = False
+    module: Any, *, dtype: Any = None, frozen: bool = False, buffers: bool = False
 ) -> Callable[[], ModuleWeights]:
     """The parameters of a torch module, read anew for each version.
 
@@ -209,7 +209,7 @@ def module_source(
 
 
 def sharded_source(
-    module: Any, *, has_plain: bool, dtype: str | None = None, frozen: bool = False, buffers: bool = False
+    module: Any, *, has_plain: bool, dtype: Any = None, frozen: bool = False, buffers: bool = False
 ) -> Callable[[], ShardedWeights]:
     """What this rank publishes of a module with DTensor parameters, read anew for each version; see `module_source`."""
     from torch.distributed.fsdp import FSDPModule
@@ -227,8 +227,8 @@ def sharded_source(
     return read
 
 
-def _published(dtype: str | None) -> str:
-    published = dtype_named(dtype or "BF16").name
+def _published(dtype: Any) -> str:
+    published = dtype_named("BF16" if dtype is None else dtype).name
     if published not in ("BF16", "F16", "F32", "F64"):
         raise ValueError(f"a module is published as BF16, F16, F32 or F64, not {published}")
     return published
@@ -242,6 +242,8 @@ def _named_tensors(module: Any, frozen: bool, buffers: bool) -> tuple[dict[str, 
         kept = module.state_dict()
         named = dict(module.named_buffers(remove_duplicate=False))
         tensors |= {plain_name(name): named[name] for name in named if name in kept}
+    for name, tensor in tensors.items():
+        check_real(name, tensor)
     return tensors, fixed
 
 
@@ -254,8 +256,14 @@ def source_of(weights: Any, dtype: DTypeChoice) -> Callable[[], Weights]:
     if isinstance(weights, Mapping):
         return lambda: weights
     if callable(weights):
-        return cast(Callable[[], Weights], weights)
+        return lambda: _named(weights())
     raise TypeError(f"expected a mapping, a torch module or a function, got {type(weights).__name__}")
+
+
+def _named(weights: Any) -> Weights:
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"the function for weights must return them by name, not {type(weights).__name__}")
+    return weights
 
 
 def as_bits(weights: Weights, dtype: DTypeChoice, tied: Mapping[str, str]) -> Mapping[str, Tensor]:

@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from deltawire.dtypes import dtype_named
+from deltawire.dtypes import dtype_named, empty_bits
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.patches import Patch
 from deltawire.replay import Replay
@@ -118,7 +115,7 @@ class MemoryTarget(Target):
             if name not in weights:
                 dtype, shape = form(base, name)
                 kind = dtype_named(dtype)
-                weights[name] = Tensor(kind, shape, np.empty(prod(shape), kind.unsigned))
+                weights[name] = Tensor(kind, shape, empty_bits(shape, kind, name))
 
     def _check(self, base: Weights) -> None:
         for name in base:

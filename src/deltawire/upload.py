@@ -10,6 +10,7 @@ from secrets import token_hex
 from deltawire.checkpoint import INDEX_NAME, anchor_facts, index_bytes, split_shards
 from deltawire.codec.tiled import tile_log2_for
 from deltawire.container import header_bytes, lay_out, raw
+from deltawire.errors import ObjectMissing
 from deltawire.history import CHUNK, CHUNK_LOG2, History
 from deltawire.manifest import ANCHORS, DELTAS, StoredObject, Way
 from deltawire.parts import part_names, split
@@ -181,6 +182,16 @@ def anchor_way(version: int, state: Digest, objects: tuple[StoredObject, ...], f
         num_changed=sum(prod(shape) for _, shape in forms.values()),
         encodings={"dense": len(forms)},
     )
+
+
+def given_files(files: Sequence[str | Path]) -> list[Path]:
+    """The files that a caller names, which must be there."""
+    if isinstance(files, (str, Path)):
+        raise TypeError(f"files is a list of paths, not one: [{str(files)!r}]")
+    for path in map(Path, files):
+        if not path.is_file():
+            raise ObjectMissing(f"{path}, which should lie beside the weights, is not there", path=str(path))
+    return [Path(file) for file in files]
 
 
 def put_files(store: Store, version: int, files: Sequence[Path]) -> tuple[StoredObject, ...]:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from deltawire.boxes import Box, Positions
-from deltawire.dtypes import Bits, DType, dtype_named
+from deltawire.dtypes import Bits, DType, dtype_named, no_room
 
 Weights = Mapping[str, Any]
-DTypeChoice = str | Mapping[str, str] | None
+# One dtype for all, or a mapping from the names of tensors: by name, or as torch and numpy have them.
+DTypeChoice = Any
 
 # A tensor's dtype, as safetensors calls it, and shape.
 Form = tuple[str, tuple[int, ...]]
@@ -37,16 +38,28 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     if _is_torch(value):
         array, own = _torch_bits(name, value)
     elif isinstance(value, (np.ndarray, np.generic)):
-        array, own = np.ascontiguousarray(value), value.dtype.name
+        try:
+            array, own = np.ascontiguousarray(value), value.dtype.name
+        except MemoryError:
+            raise no_room(f"a contiguous copy of {name}", value.nbytes) from None
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-    kind = dtype_named(stated or own)
+    kind = dtype_named(own if stated is None else stated)
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
             f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}"
         )
     return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
+
+
+def mapping_of(weights: Any) -> Weights:
+    """Weights by name: a mapping itself, or what a torch module's `state_dict` has."""
+    if hasattr(weights, "state_dict") and not isinstance(weights, Mapping):
+        weights = weights.state_dict()
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"expected weights by name (a mapping, or a torch module), got {type(weights).__name__}")
+    return weights
 
 
 class Viewed(Mapping[str, Tensor]):
@@ -140,8 +153,17 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 
+def check_real(name: str, value: Any) -> None:
+    """Refuse a tensor that has a shape and no values."""
+    if getattr(value, "is_meta", False):
+        raise ValueError(f"{name} is on the meta device, where tensors have no values: load the weights first")
+    if getattr(value, "is_sparse", False) or getattr(value, "is_sparse_csr", False):
+        raise ValueError(f"{name} is a sparse tensor: give it as a dense one, with to_dense()")
+
+
 def check_writable(name: str, value: Any) -> None:
     """Refuse what `write` could not change in place."""
+    check_real(name, value)
     value = value.bits if isinstance(value, Tensor) else value
     contiguous = value.is_contiguous() if _is_torch(value) else value.flags.c_contiguous
     if not contiguous:
@@ -163,6 +185,7 @@ def _torch_integer(itemsize: int) -> Any:
 def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
     if hasattr(value, "to_local"):
         raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
+    check_real(name, value)
     return torch_view(value.detach().contiguous().view(-1)), str(value.dtype).removeprefix("torch.")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import FAILURE, MISMATCH, say, show, speaking_errors
+from deltawire.cli.output import FAILURE, MISMATCH, need, say, show, speaking_errors
 
 if TYPE_CHECKING:
     from deltawire.demo.orchestrate import Options
@@ -24,6 +24,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
                 "time_limit": 1800.0},
 }  # fmt: skip
 QUICK_PRETRAIN_STEPS = 100
+NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 
 
 @click.command("demo")
@@ -73,6 +74,7 @@ def demo_command(
     if model == "smollm2" and engine == "torch":
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
+        need("the demo", NEEDED, "demo,torch")
         from deltawire.cli.demo_view import shown, summary_text, view_of
         from deltawire.demo.orchestrate import Demo, Interrupted
 

@@ -5,6 +5,7 @@ through `say` or a drawing, which leave nothing in it that a terminal obeys; JSO
 """
 
 import errno
+import importlib.util
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -43,6 +44,12 @@ _RUN_HINTS: Hints = [
     (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
     (errors.EngineError, "where names, shapes or dtypes have changed, send all weights with --anchor"),
 ]
+# What brings a package, where a command meets its absence by itself.
+_EXTRAS = {
+    "torch": "torch", "huggingface_hub": "hub", "hf_xet": "hub", "cryptography": "signing", "httpx": "agent",
+    "starlette": "agent", "uvicorn": "agent", "prometheus_client": "agent", "vllm": "vllm", "trl": "trl",
+    "openenv": "demo", "pydantic": "demo",
+}  # fmt: skip
 _NO_RUN = "start it with: deltawire publish CHECKPOINT --to {url}"
 _DISK_FULL = "free some space, then run the same command again"
 
@@ -55,15 +62,40 @@ def speaking_errors(url: str | None = None) -> Iterator[None]:
     """
     try:
         yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "deltawire"):
+            raise
+        _end(errors.MissingDependency(_install_text(error.name or "")), url)
+    except MemoryError as error:
+        _end(errors.NotEnoughMemory(f"there is not enough memory: {error}"), url)
     except ValueError as error:
         raise click.UsageError(plain(error)) from error
     except (errors.DeltawireError, OSError) as error:
-        if os.environ.get("DELTAWIRE_DEBUG") == "1":
-            raise
-        say(f"error: {plain(_sentence(error))}", err=True)
-        if hint := _hint(error, url):
-            say(f"hint: {hint}", err=True)
-        sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
+        _end(error, url)
+
+
+def _end(error: Exception, url: str | None) -> NoReturn:
+    if os.environ.get("DELTAWIRE_DEBUG") == "1":
+        raise error
+    say(f"error: {plain(_sentence(error))}", err=True)
+    if hint := _hint(error, url):
+        say(f"hint: {hint}", err=True)
+    sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
+
+
+def _install_text(module: str) -> str:
+    package = module.partition(".")[0]
+    extra = _EXTRAS.get(package)
+    return f"{package} is not installed: pip install {package if extra is None else repr(f'deltawire[{extra}]')}"
+
+
+def need(what: str, modules: Sequence[str], extras: str) -> None:
+    """MissingDependency where some modules are not installed, before anything is begun."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise errors.MissingDependency(
+            f"{what} needs packages that are not installed ({', '.join(missing)}): pip install 'deltawire[{extras}]'"
+        )
 
 
 def _sentence(error: Exception) -> str:

@@ -156,7 +156,7 @@ def test_other_arguments_of_the_wrong_kind(tmp_path):
         Publisher(fresh_url(), weights(), files=[tmp_path / "config.json"])
     with pytest.raises(ValueError, match="queue_size is 0 or more"):
         Publisher(fresh_url(), weights(), queue_size="1")
-    with pytest.raises(ValueError, match="threads must be a number"):
+    with pytest.raises(ValueError, match="threads must be at least 1"):
         digest(weights(), threads="2")
     url, _ = make_run(1)
     with pytest.raises(TypeError, match="a public key is a text"):

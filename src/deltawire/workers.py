@@ -22,7 +22,7 @@ class Workers:
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and (type(threads) is not int or threads < 1):
-            raise ValueError(f"threads must be a number of at least 1, got {threads!r}")
+            raise ValueError(f"threads must be at least 1, got {threads!r}")
         self.threads = threads or _available_cores()
         # The caller's thread works too.
         self._pool = ThreadPoolExecutor(self.threads - 1, "deltawire") if self.threads > 1 else None

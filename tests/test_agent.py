@@ -301,6 +301,10 @@ def test_the_versions_of_another_run_do_not_count(url, trainer, server):
     second = Trainer(other, run="second")
     second.step()
     with second.publisher, running(server, other) as (agent, client):
+        told = unhealthy(client, "of run demo, and")
+        assert (told["error"], told["version"]) == ("RunMismatch", None)
+        assert server.engine.state.run == "demo"
+    with running(server, other, run="second") as (agent, client):
         eventually(lambda: (state := server.engine.state) is not None and state.run == "second")
         assert agent.wait(1, PATIENCE) == 1
         assert bits(server.model) == bits(second.model)

@@ -173,9 +173,10 @@ def test_attach_says_what_is_wrong(url, trainer, server, tmp_path, monkeypatch):
             (["--listen", ":9100"], 2, "HOST:PORT"),
             (["--listen", "127.0.0.1:99999"], 2, "HOST:PORT"),
             (["--listen", port], 1, f"cannot listen on 127.0.0.1 port {port}"),
-            (["--token-file", tmp_path / "none"], 1, "No such file"),
-            (["--token-file", tmp_path / "empty"], 2, "is empty"),
-            (["--api-key-env", "NO_SUCH_KEY"], 2, "NO_SUCH_KEY"),
+            (["--token-file", tmp_path / "none"], 2, "goes with --listen"),
+            (["--listen", 0, "--token-file", tmp_path / "none"], 2, "No such file"),
+            (["--listen", 0, "--token-file", tmp_path / "empty"], 2, "is empty"),
+            (["--api-key-env", "NO_SUCH_KEY"], 2, "name of an environment variable"),
             (["--name", "../x"], 2, "name"),
         ]:
             result = attached(url, *arguments)

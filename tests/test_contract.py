@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "deltawire"
 # Lowest first: a module imports only from the layers before its own, or from its own.
 LAYERS = [
     ["errors"],
-    ["dtypes", "boxes", "workers", "disk", "names"],
+    ["dtypes", "boxes", "workers", "disk", "names", "redact", "hosts"],
     ["kernels"],
     ["codec"],
     ["weights"],

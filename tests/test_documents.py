@@ -166,7 +166,7 @@ def test_names_that_no_file_can_hold(name, tmp_path):
         assert publisher.run.versions() == [0]
 
 
-@pytest.mark.parametrize("run", ["", "x" * 257, "a\x1b[31m", "a\nb", "\ud800", 5])
+@pytest.mark.parametrize("run", ["", "x" * 257, "a\x1b[31m", "a\nb", "\ud800"])
 def test_run_ids_that_no_reader_would_take(run, tmp_path):
     with pytest.raises(ValueError, match="no reader would take"):
         Publisher(tmp_path / "run", WEIGHTS, run=run)
@@ -184,7 +184,6 @@ def test_files_that_an_anchor_cannot_hold(tmp_path):
         (["ü.txt"], "name"),
         (["model.safetensors"], "itself"),
         (["deltawire.json"], "name"),
-        (["missing.json"], "not a file"),
         (["pipe.txt"], "not a file"),
         (["other"], "not a file"),
     ):
@@ -371,6 +370,12 @@ def as_read(value):
     return value.item() if hasattr(value, "item") else value
 
 
+def end_of(name, tied):
+    while name in tied:
+        name = tied[name]
+    return name
+
+
 @settings(max_examples=60)
 @given(
     names=st.lists(NAMES, min_size=1, max_size=4, unique=True),
@@ -401,8 +406,9 @@ def test_whatever_publish_accepts_readers_accept(names, tied, step, metadata, ru
     assert manifest.step == (None if step is None else int(step))
     assert run is None or manifest.run == run
     found = pull(url)
+    # Tied names arrive too; two that are given different weights were refused.
     assert {name: tensor.bits.tobytes() for name, tensor in found.items()} == {
-        name: array.tobytes() for name, array in weights.items() if name not in tied
+        name: weights[end_of(name, tied)].tobytes() for name in {*weights, *tied}
     }
     assert ls(url)["num_versions"] == 2
     report = audit(Run(url))

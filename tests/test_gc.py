@@ -160,3 +160,65 @@ def test_heartbeats_may_say_anything(told):
     found = plan_gc(Run(url))
     assert not found.removals
     assert set(found.live_replicas) <= {"odd"}
+
+
+def orphan_of(url, kind):
+    """A second upload of what is there already, under a name that no document has."""
+    store = open_store(url)
+    key = next(stat.key for stat in store.list(kind))
+    number = key.index("-from-") + 15 if kind == "deltas/" else len("anchors/00000000-")
+    other = f"{key[:number]}0123456789ab{key[number + 12 :]}"
+    store.put(other, store.get(key))
+    return other
+
+
+def test_a_kill_between_an_anchors_objects_and_its_document():
+    """The weights of an anchor lie there, and no document says so: gc neither fails nor counts on it."""
+    url, states = make_run(6, anchors=None)
+    half = "anchors/00000005-0123456789ab/model.safetensors"
+    open_store(url).put(half, b"half an anchor")
+    young = plan_gc(Run(url), keep_anchors=1)
+    assert (young.removals, young.oldest_anchor) == ((), 0)
+    found = plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
+    assert [(each.key, each.why) for each in found.removals] == [(half, "an upload that was given up")]
+    collect(Run(url), found.removals)
+    assert reachable_versions(url, states) == set(range(6))
+
+
+@pytest.mark.parametrize("kind", ["deltas/", "anchors/"])
+def test_a_second_upload_of_a_kept_way_goes(kind):
+    url, states = make_run(6)
+    orphan = orphan_of(url, kind)
+    assert not plan_gc(Run(url)).removals
+    found = plan_gc(Run(url), grace_seconds=-1)
+    assert [each.key for each in found.removals] == [orphan]
+    collect(Run(url), found.removals)
+    assert reachable_versions(url, states) == set(range(6))
+
+
+def test_a_second_upload_of_a_way_that_goes_has_its_grace():
+    """It may be under way, and its document may come."""
+    url, _ = make_run(12, anchors=4)
+    orphan = orphan_of(url, "deltas/")
+    assert orphan not in {each.key for each in plan_gc(Run(url), keep_anchors=1).removals}
+    assert orphan in {each.key for each in plan_gc(Run(url), keep_anchors=1, grace_seconds=-1).removals}
+
+
+def test_an_anchor_that_is_not_whole_does_not_count():
+    url, states = make_run(12, anchors=4)
+    store = open_store(url)
+    store.delete(stat.key for stat in list(store.list("anchors/00000008")))
+    found = plan_gc(Run(url), keep_anchors=1)
+    assert found.oldest_anchor == 4
+    collect(Run(url), found.removals)
+    assert reachable_versions(url, states) == set(range(4, 12))
+
+
+def test_documents_that_cannot_be_read_stop_nothing_and_keep_what_they_may_name():
+    url, _ = make_run(12, anchors=4)
+    store, whole = open_store(url), plan_gc(Run(url), keep_anchors=1)
+    for key in ("manifests/00000001.json", "manifests/00000009.json", "manifests/00000004.anchor.json"):
+        store.put(key, b"damaged")
+    found = plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
+    assert {each.key for each in found.removals} == {each.key for each in whole.removals}
+    assert not [each for each in found.removals if "/00000009" in each.key]

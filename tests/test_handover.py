@@ -111,7 +111,7 @@ def test_what_is_tied_for_real_is_sent_once_and_arrives_under_both_names():
     with Publisher(url, {"a": w, "b": w[:]}) as publisher:
         publisher.publish()
         w[2] = 7
-        publisher.publish()
+        publisher.publish().wait(30)
         assert publisher.run.manifest(0).tied == {"b": "a"}
     copy = {}
     with Replica(url, copy) as replica:
@@ -258,7 +258,7 @@ def test_a_closed_replica_pulls_no_more():
 
 
 def test_a_function_that_returns_no_mapping():
-    with pytest.raises(TypeError, match="returned list, not a mapping"):
+    with pytest.raises(TypeError, match="by name, not list"):
         Publisher(fresh_url(), lambda: [("a", np.ones(2))])
 
 

@@ -27,7 +27,10 @@ class Model(torch.nn.Module):
 
 def published_bits(model, dtype=torch.bfloat16):
     """What must arrive: torch's own cast of every parameter, and every persistent buffer as it is."""
-    named = {plain_name(name): parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    named = {
+        plain_name(name): parameter.detach().to(dtype)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     named |= {plain_name(name): buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
     return {name: np.frombuffer(value.contiguous().numpy(force=True).tobytes() if value.dtype != torch.bfloat16

@@ -285,7 +285,7 @@ def test_full_anchors_are_where_reading_starts(tmp_path):
     weights = steps(4)
     write_anchor(tmp_path, 1, weights[0])
     write_anchor(tmp_path, 3, weights[2])
-    write_delta(tmp_path, 4, weights[2], weights[3], "gap_delta")
+    write_delta(tmp_path, 4, weights[2], weights[3])
     # Step 2 is not there, nor is it needed.
     assert bits(TrlBucket(tmp_path).load()) == bits(weights[3])
     with pytest.raises(BrokenChain, match="step 2 is missing"):

@@ -2,14 +2,14 @@
 
 `GET /health` is 200 where the engine serves weights that are known and current, or being updated, and 503 otherwise.
 `GET /status` is what the agent knows as JSON, `GET /metrics` the numbers for Prometheus. `POST /nudge` makes it look
-at once, and needs the header `Authorization: Bearer TOKEN`.
+at once, and needs the header `Authorization: Bearer TOKEN`. Requests under names that are not its own get 400.
 """
 
 import hmac
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from deltawire.engines.engine import Engine
 from deltawire.engines.target import EngineTarget
 from deltawire.errors import AddressUnavailable, MissingDependency
+from deltawire.hosts import answered_hosts
 from deltawire.metrics import registry
 from deltawire.replica import Pull, Replica
 from deltawire.runs import Run
@@ -47,7 +48,7 @@ class Agent:
 
     Deltas are fetched and decoded against the mirror, a folder or host memory, while the engine serves. An engine or a
     store that is away is waited for. With a port, it answers over HTTP from a thread of its own; port 0 takes a free
-    one.
+    one. It answers to the names of `host`, and to `allowed_hosts`.
 
     >>> with Agent(TorchEngine(model), "s3://bucket/run") as agent, agent.running():  # doctest: +SKIP
     ...     agent.wait(0)
@@ -61,11 +62,13 @@ class Agent:
         mirror: str | Path | Target | None = None,
         name: str | None = None,
         public_key: str | None = None,
+        run: str | None = None,
         scratch: str | Path | None = None,
         poll_seconds: float = 1.0,
         host: str = "127.0.0.1",
         port: int | None = None,
         token: str | None = None,
+        allowed_hosts: Sequence[str] = (),
         heartbeat_seconds: float | None = 15.0,
     ) -> None:
         if poll_seconds <= 0:
@@ -75,14 +78,14 @@ class Agent:
         self._poll_seconds = poll_seconds
         self._started = time.monotonic()
         self._runs = False
-        application = None if port is None else _application(self, token)
+        application = None if port is None else _application(self, token, answered_hosts(host, allowed_hosts))
         with ExitStack() as undo:
             listening = None if port is None else undo.enter_context(_listen(host, port))
             self.target = EngineTarget(engine, mirror)
             undo.callback(self.target.mirror.close)
             self.replica = Replica(
-                store, self.target, name=name, public_key=public_key, heartbeat_seconds=heartbeat_seconds,
-                scratch=scratch,
+                store, self.target, name=name, public_key=public_key, run=run,
+                heartbeat_seconds=heartbeat_seconds, scratch=scratch,
             )  # fmt: skip
             undo.pop_all()
         self._http = None if application is None or listening is None else _Http(application, listening)
@@ -205,11 +208,13 @@ class _Http:
         self._thread.join()
 
 
-def _application(agent: Agent, token: str | None) -> "Starlette":
+def _application(agent: Agent, token: str | None, hosts: list[str]) -> "Starlette":
     try:
         import prometheus_client
         import uvicorn  # noqa: F401
         from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.requests import Request
         from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
@@ -238,12 +243,14 @@ def _application(agent: Agent, token: str | None) -> "Starlette":
         return JSONResponse({"accepted": True, "version": agent.version}, 202)
 
     # Plain functions, which run in threads: the first metrics may have to ask the store for the run's name.
-    return Starlette(routes=[
+    routes = [
         Route("/health", health),
         Route("/status", status),
         Route("/metrics", metrics),
         Route("/nudge", nudge, methods=["POST"]),
-    ])  # fmt: skip
+    ]
+    guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    return Starlette(routes=routes, middleware=[guard])
 
 
 def _is_authorized(header: str, token: str) -> bool:

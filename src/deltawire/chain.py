@@ -95,6 +95,15 @@ def reachable(links: Iterable[Link]) -> set[int]:
     return found
 
 
+def check_skips(skips: Any) -> None:
+    """Refuse what are not lengths of skip deltas."""
+    if isinstance(skips, (str, bytes)) or not isinstance(skips, Sequence):
+        raise TypeError(f"skips is a list of lengths, such as (4, 16, 64), or () for none, not {skips!r}")
+    for length in skips:
+        if type(length) is not int or length < 2:
+            raise ValueError(f"a skip delta is over 2 versions or more, not {length!r}")
+
+
 def skip_bases(version: int, lengths: Iterable[int] = SKIPS) -> list[int]:
     """The bases of the skip deltas that end at a version."""
     return [version - length for length in lengths if version % length == 0 and version >= length]

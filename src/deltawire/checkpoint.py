@@ -12,7 +12,7 @@ from deltawire.dtypes import DTYPES, Bits, dtype_named
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
 from deltawire.names import PREFIX, check_names, resolve_ties
 from deltawire.state import Digest, digest
-from deltawire.weights import DTypeChoice, Form, Tensor, Weights, view
+from deltawire.weights import DTypeChoice, Form, Tensor, Weights, mapping_of, view
 from deltawire.wire import FORMAT_VERSION, read_number, read_tied
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -136,7 +136,8 @@ def save_anchor(
     A path that ends in `.safetensors` becomes one file, any other a folder, which must not exist yet, with one file or,
     above `max_shard_bytes`, several and an index. Tied names are left out, as transformers does.
     """
-    path, tied = Path(path), resolve_ties(tied or {}, weights)
+    path, weights = Path(path), mapping_of(weights)
+    tied = resolve_ties(tied or {}, weights)
     check_names(weights)
     state = digest(weights, dtype=dtype, tied=tied, threads=threads)
     forms = {}

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from deltawire.disk import open_regular
-from deltawire.dtypes import DTYPES, Bits
+from deltawire.dtypes import DTYPES, Bits, empty_bits
 from deltawire.errors import CorruptObject, LimitExceeded, UnsupportedFormat
 from deltawire.names import METADATA, is_text
 
@@ -59,11 +59,11 @@ class Container:
     def bits(self, name: str) -> Bits:
         """A tensor's elements, flat, as unsigned integers."""
         slot = self.header.slots[name]
-        kind, count = DTYPES[slot.dtype].unsigned, prod(slot.shape)
+        kind = DTYPES[slot.dtype].unsigned
         start = self.header.data_start + slot.start
         if not isinstance(self.source, Path):
             return np.frombuffer(self.source, np.uint8, slot.stop - slot.start, start).copy().view(kind)
-        array = np.empty(count, kind)
+        array = empty_bits(slot.shape, DTYPES[slot.dtype], name)
         with open_regular(self.source) as file:
             file.seek(start)
             if file.readinto(raw(array)) != array.nbytes:

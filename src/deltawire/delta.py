@@ -11,7 +11,17 @@ from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, Unknow
 from deltawire.names import check_names, resolve_ties
 from deltawire.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
 from deltawire.state import Digest, digest, tensor_digest
-from deltawire.weights import DTypeChoice, Weights, aliases_of, num_elements, untied_name, view, writable, write
+from deltawire.weights import (
+    DTypeChoice,
+    Weights,
+    aliases_of,
+    mapping_of,
+    num_elements,
+    untied_name,
+    view,
+    writable,
+    write,
+)
 from deltawire.wire import Entry, Facts, part_bytes
 from deltawire.workers import Workers
 
@@ -159,6 +169,7 @@ def diff_into(
 ) -> Facts:
     """`diff`, with each entry handed on as soon as it is made."""
     allowed = allowed_encodings(encoding)
+    old, new = mapping_of(old), mapping_of(new)
     tied = resolve_ties(tied or {}, old)
     names = [name for name in old if name not in tied]
     _check_names(names, [name for name in new if name not in tied])
@@ -216,6 +227,7 @@ def apply(
     they are, and the digest that they will have. Pass `base_digest` where the digest of the weights is known, to save
     the scan of all of them.
     """
+    weights = mapping_of(weights)
     for entry in delta.entries:
         matching(entry, weights, dtype)
     aliases = aliases_of(delta.tied)

@@ -1,12 +1,13 @@
 """The dtypes that weights come in. All of them pass through as bit patterns; only `context` looks inside."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from deltawire.errors import UnsupportedFormat
+from deltawire.errors import NotEnoughMemory, UnsupportedFormat
 
 Bits = npt.NDArray[np.unsignedinteger]
 
@@ -77,10 +78,39 @@ ALIASES = {
 }
 
 
-def dtype_named(name: str) -> DType:
-    """A dtype by its safetensors name or by what numpy and torch call it."""
+def dtype_named(dtype: Any) -> DType:
+    """A dtype by its safetensors name, by what numpy and torch call it, or as a dtype of theirs."""
+    name = _name_of(dtype)
     try:
         return DTYPES[ALIASES.get(name, name)]
     except KeyError:
         known = ", ".join(sorted(DTYPES))
         raise UnsupportedFormat(f"dtype {name!r} is not supported; supported are {known}", actual=name) from None
+
+
+def _name_of(dtype: Any) -> str:
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    if isinstance(dtype, DType):
+        return dtype.name
+    if type(dtype).__module__.partition(".")[0] == "torch":
+        return str(dtype).removeprefix("torch.")
+    if isinstance(dtype, (np.dtype, type)):
+        return np.dtype(dtype).name
+    raise TypeError(f"a dtype is a name such as 'BF16', or a dtype of torch or numpy, not {type(dtype).__name__}")
+
+
+def empty_bits(shape: tuple[int, ...], dtype: DType, what: str) -> Bits:
+    """Room for so many elements, flat, or NotEnoughMemory."""
+    try:
+        return np.empty(prod(shape), dtype.unsigned)
+    except (MemoryError, ValueError):  # the second where no machine could have so much
+        raise no_room(what, prod(shape) * dtype.itemsize) from None
+
+
+def no_room(what: str, num_bytes: int) -> NotEnoughMemory:
+    return NotEnoughMemory(
+        f"{what} takes {num_bytes:,} bytes of memory, and so much is not to be had: free some, or take a machine that "
+        "has more",
+        num_bytes=num_bytes,
+    )

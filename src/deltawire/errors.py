@@ -17,7 +17,8 @@ DeltawireError
 │   ├── BaseMismatch            these are not the weights the delta was made for
 │   ├── DigestMismatch          the weights are not what they were said to be
 │   ├── SnapshotMismatch        what would be published is not what the trainer has
-│   └── SignatureMismatch
+│   ├── SignatureMismatch
+│   └── RunMismatch             another run than the one that is followed
 ├── EngineError
 │   ├── UnknownParameter        a tensor the target does not have
 │   ├── ShapeMismatch           it has another shape or dtype there
@@ -29,6 +30,7 @@ DeltawireError
 │   ├── UnsupportedPlacement    a parameter is spread over ranks in a way that has no boxes
 │   └── RankFailed              a rank of a sharded trainer failed, or gave no sign of life
 ├── AddressUnavailable          the agent cannot listen there
+├── NotEnoughMemory             a tensor is larger than what is left
 └── MissingDependency           an optional package is not installed
 """
 
@@ -118,6 +120,10 @@ class SignatureMismatch(MismatchError):
     """Not signed by the key that was given."""
 
 
+class RunMismatch(MismatchError):
+    """The store holds another run than the one that was named, or that the target follows."""
+
+
 class EngineError(DeltawireError):
     """The target cannot take the weights."""
 
@@ -160,6 +166,10 @@ class RankFailed(TrainerError):
 
 class AddressUnavailable(DeltawireError):
     """The host or port to listen on is taken, not allowed or not ours: `host`, `port`."""
+
+
+class NotEnoughMemory(DeltawireError):
+    """Memory for a tensor could not be had: `num_bytes` were needed."""
 
 
 class MissingDependency(DeltawireError):

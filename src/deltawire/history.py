@@ -26,7 +26,7 @@ from deltawire.boxes import Box
 from deltawire.codec import Encoded
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.container import raw
-from deltawire.dtypes import Bits, DType
+from deltawire.dtypes import Bits, DType, no_room
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.state import Digest, box_digest, tensor_key
 from deltawire.weights import Tensor, boxes_of, form
@@ -157,7 +157,10 @@ class History:
         self.oldest = self.version = version
 
     def _first_bits(self, name: str, tensor: Tensor) -> Bits:
-        return np.array(tensor.bits[:])
+        try:
+            return np.array(tensor.bits[:])
+        except MemoryError:
+            raise no_room(f"the snapshot of {name}", tensor.bits.nbytes) from None
 
     @property
     def num_elements(self) -> int:

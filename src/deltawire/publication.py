@@ -133,6 +133,15 @@ class BasePublisher(ABC):
             self.close()
 
 
+def refuse_weights(weights: tuple[Any, ...]) -> None:
+    if weights:
+        raise TypeError("publish() takes no weights: they were given to Publisher(...); call publish(step=...)")
+
+
 def check_cadence(anchors: int | str | None, queue_size: int) -> None:
-    if not (anchors in ("auto", None) or (isinstance(anchors, int) and anchors > 0)) or queue_size < 0:
+    if (
+        type(queue_size) is not int
+        or not (anchors in ("auto", None) or (isinstance(anchors, int) and anchors > 0))
+        or queue_size < 0
+    ):
         raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")

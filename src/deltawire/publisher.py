@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deltawire.chain import SKIPS
+from deltawire.chain import SKIPS, check_skips
 from deltawire.checkpoint import Checkpoint
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.commits import Commits
@@ -20,7 +20,7 @@ from deltawire.manifest import Manifest, Way
 from deltawire.names import check_names, resolve_ties
 from deltawire.parts import MAX_FILE_BYTES
 from deltawire.plain import plain_metadata, plain_step
-from deltawire.publication import BasePublisher, Publication, check_cadence
+from deltawire.publication import BasePublisher, Publication, check_cadence, refuse_weights
 from deltawire.recheck import CHECK_SHARE, Copied, Digests, Recheck
 from deltawire.runs import Run
 from deltawire.signing import public_key_of
@@ -110,6 +110,7 @@ class Publisher(BasePublisher):
         if when_full not in ("wait", "coalesce"):
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
         check_cadence(anchors, queue_size)
+        check_skips(skips)
         check_snapshot(snapshot)
         self._read = source_of(weights, dtype, frozen)
         self._recheck = Recheck(check_share)
@@ -165,13 +166,14 @@ class Publisher(BasePublisher):
         return self._history is not None
 
     def publish(
-        self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
+        self, *weights: Any, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
     ) -> Publication:
         """Make the weights as they are now the next version. They may change again as soon as this returns.
 
         `metadata` is free, as far as JSON goes. `anchor=True` sends all weights, as for the first version: needed when
         names, shapes or dtypes have changed.
         """
+        refuse_weights(weights)
         step, metadata = plain_step(step), plain_metadata(metadata)
         self._wait_for_room()
         with self._turn:

@@ -18,6 +18,7 @@ from deltawire.errors import (
     DigestMismatch,
     FormatError,
     ObjectMissing,
+    RunMismatch,
 )
 from deltawire.fetch import Fetcher, Progress
 from deltawire.heartbeat import Heartbeat
@@ -68,6 +69,9 @@ class Replica:
     Downloads go to a folder in `scratch`, which outlives the process and belongs to one replica; without it to the
     mirror's own folder, or for weights in memory to a temporary one.
 
+    Weights that are at some version of a run stay with that run: another one at the URL is an error, unless it is named
+    with `run`, which takes that run and no other.
+
     >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
     ...     replica.pull()
     """
@@ -80,11 +84,14 @@ class Replica:
         name: str | None = None,
         dtype: DTypeChoice = None,
         public_key: str | None = None,
+        run: str | None = None,
         heartbeat_seconds: float | None = 15.0,
         scratch: str | Path | None = None,
         threads: int | None = None,
     ) -> None:
-        self.run = store if isinstance(store, Run) else Run(store, public_key=public_key)
+        if isinstance(store, Run) and (public_key is not None or run is not None):
+            raise ValueError("public_key and run belong to the Run that was given: give them to Run(...)")
+        self.run = store if isinstance(store, Run) else Run(store, public_key=public_key, expected=run)
         self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
         self.target: Target = _target_of(target, dtype)
         self.error: Exception | None = None
@@ -128,6 +135,7 @@ class Replica:
         with self._pulling:
             self._check_open()
             self.target.look()
+            self.check_run()
             manifest = self._manifest(version)
             done = self._reach(manifest, self._have(manifest), progress)
             self.last_pull, self.error = done, None
@@ -141,8 +149,21 @@ class Replica:
         if self._closed:
             raise ValueError("this replica is closed: make a new one")
 
+    def check_run(self) -> None:
+        """RunMismatch where the store holds another run than the one that was named, or that the target is at."""
+        found = self.run.id
+        for state in (self.target.state(), self.target.served()):
+            if state is not None and state.run != found and self.run.expected is None:
+                raise RunMismatch(
+                    f"the weights are at version {state.version} of run {state.run}, and {self.run.store.url} holds "
+                    f"run {found}: to follow that, take another folder (or fresh weights), or name the run with --run "
+                    f"{found} (or run={found!r}). Nothing was changed",
+                    expected=state.run, actual=found,
+                )  # fmt: skip
+
     def plan(self, version: int | None = None) -> Plan:
         """What a pull would fetch."""
+        self.check_run()
         manifest = self._manifest(version)
         have = self._have(manifest)
         return find_route(self.run, None if have is None else have.version, manifest).plan
@@ -246,6 +267,8 @@ class Replica:
 
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay current until `stop` is called. Faults are kept in `error` and met with longer pauses."""
+        if not poll_seconds > 0:
+            raise ValueError(f"poll_seconds is a positive number, not {poll_seconds}")
         failures = 0
         self._check_open()
         self._watched = True

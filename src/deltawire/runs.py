@@ -7,7 +7,7 @@ from secrets import token_hex
 from typing import TypeVar
 
 from deltawire.chain import Link
-from deltawire.errors import BrokenChain, ChainError, Conflict, CorruptObject, Fenced, ObjectMissing
+from deltawire.errors import BrokenChain, ChainError, Conflict, CorruptObject, Fenced, ObjectMissing, RunMismatch
 from deltawire.keys import (
     ANCHORS,
     DELTAS,
@@ -47,7 +47,10 @@ class Run:
         *,
         public_key: str | None = None,
         sign_with: str | Path | None = None,
+        expected: str | None = None,
     ) -> None:
+        self.expected = expected
+        """The only id that is taken, if any."""
         self.store = open_store(store)
         self._verify = None if public_key is None else verifier(public_key)
         self._sign = None if sign_with is None else signer(sign_with)
@@ -61,11 +64,18 @@ class Run:
         """The run's id, from `run.json`."""
         if self._id is None:
             try:
-                self._id = self._read(RUN_KEY, read_run)
+                found = self._read(RUN_KEY, read_run)
             except ObjectMissing:
                 raise ObjectMissing(
                     f"there is no run at {self.store.url}: publish to it first, or check the URL", url=self.store.url
                 ) from None
+            if self.expected not in (None, found):
+                raise RunMismatch(
+                    f"{self.store.url} holds run {found}, not {self.expected}: check the URL, or name the run that is "
+                    "there. Nothing was fetched",
+                    expected=self.expected, actual=found,
+                )  # fmt: skip
+            self._id = found
         return self._id
 
     @property
@@ -81,6 +91,8 @@ class Run:
 
     def start(self, name: str | None) -> None:
         """Write `run.json`, or take up the run that is there."""
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"a run's id is a text, not {type(name).__name__}")
         data = run_bytes(f"run-{token_hex(4)}" if name is None else name, self.writer, time.time(), self._sign)
         try:
             self.store.create(RUN_KEY, data)
@@ -111,6 +123,12 @@ class Run:
                 f"version {version} does not exist in {self.store.url}, or was removed", version=version
             ) from None
         if (manifest.run, manifest.version) != (self.id, version):
+            if manifest.run != self.id and self._read(RUN_KEY, read_run) == manifest.run:
+                raise RunMismatch(
+                    f"{self.store.url} held run {self.id}, and holds run {manifest.run} now: to follow that, start "
+                    "anew with weights or a folder that are not at the other",
+                    expected=self.id, actual=manifest.run,
+                )  # fmt: skip
             raise CorruptObject(
                 f"the manifest of version {version} is about version {manifest.version} of run {manifest.run}",
                 version=version,

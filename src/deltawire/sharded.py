@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from deltawire.chain import SKIPS
+from deltawire.chain import SKIPS, check_skips
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.errors import DeltawireError, Fenced, RankFailed, SnapshotMismatch
 from deltawire.holder import Holder
@@ -18,7 +18,7 @@ from deltawire.leader import Leader
 from deltawire.manifest import Manifest
 from deltawire.parts import MAX_FILE_BYTES
 from deltawire.plain import plain_metadata, plain_step
-from deltawire.publication import BasePublisher, Publication, check_cadence
+from deltawire.publication import BasePublisher, Publication, check_cadence, refuse_weights
 from deltawire.ranks import Message, Ranks, error_fields, error_from
 from deltawire.recheck import CHECK_SHARE, Recheck
 from deltawire.runs import Run
@@ -86,6 +86,7 @@ class ShardedPublisher(BasePublisher):
         threads: int | None = None,
     ) -> None:
         check_cadence(anchors, queue_size)
+        check_skips(skips)
         if timeout <= 0:
             raise ValueError(f"timeout must be more than 0 s, got {timeout}")
         allowed, recheck = allowed_encodings(encoding), Recheck(check_share)
@@ -143,13 +144,14 @@ class ShardedPublisher(BasePublisher):
         return bool(self._pending) or self._is_making or bool(self._leader is not None and self._leader.tasks)
 
     def publish(
-        self, *, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
+        self, *weights: Any, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False
     ) -> Publication:
         """Make the weights as they are now the next version. They may change again as soon as this returns.
 
         All ranks call this, with the same step; metadata is that of rank 0. `anchor=True` sends all
         weights, as for the first version: needed when names, shapes, dtypes or placements have changed.
         """
+        refuse_weights(weights)
         with self._changed:
             self._changed.wait_for(lambda: len(self._pending) <= self._queue_size or self._closing)
         with self._turn:

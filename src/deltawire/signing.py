@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltawire.errors import MissingDependency, ObjectMissing
 from deltawire.manifest import Sign, Verify
+from deltawire.redact import is_like_a_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -35,12 +36,23 @@ def verifier(public_key: str) -> Verify:
     _, ed25519 = _cryptography()
     from cryptography.exceptions import InvalidSignature
 
-    if len(public_key) != 64 and Path(public_key).is_file():
-        public_key = Path(public_key).read_text().strip()
+    if not isinstance(public_key, str):
+        raise TypeError(
+            f"a public key is a text of 64 hexadecimal digits, or a path as text, not {type(public_key).__name__}"
+        )
+    text = public_key if len(public_key) == 64 else _text_of(public_key)
+    # What was given is not shown: it may be a secret.
+    if "PRIVATE KEY" in text:
+        raise ValueError(
+            "that is a private key, and a public one was expected: give what deltawire keygen printed for it, which "
+            "deltawire.signing.public_key_of(FILE) tells again"
+        )
     try:
-        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
     except ValueError:
-        raise ValueError(f"{public_key[:80]!r} is not a public key: expected 64 hexadecimal digits") from None
+        raise ValueError(
+            "that is not a public key: expected 64 hexadecimal digits, or a file that holds them"
+        ) from None
 
     def verify(signature: bytes, message: bytes) -> bool:
         try:
@@ -52,9 +64,20 @@ def verifier(public_key: str) -> Verify:
     return verify
 
 
+def _text_of(given: str) -> str:
+    """What a file holds, if this names one."""
+    try:
+        with Path(given).open("rb") as file:
+            return file.read(4096).decode("ascii", "replace").strip()
+    except (OSError, ValueError):
+        return given
+
+
 def _private_key(path: Path) -> "Ed25519PrivateKey":
     key: Any
     serialization, ed25519 = _cryptography()
+    if is_like_a_key(str(path)) and not _is_file(path):
+        raise ValueError("that seems to be a key, and the path of a file that holds one was expected: see keygen")
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except FileNotFoundError:
@@ -65,6 +88,13 @@ def _private_key(path: Path) -> "Ed25519PrivateKey":
         raise ValueError(f"{path} is not an ed25519 private key in PEM form: make one with deltawire keygen")
     found: Ed25519PrivateKey = key
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _public_hex(key: "Ed25519PrivateKey") -> str:

@@ -283,7 +283,7 @@ def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dic
     return tensors, dtypes
 
 
-def _published(dtype: str) -> str:
+def _published(dtype: Any) -> str:
     published = dtype_named(dtype).name
     if published not in TORCH_NAMES:
         raise ValueError(f"a module is published as {', '.join(TORCH_NAMES)}, not {published}")
@@ -303,7 +303,7 @@ def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> C
 
 def _returned(weights: Any) -> Weights:
     if not isinstance(weights, Mapping):
-        raise TypeError(f"the function that gives the weights returned {type(weights).__name__}, not a mapping")
+        raise TypeError(f"the function for weights must return them by name, not {type(weights).__name__}")
     return weights
 
 

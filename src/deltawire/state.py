@@ -15,7 +15,7 @@ import numpy as np
 from deltawire.boxes import Box, Positions
 from deltawire.dtypes import Bits, DType, Elements
 from deltawire.errors import CorruptObject
-from deltawire.weights import DTypeChoice, Tensor, Weights, num_elements, view
+from deltawire.weights import DTypeChoice, Tensor, Weights, mapping_of, num_elements, view
 from deltawire.workers import SERIAL, Workers
 
 _WORD = (1 << 64) - 1
@@ -105,10 +105,12 @@ def digest(
     tied: Mapping[str, str] | None = None,
     threads: int | None = None,
 ) -> Digest:
-    """The digest of a mapping from names to arrays or tensors.
+    """The digest of a mapping from names to arrays or tensors, or of a torch module.
 
-    `tied` maps names to the names they share their weights with; those are left out, as they are in a checkpoint.
+    Of a torch module it is that of its `state_dict()`, as it is. `tied` maps names to the names they share their
+    weights with; those are left out, as they are in a checkpoint.
     """
+    weights = mapping_of(weights)
     names = [name for name in weights if name not in (tied or {})]
 
     def one(name: str, workers: Workers) -> Digest:

@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from deltawire.dtypes import ALIASES, DType, dtype_named
+from deltawire.dtypes import ALIASES, DType, dtype_named, empty_bits
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.patches import Patch
 from deltawire.replay import Replay
@@ -81,8 +80,8 @@ class Target(Protocol):
 class MemoryTarget(Target):
     """Arrays or tensors in memory, changed in place: those of a mapping, or of what a function returns each time.
 
-    An empty dictionary is filled from the first anchor: `make` gives a new tensor for a dtype and a shape. Without it
-    they are `Tensor`s, and tied names are left out.
+    An empty dictionary is filled from the first anchor: `make` gives a new tensor for a name, a dtype and a shape.
+    Without it they are `Tensor`s, and tied names are left out.
     """
 
     scratch: Path | None = None
@@ -92,7 +91,7 @@ class MemoryTarget(Target):
         weights: Weights | Callable[[], Weights],
         *,
         dtype: DTypeChoice = None,
-        make: Callable[[DType, tuple[int, ...]], Any] | None = None,
+        make: Callable[[str, DType, tuple[int, ...]], Any] | None = None,
     ) -> None:
         self._read = weights if callable(weights) else lambda: weights
         self._owned = weights if isinstance(weights, MutableMapping) and not weights else None
@@ -161,7 +160,7 @@ class MemoryTarget(Target):
             if name not in weights:
                 dtype, shape = form(base, name)
                 make = self._make or _plain
-                weights[name] = make(dtype_named(dtype), shape)
+                weights[name] = make(name, dtype_named(dtype), shape)
         if self._make is not None:
             weights.update({name: weights[to] for name, to in tied.items()})
         writable(weights, weights, tied)
@@ -191,8 +190,8 @@ class MemoryTarget(Target):
     def close(self) -> None: ...
 
 
-def _plain(dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(dtype, shape, np.empty(prod(shape), dtype.unsigned))
+def _plain(name: str, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(dtype, shape, empty_bits(shape, dtype, name))
 
 
 def _places(weights: Weights) -> dict[str, Place | None]:
@@ -204,14 +203,17 @@ def _advice(expected: str, actual: str) -> str:
     return f': pass dtype="{expected}" if these integers are its bits' if actual[0] in "IU" and same_size else ""
 
 
-def new_tensor(dtype: DType, shape: tuple[int, ...]) -> Any:
+def new_tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
     """An empty tensor as a caller would have it: torch's where that is imported, else numpy's.
 
     Of dtypes that numpy lacks it is an array of ml_dtypes, where that is imported, or a `Tensor`.
     """
     torch, ml_dtypes = sys.modules.get("torch"), sys.modules.get("ml_dtypes")
-    name = next(alias for alias, own in ALIASES.items() if own == dtype.name)
+    known_as = next(alias for alias, own in ALIASES.items() if own == dtype.name)
+    plain = _plain(name, dtype, shape)
     if torch is not None:
-        return torch.empty(shape, dtype=getattr(torch, name))
-    kind = getattr(np, name, None) or getattr(ml_dtypes, name, None)
-    return _plain(dtype, shape) if kind is None else np.empty(shape, kind)
+        kind = getattr(torch, known_as)
+        bits = torch.from_numpy(plain.bits.view(np.uint8))
+        return bits.view(kind).view(shape) if len(bits) else torch.empty(shape, dtype=kind)
+    own_kind = getattr(np, known_as, None) or getattr(ml_dtypes, known_as, None)
+    return plain if own_kind is None else plain.bits.view(own_kind).reshape(shape)

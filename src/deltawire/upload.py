@@ -10,6 +10,7 @@ from secrets import token_hex
 from deltawire.checkpoint import INDEX_NAME, STATE_NAME, anchor_facts, index_bytes, split_shards
 from deltawire.codec.tiled import tile_log2_for
 from deltawire.container import header_bytes, lay_out, raw
+from deltawire.errors import ObjectMissing
 from deltawire.history import CHUNK, CHUNK_LOG2, History
 from deltawire.keys import ANCHORS, DELTAS, check_version, is_file_name
 from deltawire.manifest import MOST_OBJECTS, StoredObject, Way
@@ -204,9 +205,13 @@ def put_files(store: Store, version: int, files: Sequence[Path]) -> tuple[Stored
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:
     """What a caller wants beside the weights, or an error where an anchor could not hold it."""
+    if isinstance(files, (str, Path)):
+        raise TypeError(f"files is a list of paths, not one: [{str(files)!r}]")
     paths = [Path(file) for file in files]
     names = [path.name for path in paths]
     for path in paths:
+        if not path.exists():
+            raise ObjectMissing(f"{path}, which should lie beside the weights, is not there", path=str(path))
         if not path.is_file():
             raise ValueError(f"{path} is not a file, so it cannot be sent beside the weights")
         if not is_file_name(path.name):

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from deltawire.boxes import Box, Positions
-from deltawire.dtypes import Bits, DType, dtype_named
+from deltawire.dtypes import Bits, DType, dtype_named, no_room
 
 Weights = Mapping[str, Any]
-DTypeChoice = str | Mapping[str, str] | None
+# One dtype for all, or a mapping from the names of tensors: by name, or as torch and numpy have them.
+DTypeChoice = Any
 
 # A tensor's dtype, as safetensors calls it, and shape.
 Form = tuple[str, tuple[int, ...]]
@@ -40,17 +41,29 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     if is_torch(value):
         array, own = _torch_bits(name, value)
     elif isinstance(value, (np.ndarray, np.generic)):
-        native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-        array, own = np.ascontiguousarray(native), value.dtype.name
+        try:
+            native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+            array, own = np.ascontiguousarray(native), value.dtype.name
+        except MemoryError:
+            raise no_room(f"a contiguous copy of {name}", value.nbytes) from None
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-    kind = dtype_named(stated or own)
+    kind = dtype_named(own if stated is None else stated)
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
             f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}"
         )
     return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
+
+
+def mapping_of(weights: Any) -> Weights:
+    """Weights by name: a mapping itself, or what a torch module's `state_dict` has."""
+    if hasattr(weights, "state_dict") and not isinstance(weights, Mapping):
+        weights = weights.state_dict()
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"expected weights by name (a mapping, or a torch module), got {type(weights).__name__}")
+    return weights
 
 
 class Viewed(Mapping[str, Tensor]):
@@ -136,7 +149,7 @@ def place(value: Any) -> Place | None:
     if hasattr(value, "to_local"):
         return ("DTensor", id(value))  # a rank may hold none of it; tied, it is one object under two names
     if is_torch(value):
-        if not value.numel():
+        if not value.numel() or value.is_meta or str(value.layout) != "torch.strided":
             return None
         return (str(value.device), value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
     if isinstance(value, np.ndarray) and value.size:
@@ -213,6 +226,8 @@ def _span(value: Any, name: str) -> tuple[str, int, int, str]:
 
 def check_writable(name: str, value: Any) -> None:
     """Refuse what `write` could not change in place."""
+    if is_torch(value):
+        check_plain(name, value)
     value = value.bits if isinstance(value, Tensor) else value
     contiguous = value.is_contiguous() if is_torch(value) else value.flags.c_contiguous
     if not contiguous:
@@ -247,10 +262,12 @@ def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
 def check_plain(name: str, value: Any) -> None:
     """Refuse torch tensors that are more, or less, than their elements."""
     if value.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device and has no weights: load or initialise the model first")
+        raise ValueError(f"{name} is on the meta device, where tensors have no values: load the weights first")
+    if str(value.layout) != "torch.strided":
+        raise ValueError(f"{name} is a sparse tensor ({value.layout}): give it as a dense one, with to_dense()")
     is_wrapper = hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
-    if value.is_quantized or is_wrapper or str(value.layout) != "torch.strided":
-        kind = type(value).__name__ if is_wrapper else "quantized" if value.is_quantized else str(value.layout)
+    if value.is_quantized or is_wrapper:
+        kind = type(value).__name__ if is_wrapper else "quantized"
         raise TypeError(
             f"{name} is {kind}, not a plain dense tensor: publish the model that it was made from, or a mapping of "
             "the plain tensors that it consists of"

@@ -21,8 +21,8 @@ class Workers:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise ValueError(f"threads must be at least 1, got {threads!r}")
         self.threads = threads or _available_cores()
         # The caller's thread works too.
         self._pool = ThreadPoolExecutor(self.threads - 1, "deltawire") if self.threads > 1 else None

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import speaking_errors
-from deltawire.cli.runs import public_key_option
+from deltawire.cli.files import PATH, only_with, output_options
+from deltawire.cli.output import say, speaking_errors
+from deltawire.cli.runs import allow_host_option, public_key_option, run_option
 from deltawire.cli.watch import Watch, view_of
 
 if TYPE_CHECKING:
@@ -47,17 +47,19 @@ class AddressType(click.ParamType[tuple[str, int]]):
               help="How often to look, in seconds.")  # fmt: skip
 @click.option("--listen", type=AddressType(), help="Answer /health, /status, /metrics and /nudge here. A port alone "
               "is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
+@allow_host_option
 @click.option("--token-file", type=PATH,
               help=f"Holds the bearer token that a nudge needs.  [default: what {TOKEN_VARIABLE} is]")  # fmt: skip
 @click.option("--api-key-env", metavar="NAME", help="The environment variable with the server's API key.")
 @click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
+@run_option
 @public_key_option
 @click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
 @output_options
 def attach_command(
     kind: str, address: str, url: str, mirror: Path | None, stage: Path | None, way: str | None, kv: str, poll: float,
-    listen: tuple[str, int] | None, token_file: Path | None, api_key_env: str | None, name: str | None,
-    public_key: str | None, until: int | None, output_format: str, quiet: bool,
+    listen: tuple[str, int] | None, allow_host: tuple[str, ...], token_file: Path | None, api_key_env: str | None,
+    name: str | None, run_id: str | None, public_key: str | None, until: int | None, output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
     """Keep an inference server at the newest version of a run.
 
@@ -72,19 +74,21 @@ def attach_command(
         raise click.UsageError("--way is for --engine sglang")
     if way == "disk" and mirror is None:
         raise click.UsageError("--way disk needs --mirror: the server loads that folder")
+    only_with("--listen, which starts the HTTP", listen is not None, "allow_host", "token_file")
     with speaking_errors(url):
         host, port = listen or ("127.0.0.1", None)
         # A store that refuses us is an error now. A run that does not exist yet is waited for.
-        if not Run(url, public_key=public_key).exists():
-            click.echo(f"waiting for a run at {url}", err=True)
+        run = Run(url, public_key=public_key, expected=run_id)
+        if not run.exists():
+            say(f"waiting for a run at {url}", err=True)
         token, api_key = token_of(token_file), api_key_of(api_key_env)
         engine = make_engine(kind, address, way=way or "patch", stage=stage, kv=kv, api_key=api_key)
         with Agent(
-            engine, url, mirror=mirror, name=name, public_key=public_key, poll_seconds=poll, host=host, port=port,
-            token=token,
+            engine, run, mirror=mirror, name=name, poll_seconds=poll, host=host, port=port,
+            token=token, allowed_hosts=allow_host,
         ) as agent:  # fmt: skip
             if agent.port is not None:
-                click.echo(f"listening on {f'[{host}]' if ':' in host else host}:{agent.port}", err=True)
+                say(f"listening on {f'[{host}]' if ':' in host else host}:{agent.port}", err=True)
             Attached(agent, f"{engine.kind} at {engine.address}, from {url}", until, poll, output_format, quiet).run()
 
 
@@ -115,7 +119,13 @@ def make_engine(kind: str, address: str, *, way: str, stage: Path | None, kv: st
 def token_of(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get(TOKEN_VARIABLE)
-    token = file.read_text().strip()
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        # Without the name: it may be the token itself.
+        raise ValueError(
+            f"--token-file takes a file that holds the token, and it cannot be read: {error.strerror}"
+        ) from None
     if not token:
         raise ValueError(f"{file} is empty: write a token into it")
     return token
@@ -125,5 +135,6 @@ def api_key_of(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not os.environ.get(variable):
-        raise ValueError(f"the environment variable {variable}, which should hold the API key, is not set")
-    return os.environ[variable]
+        # Without what was given: it may be the key itself.
+        raise ValueError("--api-key-env takes the name of an environment variable, and no variable of that name is set")
+    return os.environ[variable].strip()

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import age_text, count_text, facts_text, percent_text, show, size_text, speaking_errors, table
+from deltawire.cli.output import (
+    age_text,
+    count_text,
+    facts_text,
+    percent_text,
+    plain,
+    show,
+    size_text,
+    speaking_errors,
+    table,
+)
 from deltawire.cli.runs import public_key_option
 
 if TYPE_CHECKING:
@@ -99,12 +109,12 @@ def ls_text(data: Mapping[str, Any]) -> str:
     header = ["version", "step", "kind", "base", "changed", "density", "bytes", "age", "also"]
     count = data["num_versions"]
     shown = "" if len(rows) == count else f", the last {len(rows)} of them here"
-    text = f"run {data['run']}: {count_text(count, 'version')}{shown}"
+    text = f"run {plain(data['run'])}: {count_text(count, 'version')}{shown}"
     text += f"\n\n{table(header, rows)}" if rows else ""
     if data["replicas"]:
         replicas = [
             [row["name"], *("-" if row[key] is None else str(row[key]) for key in ("version", "lag")),
-             age_text(row["age_seconds"]), row["error"] or "-"]
+             age_text(row["age_seconds"]), str(row["error"] or "-")]
             for row in data["replicas"]
         ]  # fmt: skip
         text += f"\n\n{table(['replica', 'version', 'lag', 'heard', 'fault'], replicas)}"
@@ -262,15 +272,21 @@ def plan_command(
 
 
 def version_in(folder: Path, run: "Run") -> int | None:
-    """The version that a mirror holds; None for one that does not exist yet, or holds another run."""
+    """The version that a mirror holds; None for one that does not exist yet."""
     from deltawire.checkpoint import Checkpoint
-    from deltawire.errors import ObjectMissing
+    from deltawire.errors import ObjectMissing, RunMismatch
 
     try:
         checkpoint = Checkpoint(folder)
     except ObjectMissing:
         return None
-    return checkpoint.version if checkpoint.fact("run") == run.id else None
+    holds = checkpoint.fact("run")
+    if holds not in (None, run.id):
+        raise RunMismatch(
+            f"{folder} is at run {holds}, and {run.store.url} holds run {run.id}: take another folder, or pull --run",
+            expected=holds, actual=run.id,
+        )  # fmt: skip
+    return None if holds is None else checkpoint.version
 
 
 def plan_from(run: "Run", have: int | None, version: int | None) -> "Plan":

@@ -8,9 +8,9 @@ from urllib.parse import unquote, urlsplit
 
 import click
 
-from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import speaking_errors
-from deltawire.cli.runs import public_key_option
+from deltawire.cli.files import PATH, only_with, output_options
+from deltawire.cli.output import say, speaking_errors
+from deltawire.cli.runs import allow_host_option, public_key_option
 
 MOST_LIMIT = 1000
 
@@ -22,6 +22,7 @@ MOST_LIMIT = 1000
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen. There is no login: whoever can "
               "reach it sees the run.")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where to listen.  [default: a free port]")
+@allow_host_option
 @click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open it in the browser.")
 @click.option("--every", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS",
               help="How often to look at the store.")  # fmt: skip
@@ -32,8 +33,8 @@ MOST_LIMIT = 1000
 @public_key_option
 @output_options
 def dashboard_command(
-    url: str, events: Path | None, host: str, port: int, opens: bool, every: float, after: int | None, limit: int,
-    public_key: str | None, output_format: str, quiet: bool,
+    url: str, events: Path | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool, every: float,
+    after: int | None, limit: int, public_key: str | None, output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
     """Show a run in the browser: versions, replicas, the chain, what a delta is made of.
 
@@ -41,16 +42,21 @@ def dashboard_command(
     URL may be the folder of a demo. Ctrl-C ends it. With --format json what is known now is printed once, with
     next_after for the next page.
     """
+    is_json = output_format == "json"
+    only_with("--format json", is_json, "after", "limit")
+    only_with(
+        "the page, and there is none with --format json", not is_json, "host", "port", "allow_host", "opens", "every"
+    )
     with speaking_errors(url):
         store, found = places(url)
         log = events or found
-        if output_format == "json":
+        if is_json:
             from deltawire.pages.feed import snapshot
 
             window = after, limit
             click.echo(json.dumps(snapshot(store, window, public_key=public_key, events=log), indent=2))
             return
-        serve(store, log, host, port, opens, every, public_key, quiet)
+        serve(store, log, host, port, allow_host, opens, every, public_key, quiet)
 
 
 def places(url: str) -> tuple[str, Path | None]:
@@ -66,20 +72,20 @@ def places(url: str) -> tuple[str, Path | None]:
 
 
 def serve(
-    store: str, events: Path | None, host: str, port: int, opens: bool, every: float, public_key: str | None,
-    quiet: bool,
+    store: str, events: Path | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool, every: float,
+    public_key: str | None, quiet: bool,
 ) -> None:  # fmt: skip
     from deltawire.pages.dashboard import Dashboard
     from deltawire.pages.feed import Feed
 
     feed = Feed(store, public_key=public_key, events=events)
-    dashboard = Dashboard(feed, host=host, port=port, every_seconds=every)
+    dashboard = Dashboard(feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host)
     # Also SIGINT, which a shell has ignored in what it starts in the background.
     before = {each: signal.signal(each, lambda *_: dashboard.stop()) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        click.echo(dashboard.url)
+        say(dashboard.url)
         if not quiet:
-            click.echo(f"the dashboard of {feed.store.url}; Ctrl-C ends it", err=True)
+            say(f"the dashboard of {feed.store.url}; Ctrl-C ends it", err=True)
         if opens:
             webbrowser.open(dashboard.url)
         dashboard.run()

@@ -1,6 +1,5 @@
 """The demo command: a whole asynchronous RL run on this machine."""
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import FAILURE, MISMATCH, speaking_errors
+from deltawire.cli.output import FAILURE, MISMATCH, need, say, show, speaking_errors
 
 if TYPE_CHECKING:
     from deltawire.demo.orchestrate import Options
@@ -25,6 +24,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
                 "time_limit": 1800.0},
 }  # fmt: skip
 QUICK_PRETRAIN_STEPS = 100
+NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 
 
 @click.command("demo")
@@ -74,6 +74,7 @@ def demo_command(
     if model == "smollm2" and engine == "torch":
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
+        need("the demo", NEEDED, "demo,torch")
         from deltawire.cli.demo_view import shown, summary_text, view_of
         from deltawire.demo.orchestrate import Demo, Interrupted
 
@@ -90,12 +91,12 @@ def demo_command(
             demo.run()
         except Interrupted:
             view.close()
-            click.echo(f"stopped; go on with: deltawire demo --folder {options.folder}", err=True)
+            say(f"stopped; go on with: deltawire demo --folder {options.folder}", err=True)
             sys.exit(130)
         finally:
             view.close()
         summary = shown(demo)
-        click.echo(json.dumps(summary, indent=2) if output_format == "json" else summary_text(summary))
+        show(summary, lambda: summary_text(summary), output_format)
         if not summary["ok"]:
             sys.exit(MISMATCH if summary["steps"] else FAILURE)
 

@@ -4,9 +4,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from deltawire.cli.output import Drawing, age_text, facts_text, pause_text, size_text, table
+from deltawire.cli.output import Drawing, age_text, facts_text, pause_text, plain, say, size_text, table
 from deltawire.demo.story import WORDS
 
 if TYPE_CHECKING:
@@ -44,16 +42,16 @@ class Lines:
     def refresh(self, story: "Story") -> None:
         if story.phase != self._phase:
             self._phase = story.phase
-            click.echo(f"{clock(story)}  {story.phase}")
+            say(f"{clock(story)}  {story.phase}")
         if story.pretrained is not None and story.pretrained[0] >= self._pretrained + 100:
             self._pretrained = story.pretrained[0]
-            click.echo(f"{clock(story)}  pretraining: step {story.pretrained[0]} of {story.pretrained[1]}")
+            say(f"{clock(story)}  pretraining: step {story.pretrained[0]} of {story.pretrained[1]}")
         for note in [each for each in story.notes if each not in self._told]:
             self._told.add(note)
-            click.echo(f"{clock(story)}  {note[1]}")
+            say(f"{clock(story)}  {plain(note[1])}")
         if story.step // self.EVERY > self._step // self.EVERY:
             self._step = story.step
-            click.echo(f"{clock(story)}  {step_text(story)}")
+            say(f"{clock(story)}  {step_text(story)}")
 
     def close(self) -> None: ...
 
@@ -130,7 +128,7 @@ def screen_text(story: "Story") -> str:
         ]  # fmt: skip
         parts.append(table(["replica", "version", "lag", "updates", "fetched", "last pause"], rows))
     if story.notes:
-        parts.append("\n".join(f"{age_text(time.time() - when):>6} ago  {text}"
+        parts.append("\n".join(f"{age_text(time.time() - when):>6} ago  {plain(text)}"
                                for when, text in list(story.notes)[-NUM_NOTES:]))  # fmt: skip
     return "\n\n".join(parts)
 

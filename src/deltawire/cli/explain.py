@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import show, size_text, speaking_errors
+from deltawire.cli.files import PATH, only_with, output_options
+from deltawire.cli.output import say, show, size_text, speaking_errors
 
 
 @click.command("explain")
@@ -22,6 +22,7 @@ def explain_command(port: int, opens: bool, output: Path | None, output_format: 
     end, computed from recorded training steps, measured times and your own numbers. Serves the page on this machine
     until Ctrl-C and prints its address, or writes it to a file. Nothing is loaded from the network.
     """
+    only_with("the page as it is served, not with --output", output is None, "port")
     from deltawire.pages.explain import serve, single_file, url_of
 
     with speaking_errors():
@@ -37,7 +38,7 @@ def explain_command(port: int, opens: bool, output: Path | None, output_format: 
             url = url_of(server)
             show({"url": url}, lambda: url, output_format)
             if not quiet:
-                click.echo("Ctrl-C ends it.", err=True)
+                say("Ctrl-C ends it.", err=True)
             if opens:
                 click.launch(url)
             # Also SIGINT, which a shell has ignored in what it starts in the background.

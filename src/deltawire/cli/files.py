@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from deltawire.cli.output import percent_text, progress_bar, show, size_text, speaking_errors, table
+from deltawire.cli.output import percent_text, plain, progress_bar, show, size_text, speaking_errors, table
 
 if TYPE_CHECKING:
     from deltawire.checkpoint import Checkpoint
@@ -37,6 +38,15 @@ def output_options(command: Command) -> Command:
     return click.option(
         "--format", "output_format", type=kinds, default="text", show_default=True, help="How to print."
     )(command)
+
+
+def only_with(condition: str, holds: bool, *names: str) -> None:
+    """Refuse options that were given, by the names of their parameters, where they would be ignored."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and not holds and source is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]} goes with {condition}: leave it out")
 
 
 threads_option = click.option(
@@ -299,7 +309,7 @@ def summary_text(delta: "Delta") -> str:
     per_change = f", {delta.num_bytes / delta.num_changed:.3f} B per change" if delta.num_changed else ""
     tensors = "tensor" if len(delta.entries) == 1 else "tensors"
     lines = [
-        f"version  {delta.base_version} -> {delta.version}" + (f" of run {delta.run}" if delta.run else ""),
+        f"version  {delta.base_version} -> {delta.version}" + (f" of run {plain(delta.run)}" if delta.run else ""),
         f"changed  {delta.num_changed:,} of {delta.num_elements:,} weights "
         f"({percent_text(delta.num_changed, delta.num_elements)}), in {len(delta.entries)} {tensors}",
         f"payload  {size_text(delta.num_bytes)}{per_change}",

@@ -1,6 +1,11 @@
-"""How the commands speak: data on stdout as text or JSON, the rest on stderr, an exit code for each kind of error."""
+"""How the commands speak: data on stdout as text or JSON, the rest on stderr, an exit code for each kind of error.
+
+Run ids, names of tensors and replicas, and what stores and servers say were written by others. All text for people goes
+through `say` or a drawing, which leave nothing in it that a terminal obeys; JSON has its own escapes, and stays exact.
+"""
 
 import errno
+import importlib.util
 import json
 import os
 import shutil
@@ -8,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from deltawire import errors
+from deltawire.redact import redacted
 
 # Click itself exits with 2 where the usage is wrong.
 FAILURE, MISMATCH = 1, 3
@@ -38,6 +44,12 @@ _RUN_HINTS: Hints = [
     (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
     (errors.EngineError, "where names, shapes or dtypes have changed, send all weights with --anchor"),
 ]
+# What brings a package, where a command meets its absence by itself.
+_EXTRAS = {
+    "torch": "torch", "huggingface_hub": "hub", "hf_xet": "hub", "cryptography": "signing", "httpx": "agent",
+    "starlette": "agent", "uvicorn": "agent", "prometheus_client": "agent", "vllm": "vllm", "trl": "trl",
+    "openenv": "demo", "pydantic": "demo",
+}  # fmt: skip
 _NO_RUN = "start it with: deltawire publish CHECKPOINT --to {url}"
 _DISK_FULL = "free some space, then run the same command again"
 
@@ -50,15 +62,40 @@ def speaking_errors(url: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    except (errors.DeltawireError, OSError) as error:
-        if os.environ.get("DELTAWIRE_DEBUG") == "1":
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "deltawire"):
             raise
-        click.echo(f"error: {_sentence(error)}", err=True)
-        if hint := _hint(error, url):
-            click.echo(f"hint: {hint}", err=True)
-        sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
+        _end(errors.MissingDependency(_install_text(error.name or "")), url)
+    except MemoryError as error:
+        _end(errors.NotEnoughMemory(f"there is not enough memory: {error}"), url)
+    except ValueError as error:
+        raise click.UsageError(plain(error)) from error
+    except (errors.DeltawireError, OSError) as error:
+        _end(error, url)
+
+
+def _end(error: Exception, url: str | None) -> NoReturn:
+    if os.environ.get("DELTAWIRE_DEBUG") == "1":
+        raise error
+    say(f"error: {plain(_sentence(error))}", err=True)
+    if hint := _hint(error, url):
+        say(f"hint: {hint}", err=True)
+    sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
+
+
+def _install_text(module: str) -> str:
+    package = module.partition(".")[0]
+    extra = _EXTRAS.get(package)
+    return f"{package} is not installed: pip install {package if extra is None else repr(f'deltawire[{extra}]')}"
+
+
+def need(what: str, modules: Sequence[str], extras: str) -> None:
+    """MissingDependency where some modules are not installed, before anything is begun."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise errors.MissingDependency(
+            f"{what} needs packages that are not installed ({', '.join(missing)}): pip install 'deltawire[{extras}]'"
+        )
 
 
 def _sentence(error: Exception) -> str:
@@ -82,9 +119,22 @@ def _hint(error: Exception, url: str | None) -> str | None:
     return hint and hint.format(url=url)
 
 
+def plain(text: object) -> str:
+    """Text of others on one line: nothing that moves a cursor, and no secret."""
+    return "".join(each if each.isprintable() else " " for each in redacted(str(text)))
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines for people."""
+    click.echo("\n".join(map(plain, text.split("\n"))), err=err)
+
+
 def show(data: dict[str, Any], text: Callable[[], str], output_format: str) -> None:
     """Print data as JSON, or as text for people."""
-    click.echo(json.dumps(data, indent=2) if output_format == "json" else text())
+    if output_format == "json":
+        click.echo(json.dumps(data, indent=2))
+    else:
+        say(text())
 
 
 @contextmanager
@@ -94,7 +144,7 @@ def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[str,
         yield lambda _name, _count: None
         return
     with click.progressbar(
-        length=max(total, 1), label=label, file=sys.stderr, item_show_func=lambda name: name and name[-40:]
+        length=max(total, 1), label=label, file=sys.stderr, item_show_func=lambda name: name and plain(name)[-40:]
     ) as bar:
         yield lambda name, count: bar.update(count, name)
 
@@ -122,7 +172,7 @@ class ByteBar:
         """Show something else on the line."""
         if self._shows:
             self._drawn = time.monotonic()
-            line = f"{self._label}  {text}"[: shutil.get_terminal_size().columns - 1]
+            line = plain(f"{self._label}  {text}")[: shutil.get_terminal_size().columns - 1]
             click.echo(f"\r{line}\x1b[K", nl=False, err=True)
 
     def __enter__(self) -> "ByteBar":
@@ -148,7 +198,7 @@ class Drawing:
 
     def draw(self, text: str) -> None:
         columns, rows = shutil.get_terminal_size()
-        lines = [line[: columns - 1] for line in text.splitlines()]
+        lines = [plain(line)[: columns - 1] for line in text.split("\n")]
         if len(lines) >= rows:
             kept = max(rows - 2, 0)
             lines[kept:] = [f"... and {len(lines) - kept} more lines"]
@@ -159,6 +209,7 @@ class Drawing:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need to be; the first to the left, the others to the right."""
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = []
     for row in [header, ["-" * width for width in widths], *rows]:
@@ -203,4 +254,4 @@ def pause_text(seconds: float | None) -> str:
 def facts_text(rows: Sequence[tuple[str, str]]) -> str:
     """Names and values, one pair on a line."""
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return "\n".join(f"{name:<{width}}  {plain(value)}" for name, value in rows)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from deltawire.cli.files import ENCODING_NAMES, PATH, output_options, threads_option
+from deltawire.cli.files import ENCODING_NAMES, PATH, only_with, output_options, threads_option
 from deltawire.cli.output import (
     ByteBar,
     count_text,
     facts_text,
     percent_text,
     progress_bar,
+    say,
     show,
     size_text,
     speaking_errors,
@@ -38,6 +39,11 @@ public_key_option = click.option(
     metavar="HEX|FILE",
     help="Take nothing that is not signed with this key.",
 )
+run_option = click.option("--run", "run_id", metavar="ID", help="Take this run and no other, also where the weights "
+                          "are at another one.  [default: what is there, if they are not]")  # fmt: skip
+allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Answer requests under this name "
+                                 "too, such as agent.example or *.example. Repeatable.  [default: the names of the "
+                                 "host that it listens on]")  # fmt: skip
 sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; make one with keygen.")
 
 
@@ -207,13 +213,15 @@ def published_text(data: Mapping[str, Any]) -> str:
 @click.argument("url")
 @click.option("--to", "folder", type=PATH, required=True, help="The folder to fill or to bring up to date.")
 @click.option("--version", type=click.IntRange(0), help="The version to have (trl: the step).  [default: the newest]")
+@run_option
 @public_key_option
 @click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
               help="How the store is laid out; trl: as TRL's delta sync writes it.")  # fmt: skip
 @output_options
 def pull_command(
-    url: str, folder: Path, version: int | None, public_key: str | None, layout: str, output_format: str, quiet: bool
-) -> None:
+    url: str, folder: Path, version: int | None, run_id: str | None, public_key: str | None, layout: str,
+    output_format: str, quiet: bool,
+) -> None:  # fmt: skip
     """Bring a folder to a version of a run.
 
     The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
@@ -221,20 +229,21 @@ def pull_command(
     from deltawire.replica import Replica
     from deltawire.runs import Run
 
+    only_with("--layout deltawire: the other is not signed and names no run", layout != "trl", "public_key", "run_id")
     with speaking_errors(url):
         if layout == "trl":
             return pull_from_trl(url, folder, version, output_format)
-        run = Run(url, public_key=public_key)
+        run = Run(url, public_key=public_key, expected=run_id)
         # Before the folder is made: a wrong URL or version must leave nothing behind.
         _ = run.id if version is None else run.manifest(version)
         with (
-            Replica(run.store, folder, public_key=public_key) as replica,
+            Replica(run, folder) as replica,
             ByteBar("pull", quiet, "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)
             data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
     if data["faults"]:
-        click.echo(
+        say(
             f"warning: took another path after {count_text(data['faults'], 'fault')}; see: deltawire verify {url}",
             err=True,
         )
@@ -242,10 +251,15 @@ def pull_command(
 
 
 def pull_from_trl(url: str, folder: Path, step: int | None, output_format: str) -> None:
-    from deltawire.interop.trl import pull_trl
+    from deltawire.interop.trl import TrlBucket, pull_trl
 
     found = pull_trl(url, folder, step=step)
-    show({"to": str(folder), "step": found, "layout": "trl"}, lambda: f"wrote {folder}: step {found}", output_format)
+    unwritten = [[each.start, each.stop - 1] for each in TrlBucket(url).unwritten(found)]
+    if unwritten:
+        steps = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in unwritten)
+        say(f"note: there is no file for step {steps}: in this layout that means no change, or a lost file", err=True)
+    data = {"to": str(folder), "step": found, "layout": "trl", "unwritten": unwritten}
+    show(data, lambda: f"wrote {folder}: step {found}", output_format)
 
 
 def pulled(done: "Pull") -> dict[str, Any]:
@@ -288,11 +302,13 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 @click.option("--version", type=click.IntRange(0), help="The version to write (trl: the last).  [default: the newest]")
 @click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
               help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
+@click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1", show_default=True,
+              help="With --layout trl: whose readers it is for, of delta-weight-sync, -v2 and -v3.")  # fmt: skip
 @public_key_option
 @threads_option
 @output_options
 def export_command(
-    url: str, destination: str, version: int | None, layout: str, public_key: str | None,
+    url: str, destination: str, version: int | None, layout: str, branch: str, public_key: str | None,
     output_format: str, quiet: bool, threads: int | None,
 ) -> None:  # fmt: skip
     """Write a version of a run as a plain checkpoint.
@@ -302,10 +318,11 @@ def export_command(
     from deltawire.replica import Replica
     from deltawire.runs import Run
 
+    only_with("--layout trl", layout == "trl", "branch")
     with speaking_errors(url):
         run = Run(url, public_key=public_key)
         if layout == "trl":
-            return export_to_trl(run, destination, version, threads, output_format, quiet)
+            return export_to_trl(run, destination, version, branch, threads, output_format, quiet)
         target = ExportTarget(Path(destination))
         with (
             Replica(run.store, target, public_key=public_key, threads=threads) as replica,
@@ -319,13 +336,15 @@ def export_command(
 
 
 def export_to_trl(
-    run: "Run", destination: str, last: int | None, threads: int | None, output_format: str, quiet: bool
+    run: "Run", destination: str, last: int | None, branch: str, threads: int | None, output_format: str, quiet: bool
 ) -> None:
     from deltawire.interop.trl import export_trl
 
     with progress_bar("export", len(run.versions()), quiet) as bar:
-        keys = export_trl(run, destination, last=last, threads=threads, progress=lambda _done, _total: bar("", 1))
-    data = {"output": destination, "run": run.id, "layout": "trl", "keys": keys}
+        keys = export_trl(
+            run, destination, last=last, branch=branch, threads=threads, progress=lambda _done, _total: bar("", 1)
+        )
+    data = {"output": destination, "run": run.id, "layout": "trl", "branch": branch, "keys": keys}
     show(data, lambda: "\n".join([f"wrote {count_text(len(keys), 'file')} to {destination}", *keys]), output_format)
 
 

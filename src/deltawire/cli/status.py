@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import output_options
-from deltawire.cli.output import Drawing, age_text, count_text, pause_text, show, speaking_errors, table
+from deltawire.cli.files import only_with, output_options
+from deltawire.cli.output import Drawing, age_text, count_text, pause_text, plain, say, show, speaking_errors, table
 from deltawire.cli.runs import public_key_option
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def status_command(
     """
     from deltawire.runs import Run
 
+    only_with("--watch", watch, "poll")
     with speaking_errors(url):
         run = Run(url, public_key=public_key)
         data = fleet(run, url)
@@ -60,17 +61,19 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format:
     try:
         while True:
             if live:
-                drawing.draw(fleet_text(data) + (f"\n\nfault: {fault}" if fault else ""))
+                drawing.draw(fleet_text(data) + (f"\n\nfault: {plain(fault)}" if fault else ""))
             elif (lasting := without_ages(data)) != shown:
-                text = json.dumps(data) if output_format == "json" else fleet_text(data) + "\n"
-                click.echo(text)
+                if output_format == "json":
+                    click.echo(json.dumps(data))
+                else:
+                    say(fleet_text(data) + "\n")
                 shown = lasting
             time.sleep(poll_seconds)
             try:
                 data, fault = fleet(run, data["url"], data["version"]), None
             except StoreError as error:
                 if not live and str(error) != fault:
-                    click.echo(f"fault: {error}", err=True)
+                    say(f"fault: {plain(error)}", err=True)
                 fault = str(error)
     except KeyboardInterrupt:
         pass
@@ -106,14 +109,14 @@ def replica_row(told: Mapping[str, Any], latest: int | None) -> dict[str, Any]:
     version = version if type(version) is int else None
     lag = None if version is None or latest is None else max(latest - version, 0)
     row = {
-        "name": printable(told.get("name")),
-        "engine": printable(engine.get("kind")) if isinstance(engine, dict) else None,
-        "address": printable(engine.get("address")) if isinstance(engine, dict) else None,
+        "name": str(told.get("name")),
+        "engine": str(engine.get("kind")) if isinstance(engine, dict) else None,
+        "address": str(engine.get("address")) if isinstance(engine, dict) else None,
         "version": version,
         "lag": lag,
         "pause_seconds": pause if isinstance(pause, int | float) and isfinite(pause) else None,
         "age_seconds": told["age_seconds"],
-        "error": printable(told["error"]) if told.get("error") else None,
+        "error": str(told["error"]) if told.get("error") else None,
     }
     return {**row, "health": health_of(row, bool(told.get("using")), latest)}
 
@@ -128,11 +131,6 @@ def health_of(row: Mapping[str, Any], pulling: bool, latest: int | None) -> str:
     return "behind" if row["lag"] or (row["version"] is None and latest is not None) else "ok"
 
 
-def printable(value: Any) -> str:
-    """Text that moves no cursor."""
-    return "".join(each if each.isprintable() else " " for each in str(value))
-
-
 def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
     rows = [{key: value for key, value in row.items() if key != "age_seconds"} for row in data["replicas"]]
     return {key: value for key, value in data.items() if key != "age_seconds"} | {"replicas": rows}
@@ -141,7 +139,9 @@ def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
 def fleet_text(data: Mapping[str, Any]) -> str:
     summary, rows = data["summary"], data["replicas"]
     counts = ", ".join(f"{summary[health]} {health}" for health in HEALTHS if summary[health])
-    text = f"run {data['run']}: {version_text(data)}\n{count_text(len(rows), 'replica')}" + (counts and f": {counts}")
+    text = f"run {plain(data['run'])}: {version_text(data)}\n{count_text(len(rows), 'replica')}" + (
+        counts and f": {counts}"
+    )
     if not rows:
         return text
     header = ["replica", "engine", "version", "lag", "pause", "heard", "health"]
@@ -159,7 +159,7 @@ def version_text(data: Mapping[str, Any]) -> str:
     if data["version"] is None:
         return "no version yet"
     step = "" if data["step"] is None else f", step {data['step']}"
-    metadata = f", {printable(json.dumps(data['metadata']))}" if data["metadata"] else ""
+    metadata = f", {json.dumps(data['metadata'])}" if data["metadata"] else ""
     return f"version {data['version']}{step}, {age_text(data['age_seconds'])} ago{metadata}"
 
 

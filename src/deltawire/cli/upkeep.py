@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deltawire.cli.files import output_options, threads_option
+from deltawire.cli.files import only_with, output_options, threads_option
 from deltawire.cli.output import (
     MISMATCH,
     ByteBar,
     count_text,
     facts_text,
+    plain,
     progress_bar,
     show,
     size_text,
@@ -50,6 +51,8 @@ def gc_command(
     """
     from deltawire.gc import collect, plan_gc
     from deltawire.runs import Run
+
+    only_with("a removal, and --plan removes nothing", not only_plan, "yes")
 
     with speaking_errors(url):
         run = Run(url, public_key=public_key)
@@ -156,7 +159,7 @@ def audit_text(found: "Audit", url: str, signed: bool) -> str:
         )
     text = f"{head}\n{facts_text(lines)}"
     for problem in found.problems:
-        text += f"\n\n{problem.where}\n  {problem.error}: {problem.what}"
+        text += f"\n\n{plain(problem.where)}\n  {problem.error}: {plain(problem.what)}"
     return text
 
 

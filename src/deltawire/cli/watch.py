@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import Drawing, age_text, pause_text, size_text, speaking_errors, table
-from deltawire.cli.runs import public_key_option, pulled, standing
+from deltawire.cli.output import Drawing, age_text, pause_text, plain, say, size_text, speaking_errors, table
+from deltawire.cli.runs import public_key_option, pulled, run_option, standing
 
 if TYPE_CHECKING:
     from deltawire.replica import Pull, Replica
@@ -30,12 +30,13 @@ REDRAW_SECONDS = 0.25
 @click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
               help="How often to look, in seconds.")  # fmt: skip
 @click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
+@run_option
 @public_key_option
 @click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
 @output_options
 def watch_command(
-    url: str, folder: Path, poll: float, until: int | None, public_key: str | None, name: str | None,
-    output_format: str, quiet: bool,
+    url: str, folder: Path, poll: float, until: int | None, run_id: str | None, public_key: str | None,
+    name: str | None, output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
     """Keep a folder at the newest version of a run.
 
@@ -47,9 +48,10 @@ def watch_command(
 
     with speaking_errors(url):
         # A store that refuses us is an error now. A run that does not exist yet is waited for.
-        if not Run(url, public_key=public_key).exists():
-            click.echo(f"waiting for a run at {url}", err=True)
-        with Replica(url, folder, name=name, public_key=public_key) as replica:
+        run = Run(url, public_key=public_key, expected=run_id)
+        if not run.exists():
+            say(f"waiting for a run at {url}", err=True)
+        with Replica(run, folder, name=name) as replica:
             Watch(replica, view_of(replica, url, output_format, quiet), until, poll).run()
 
 
@@ -67,12 +69,15 @@ class Lines:
 
     def pulled(self, done: "Pull") -> None:
         data = {"time": time.time(), **pulled(done), **standing(self._replica)}
-        click.echo(json.dumps(data) if self._json else line_text(data))
+        if self._json:
+            click.echo(json.dumps(data))
+        else:
+            say(line_text(data))
 
     def refresh(self) -> None:
         fault = None if self._replica.error is None else str(self._replica.error)
         if fault is not None and fault != self._fault:
-            click.echo(f"fault: {fault}", err=True)
+            say(f"fault: {plain(fault)}", err=True)
         self._fault = fault
 
     def close(self) -> None:
@@ -108,10 +113,10 @@ class Screen:
         replica = self._replica
         version = "-" if replica.version is None else replica.version
         state = "waiting" if replica.lag is None else "current" if replica.lag == 0 else f"{replica.lag} behind"
-        head = f"version {version}  {state}  faults {replica.num_faults}  {self._title}"
+        head = f"version {version}  {state}  faults {replica.num_faults}  {plain(self._title)}"
         pause = ["pause"] if self._pauses else []
         header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", *pause, "faults", "ago"]
-        fault = f"\nlast fault: {replica.error}" if replica.error else ""
+        fault = f"\nlast fault: {plain(replica.error)}" if replica.error else ""
         return f"{head}\n{table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
 
     def _row(self, when: float, data: dict[str, Any]) -> list[str]:
@@ -150,7 +155,7 @@ class Watch:
             self._replica.stop()
             thread.join(1.0)
             if thread.is_alive():
-                click.echo("stopping after this pull; Ctrl-C again stops at once", err=True)
+                say("stopping after this pull; Ctrl-C again stops at once", err=True)
             thread.join()
             self._view.close()
         finally:
@@ -170,6 +175,7 @@ class Watch:
         """What the thread does, until it is told to stop."""
         self._await_run()
         if not self._stop:
+            self._replica.check_run()
             self._replica.watch(self.pulled, poll_seconds=self._poll_seconds)
 
     def _await_run(self) -> None:

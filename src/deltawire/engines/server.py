@@ -3,6 +3,7 @@
 from typing import Any
 
 from deltawire.errors import EngineRejected, EngineUnavailable, MissingDependency
+from deltawire.redact import redacted
 
 
 class Server:
@@ -14,9 +15,15 @@ class Server:
         except ImportError:
             raise MissingDependency("engines over HTTP need a package: pip install 'deltawire[agent]'") from None
         self._httpx = httpx
-        self.url, self._timeout = url, timeout
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("the API key has characters that no HTTP header may have, such as a line's end")
+        self.url, self._timeout = redacted(url), timeout
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._client = httpx.Client(base_url=url, headers=headers, trust_env=False)
+        try:
+            self._client = httpx.Client(base_url=url, headers=headers, trust_env=False)
+        except httpx.InvalidURL:
+            problem = f"{self.url!r} is not a server's URL, such as http://127.0.0.1:8000"
+            raise ValueError(problem) from None
 
     def get(self, path: str, timeout: float | None = None) -> Any:
         return self._request("GET", path, None, timeout)

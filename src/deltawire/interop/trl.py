@@ -1,14 +1,18 @@
 """The bucket layout of TRL's post on delta weight sync: read it, and write a run in it.
 
     anchors/step_000001.safetensors    whole tensors, by their names
-    deltas/step_000002.safetensors     NAME.indices and NAME.values: int32 flat positions, and absolute values
+    deltas/step_000002.safetensors     v1: NAME.indices and NAME.values: int32 flat positions, and absolute values
+                                       v2, v3: NAME.idx and NAME.val, the positions as the `encoding` in the header says
+
+The branches v1, v2 and v3 (`delta-weight-sync` and so on) each find tensors by their own names only, and would apply
+nothing of another's deltas. v2 and v3 write the same files; they write none for a step in which nothing has changed.
 
 The step counts versions: TRL starts at 1, an export has `step = version` and so may start at 0. TRL writes an anchor or
 a delta for a step; an export writes deltas beside its later anchors too, so that a reader can go on without them.
 The header's `total_elements` and `sparsity` are about the tensors that changed, not about the model.
 
-Read are all forms that TRL's branches have written: these, and NAME.idx and NAME.val with the `encoding` that the
-header states, `raw` or `gap_delta`. Nothing in the layout tells runs apart or lets a reader check the weights.
+Read are all of them, with the encodings `raw` and `gap_delta`; written is `gap_delta`. Nothing in the layout tells runs
+apart or lets a reader check the weights.
 """
 
 import tempfile
@@ -16,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +32,7 @@ from deltawire.dtypes import Bits, dtype_named
 from deltawire.errors import BrokenChain, Conflict, MissingAnchor, ObjectMissing, ShapeMismatch
 from deltawire.interop.trl_files import (
     ANCHOR,
+    BRANCHES,
     DELTA,
     TrlFile,
     anchor_pieces,
@@ -92,8 +98,8 @@ class TrlBucket:
     def load(self, step: int | None = None) -> dict[str, Tensor]:
         """The weights at a step (default: the newest): from an anchor, then every delta after it, all of it checked.
 
-        Every step up to that must be there. One of TRL's branches uploads nothing for a step in which nothing changed;
-        its buckets end there, until the next anchor.
+        Every step up to that must be there, but for those without a file in a bucket of the branches v2 and v3: see
+        `unwritten`.
         """
         weights: dict[str, Tensor] = {}
         with tempfile.TemporaryDirectory(prefix="deltawire-") as folder:
@@ -107,16 +113,31 @@ class TrlBucket:
         files = self.steps()
         anchors, deltas = ({each.step: each for each in files if each.kind == kind} for kind in (ANCHOR, DELTA))
         start = self._start([anchor for anchor in anchors.values() if anchor.step <= want], want)
-        route = [start]
-        for step in range(start.step + 1, want + 1):
-            found = deltas.get(step, anchors.get(step))
-            if found is None:
-                raise BrokenChain(
-                    f"step {step} is missing in {self.store.url}: from {start} only step {step - 1} can be reached",
-                    version=step,
-                )
-            route.append(found)
+        later = sorted((anchors | deltas).items())
+        route = [start, *(file for step, file in later if start.step < step <= want)]
+        absent = _absent(route, want)
+        if absent and self._leaves_out(route, [deltas[step] for step in sorted(deltas)]):
+            absent = [each for each in absent if want > files[-1].step and want in each]
+        if absent:
+            step = absent[0].start
+            raise BrokenChain(
+                f"step {step} is missing in {self.store.url}: from {start} only step {step - 1} can be reached",
+                version=step,
+            )
         return route
+
+    def unwritten(self, step: int) -> list[range]:
+        """The steps without a file on the way to a step, which are taken to have changed nothing.
+
+        So the branches v2 and v3 mean it. A file that was lost looks the same, and nothing in the layout could tell.
+        """
+        return _absent(self._route(step), step)
+
+    def _leaves_out(self, route: Sequence[TrlFile], deltas: Sequence[TrlFile]) -> bool:
+        """Whether this is a bucket of the branches that write no file for a step without changes."""
+        on_route = [each for each in route if each.kind == DELTA]
+        asked = on_route or [each for each in deltas if each.step > route[0].step][:1]
+        return bool(asked) and all("encoding" in self._header(each).metadata for each in asked)
 
     def _start(self, anchors: Sequence[TrlFile], want: int) -> TrlFile:
         """The newest anchor that has all tensors that those before it have."""
@@ -153,6 +174,12 @@ class TrlBucket:
             path.unlink()
 
 
+def _absent(route: Sequence[TrlFile], want: int) -> list[range]:
+    """The steps between those of some files, and up to the one that is wanted."""
+    steps = [*(each.step for each in route), want + 1]
+    return [range(one + 1, next_) for one, next_ in pairwise(steps) if next_ > one + 1]
+
+
 def export_trl(
     run: Run,
     to: str | Path | Store,
@@ -160,16 +187,21 @@ def export_trl(
     first: int | None = None,
     last: int | None = None,
     anchor_every: int | None = None,
+    branch: str = "v1",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write versions of a run in the layout; the keys that were written.
+    """Write versions of a run in the layout, as the readers of one of TRL's branches expect it; the keys that were
+    written.
 
     The default is from the oldest anchor to the newest version. The first becomes an anchor, as does every
-    `anchor_every`-th after it, and each later one a delta, also where nothing has changed. All tensors of a version are
-    held in memory, once. Tied names are left out, as in anchors of the run. What the layout cannot say is refused: a
-    tensor of 2^31 elements or more that a delta might change, F8_E8M0, and tensors that come, go or change their shape.
+    `anchor_every`-th after it, and each later one a delta; v1 has one also where nothing has changed. All tensors of a
+    version are held in memory, once. Tied names are left out, as in anchors of the run. What the layout cannot say is
+    refused: a tensor of 2^31 elements or more that a delta might change, F8_E8M0, experts of a mixture for v3, which
+    does not take them, and tensors that come, go or change their shape.
     """
+    if branch not in BRANCHES:
+        raise ValueError(f"branch is one of {', '.join(BRANCHES)}, not {branch!r}")
     if anchor_every is not None and anchor_every < 1:
         raise ValueError(f"anchor_every must be at least 1, got {anchor_every}")
     store, versions, tape = open_store(to), _span(run, first, last), _Tape()
@@ -180,13 +212,14 @@ def export_trl(
             replica.pull(version)
             since = version - versions[0]
             if since == 0:
-                check_carried({name: form(tape.weights(), name) for name in tape.weights()}, deltas=len(versions) > 1)
-            else:
+                forms = {name: form(tape.weights(), name) for name in tape.weights()}
+                check_carried(forms, deltas=len(versions) > 1, branch=branch)
+            elif tape.changes or branch == "v1":
                 written.append(file_key(DELTA, version))
-                store.put(written[-1], delta_pieces(version, tape.weights(), tape.changes))
+                store.put(written[-1], delta_pieces(version, tape.weights(), tape.changes, branch))
             if since == 0 or (anchor_every and since % anchor_every == 0):
                 written.append(file_key(ANCHOR, version))
-                store.put(written[-1], anchor_pieces(version, tape.weights()))
+                store.put(written[-1], anchor_pieces(version, tape.weights(), branch))
             if progress is not None:
                 progress(since + 1, len(versions))
     return written

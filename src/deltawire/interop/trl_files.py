@@ -16,6 +16,7 @@ from deltawire.store import Buffer, Stat
 from deltawire.weights import Form, Tensor
 
 ANCHOR, DELTA = "anchor", "delta"
+BRANCHES = ("v1", "v2", "v3")
 # Positions are int32.
 MOST_ELEMENTS = (1 << 31) - 1
 
@@ -156,9 +157,11 @@ def _corrupt(file: TrlFile, problem: str, tensor: str | None = None) -> CorruptO
     return CorruptObject(f"{file.key}: {problem}", path=file.key, version=file.step, tensor=tensor)
 
 
-def check_carried(forms: Mapping[str, Form], *, deltas: bool) -> None:
+def check_carried(forms: Mapping[str, Form], *, deltas: bool, branch: str = "v1") -> None:
     """Refuse tensors that the layout cannot carry."""
     for name, (dtype, shape) in forms.items():
+        if branch == "v3" and ".experts." in name:
+            raise UnsupportedFormat(f"{name} belongs to an expert, which readers of v3 refuse: take v1", tensor=name)
         if dtype not in _CARRIED:
             raise UnsupportedFormat(f"{name} is {dtype}, which readers of this layout may not know", tensor=name)
         if deltas and prod(shape) > MOST_ELEMENTS:
@@ -167,25 +170,33 @@ def check_carried(forms: Mapping[str, Form], *, deltas: bool) -> None:
             )
 
 
-def anchor_pieces(version: int, weights: Mapping[str, Tensor]) -> list[Buffer]:
+def anchor_pieces(version: int, weights: Mapping[str, Tensor], branch: str) -> list[Buffer]:
     """The bytes of an anchor."""
     total = sum(len(tensor.bits) for tensor in weights.values())
     arrays = {name: (tensor.dtype.name, tensor.shape, tensor.bits) for name, tensor in weights.items()}
-    return _pieces(arrays, _facts(version, sorted(weights), total, total, sparse=False))
+    return _pieces(arrays, _facts(version, sorted(weights), total, total, branch, sparse=False))
 
 
-def delta_pieces(version: int, weights: Mapping[str, Tensor], changes: Changes) -> list[Buffer]:
+def delta_pieces(version: int, weights: Mapping[str, Tensor], changes: Changes, branch: str) -> list[Buffer]:
     """The bytes of a delta; `weights` are those after it."""
     arrays: dict[str, tuple[str, tuple[int, ...], Bits]] = {}
     for name, (positions, bits) in changes.items():
-        arrays[f"{name}.indices"] = "I32", (len(bits),), positions.astype("<u4")
-        arrays[f"{name}.values"] = weights[name].dtype.name, (len(bits),), bits
+        where, what = (".indices", ".values") if branch == "v1" else (".idx", ".val")
+        dtype, stored = ("I32", positions.astype("<u4")) if branch == "v1" else _gaps(positions)
+        arrays[name + where] = dtype, (len(bits),), stored
+        arrays[name + what] = weights[name].dtype.name, (len(bits),), bits
     changed = sum(len(bits) for _, bits in changes.values())
     total = sum(len(weights[name].bits) for name in changes)
-    return _pieces(arrays, _facts(version, sorted(changes), changed, total, sparse=True))
+    return _pieces(arrays, _facts(version, sorted(changes), changed, total, branch, sparse=True))
 
 
-def _facts(version: int, names: list[str], changed: int, total: int, *, sparse: bool) -> dict[str, str]:
+def _gaps(positions: Positions) -> tuple[str, Bits]:
+    """What lies between positions, in 16 bits where all of it fits."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    return ("U16", gaps.astype("<u2")) if gaps.max() < 1 << 16 else ("U32", gaps.astype("<u4"))
+
+
+def _facts(version: int, names: list[str], changed: int, total: int, branch: str, *, sparse: bool) -> dict[str, str]:
     return {
         "format": "sparse_weight_patch",
         "version": "1",
@@ -195,7 +206,7 @@ def _facts(version: int, names: list[str], changed: int, total: int, *, sparse: 
         "total_changed_elements": str(changed),
         "total_elements": str(total),
         "sparsity": str(1.0 - changed / max(total, 1)),
-        "changed_params": json.dumps(names),
+        **({"changed_params": json.dumps(names)} if branch == "v1" else {"encoding": "gap_delta"}),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from deltawire.chain import Link
 from deltawire.errors import BrokenChain
 from deltawire.fetch import Fetcher
-from deltawire.gc import GcPlan, plan_gc
+from deltawire.gc import GIVEN_UP, GcPlan, plan_gc
 from deltawire.inspection import STEP_NAMES, inspect_entry
 from deltawire.keys import read_object_key
 from deltawire.manifest import Way
@@ -167,7 +167,9 @@ class Chain:
         except (BrokenChain, TypeError, AttributeError, RecursionError) as error:
             # Heartbeats may say anything, and a plan is made from what they say.
             plan, problem = None, f"no plan could be made: {error}"
-        going = {about[:2] for each in plan.removals if (about := read_object_key(each.key))} if plan else set()
+        # A way stays where only a second upload of it goes.
+        removals = [] if plan is None else [each for each in plan.removals if each.why != GIVEN_UP]
+        going = {about[:2] for each in removals if (about := read_object_key(each.key))}
         ways = [
             {"version": link.version, "base": link.base, "bytes": link.num_bytes, "kind": kind_of(link),
              "goes": (link.version, link.base) in going}

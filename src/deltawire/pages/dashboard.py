@@ -15,11 +15,12 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltawire.errors import AddressUnavailable, DeltawireError, MissingDependency, ObjectMissing, StoreUnavailable
+from deltawire.hosts import answered_hosts
 from deltawire.pages.anatomy import Anatomies, Chain
 from deltawire.pages.feed import Feed, Polling
 from deltawire.pages.versions import Window
@@ -32,7 +33,6 @@ STATIC = Path(__file__).parent / "static"
 DEFAULT_LIMIT, MOST_LIMIT = 200, 1000
 RECORDS_PER_EVENT = 500
 LISTEN_SECONDS, TICK_SECONDS = 0.1, 1.0
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -43,13 +43,12 @@ HEADERS = {
 }
 
 
-def application(feed: Feed, is_stopping: Callable[[], bool], *, only_loopback: bool) -> "Starlette":
-    """The web application. With `only_loopback` it answers to names of this machine only, so that a page from
-    elsewhere cannot make a browser read it under a name of its own.
-    """
+def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]) -> "Starlette":
+    """The web application, which answers to some names only."""
     try:
         import uvicorn  # noqa: F401
         from starlette.applications import Starlette
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.requests import Request
         from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
         from starlette.routing import Mount, Route
@@ -97,29 +96,19 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, only_loopback: b
         Route("/api/anatomy/{version:int}", answered(anatomy)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ])  # fmt: skip
-    app.add_middleware(_Guard, names=LOOPBACK if only_loopback else None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    app.add_middleware(_Headers)
     return app
 
 
-class _Guard:
-    """Sees to the headers of everything, and to the name that is asked for."""
+class _Headers:
+    """Sees to the headers of everything."""
 
-    def __init__(self, app: Any, names: tuple[str, ...] | None) -> None:
-        self._app, self._names = app, names
+    def __init__(self, app: Any) -> None:
+        self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.datastructures import Headers, MutableHeaders
-        from starlette.responses import PlainTextResponse
-
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        name = Headers(scope=scope).get("host", "")
-        name = name[: name.rindex(":")] if name.rpartition(":")[2].isdigit() and name != "::1" else name
-        if self._names is not None and name.lower() not in self._names:
-            refusal = PlainTextResponse("this dashboard is for this machine: ask for 127.0.0.1\n", 421)
-            await refusal(scope, receive, send)
-            return
+        from starlette.datastructures import MutableHeaders
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -182,9 +171,17 @@ def event(name: str, data: dict[str, Any], identity: str | None = None) -> str:
 class Dashboard:
     """A dashboard that is being served, until it is closed."""
 
-    def __init__(self, feed: Feed, *, host: str = "127.0.0.1", port: int = 0, every_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        every_seconds: float = 1.0,
+        allowed_hosts: Sequence[str] = (),
+    ) -> None:
         self._stopping = False
-        app = application(feed, lambda: self._stopping, only_loopback=host in LOOPBACK)
+        app = application(feed, lambda: self._stopping, hosts=answered_hosts(host, allowed_hosts))
         self._listening = _listen(host, port)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltawire.errors import MissingDependency
+from deltawire.redact import redacted
 from deltawire.store.base import Buffer, Pieces, Stat, Store
 
 __all__ = ["Buffer", "Pieces", "Stat", "Store", "open_store"]
@@ -31,19 +32,22 @@ def open_store(
     wins over the environment. Nothing is read or written yet, so a bucket that does not exist is found out later.
     """
     if not isinstance(url, str | Path):
+        if not all(hasattr(url, name) for name in ("put", "create", "get", "list")):
+            raise TypeError(f"{type(url).__name__} is no store: use {FORMS}, or an object of your own that is a Store")
         return url
     scheme = _scheme(url)
     if scheme in ("", "file"):
         return _open_folder(url)
     if scheme == "memory":
         return _open_memory(str(url))
+    _refuse_credentials(str(url))
     if scheme == "hf":
         return _open_hub(str(url), config or {})
     if scheme in CLOUD_SCHEMES:
         from deltawire.store.clouds import open_cloud
 
         return open_cloud(str(url), config or {}, timeout_seconds=timeout_seconds, retries=retries)
-    raise ValueError(f"{str(url)!r} is no store: use {FORMS}")
+    raise ValueError(f"{redacted(str(url))!r} is no store: use {FORMS}")
 
 
 def _scheme(url: str | Path) -> str:
@@ -54,6 +58,15 @@ def _scheme(url: str | Path) -> str:
     # One letter before the colon would be a Windows drive.
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", url)
     return found[1].lower() if found else ""
+
+
+def _refuse_credentials(url: str) -> None:
+    """URLs are shown, logged and kept; and these would be used by nobody."""
+    if redacted(url) != url or "?" in url:
+        raise ValueError(
+            f"{redacted(url)!r} has a password or a query: leave it out of the URL. Credentials come from the "
+            "environment, where the cloud's own tools look for them"
+        )
 
 
 def _open_folder(url: str | Path) -> Store:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from obstore import exceptions
 
 from deltawire.errors import Conflict, ObjectMissing, StoreError, StoreUnavailable
+from deltawire.redact import redacted
 
 MAX_MESSAGE_CHARS = 300
 
@@ -66,5 +67,5 @@ def shorten(text: str) -> str:
     said = [found for tag in ("Code", "Message") for found in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)]
     if said:
         text = f"{text.partition('<')[0].rstrip(' :')}: {': '.join(said)}"
-    line = " ".join(re.sub(r"\?\S+", "", text).split()).rstrip(" :")
+    line = " ".join(re.sub(r"\?\S+", "", redacted(text)).split()).rstrip(" :")
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 1] + "…"

@@ -21,6 +21,7 @@ from deltawire.engines.engine import Engine
 from deltawire.engines.server import Server
 from deltawire.errors import DeltawireError
 from deltawire.publication import Publication
+from deltawire.redact import redacted
 from deltawire.runs import Run
 
 # How often an agent elsewhere is asked while it is behind.
@@ -94,8 +95,8 @@ def _address_of(engine: EngineChoice) -> str:
         return engine.address
     url = engine if isinstance(engine, str) else engine.url
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ValueError(f"expected a server's URL, such as http://127.0.0.1:8000, not {url!r}")
-    return url
+        raise ValueError(f"expected a server's URL, such as http://127.0.0.1:8000, not {redacted(url)!r}")
+    return redacted(url)
 
 
 class Fleet:
@@ -123,7 +124,7 @@ class Fleet:
                     self._links[name] = _Elsewhere(each, run.id, poll_seconds, self._notify)
                     continue
                 folder = None if mirrors is None else Path(mirrors) / re.sub(r"\W+", "-", name)
-                own = Run(run.store, public_key=public_key)
+                own = Run(run.store, public_key=public_key, expected=run.id)
                 agent = Agent(_engine_of(each), own, mirror=folder, poll_seconds=poll_seconds)
                 self._links[name] = _Here(agent, self._notify)
         except BaseException:
@@ -271,7 +272,9 @@ class _Elsewhere:
             status = self._server.get("/status")
             error = status.get("error")
             if status.get("run") not in (None, self._run):
-                return Serving(None, f"the agent at {self._place.url} follows run {status['run']}, not {self._run}")
+                return Serving(
+                    None, f"the agent at {redacted(self._place.url)} follows run {status['run']}, not {self._run}"
+                )
             version = None if status.get("run") is None else status.get("version")
             return Serving(version, error or refused, status.get("pause_seconds"))
         except (DeltawireError, AttributeError) as error:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from deltawire.dtypes import dtype_named
 from deltawire.errors import EnginesBehind, ShapeMismatch, UnknownParameter
 from deltawire.publisher import Publication, Publisher
 from deltawire.signing import public_key_of
@@ -70,11 +71,12 @@ class DeltawireTransfer:
         timeout: float = 300.0,
         mirrors: str | Path | None = None,
         poll_seconds: float = 1.0,
-        dtype: str = "BF16",
+        dtype: Any = "BF16",
         frozen: Weights | None = None,
         step: Callable[[], int] | None = None,
         **options: Any,
     ) -> None:
+        dtype = dtype_named(dtype).name
         if dtype not in TORCH_NAMES:
             raise ValueError(f"weights from TRL are published as {', '.join(TORCH_NAMES)}, not {dtype}")
         if max_lag is not None and (max_lag < 0 or not engines):

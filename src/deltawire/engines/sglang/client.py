@@ -26,6 +26,7 @@ from deltawire.engines.sglang.ranks import Ranks
 from deltawire.engines.stage import Stage
 from deltawire.engines.staged import parse_state, state_text
 from deltawire.errors import EngineBroken, EngineRejected
+from deltawire.redact import redacted
 from deltawire.state import Digest
 from deltawire.target import State
 from deltawire.weights import Form, Weights
@@ -63,9 +64,9 @@ class SglangEngine(Engine):
             raise ValueError(f"kv is one of {', '.join(PAUSES)}, not {kv!r}")
         if way not in WAYS:
             raise ValueError(f"way is one of {', '.join(WAYS)}, not {way!r}")
-        self.address = url.rstrip("/")
+        self.address = redacted(url.rstrip("/"))
         self.in_place = way == "patch"
-        self._server = Server(self.address, api_key, timeout)
+        self._server = Server(url.rstrip("/"), api_key, timeout)
         self._stage = Stage(stage, self.address)
         self._ranks = Ranks(self._server, self._stage, load_timeout) if self.in_place else None
         self._kv, self._load_timeout = kv, load_timeout

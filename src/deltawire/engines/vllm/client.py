@@ -16,6 +16,7 @@ from deltawire.engines.server import Server
 from deltawire.engines.stage import Stage
 from deltawire.engines.staged import state_text
 from deltawire.errors import EngineBroken, EngineRejected, EngineUnavailable
+from deltawire.redact import redacted
 from deltawire.state import Digest
 from deltawire.target import State
 from deltawire.weights import Form, Weights
@@ -51,8 +52,8 @@ class VllmEngine(Engine):
     ) -> None:
         if kv not in PAUSES:
             raise ValueError(f"kv is one of {', '.join(PAUSES)}, not {kv!r}")
-        self.address = url.rstrip("/")
-        self._server = Server(self.address, api_key, timeout)
+        self.address = redacted(url.rstrip("/"))
+        self._server = Server(url.rstrip("/"), api_key, timeout)
         self._stage = Stage(stage, self.address)
         self._kv, self._load_timeout = kv, load_timeout
         self._layout: Layout | None = None

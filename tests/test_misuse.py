@@ -1,0 +1,237 @@
+"""What a new user tries first and gets wrong: each is one line that says what to do."""
+
+import builtins
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import deltawire
+from chains import fresh_url, make_run
+from deltawire import Publisher, Replica, apply, diff, digest, open_store, save_anchor
+from deltawire.cli import main
+from deltawire.cli.output import need
+from deltawire.dtypes import dtype_named, empty_bits
+from deltawire.errors import MissingDependency, NotEnoughMemory, ObjectMissing, UnsupportedFormat
+from deltawire.trainers.trl import DeltawireTransfer
+
+HUGE = np.broadcast_to(np.float32(0), (1 << 45,))
+
+
+def weights():
+    return {"a": np.zeros((4, 4), np.float32)}
+
+
+@pytest.mark.parametrize("skips", [4, None, "4", {4}])
+def test_skips_that_are_no_list(skips):
+    url = fresh_url()
+    with pytest.raises(TypeError, match=r"skips is a list of lengths, such as \(4, 16, 64\)"):
+        Publisher(url, weights(), skips=skips)
+    assert not list(open_store(url).list())
+
+
+@pytest.mark.parametrize("length", [1, 0, -4, 2.0, True])
+def test_skips_of_impossible_lengths(length):
+    with pytest.raises(ValueError, match="2 versions or more"):
+        Publisher(fresh_url(), weights(), skips=[length])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.bfloat16, "BF16"), ("torch.bfloat16", "BF16"), ("bfloat16", "BF16"), ("BF16", "BF16"),
+        (torch.float8_e4m3fn, "F8_E4M3"), (np.float16, "F16"), (np.dtype("float16"), "F16"), (np.dtype(">f4"), "F32"),
+        (torch.int8, "I8"), (np.bool_, "BOOL"), (dtype_named("F64"), "F64"),
+    ],
+)  # fmt: skip
+def test_dtypes_of_torch_and_numpy_are_names(dtype, name):
+    assert dtype_named(dtype).name == name
+
+
+def test_every_dtype_parameter_takes_them():
+    bits = {"w": np.arange(6, dtype=np.uint16)}
+    stated = digest(bits, dtype="BF16")
+    assert digest(bits, dtype=torch.bfloat16) == digest(bits, dtype={"w": torch.bfloat16}) == stated
+    assert diff(bits, bits, dtype=torch.bfloat16).digest == stated
+    assert apply(diff(bits, bits, dtype="BF16"), bits, dtype=torch.bfloat16) == stated
+    with Publisher(fresh_url(), bits, dtype=torch.bfloat16) as publisher:
+        publisher.publish().wait()
+        assert publisher.run.manifest(0).digest == stated
+    module = torch.nn.Linear(3, 3)
+    with Publisher(fresh_url(), module, dtype=torch.float16) as publisher:
+        publisher.publish().wait()
+        assert publisher.run.manifest(0).digest == digest(module.half())
+    assert DeltawireTransfer(fresh_url(), dtype=torch.float16)._dtype == "F16"
+
+
+def test_dtypes_that_are_none():
+    with pytest.raises(UnsupportedFormat, match="'complex64' is not supported; supported are BF16"):
+        Publisher(fresh_url(), torch.nn.Linear(2, 2), dtype=torch.complex64)
+    with pytest.raises(TypeError, match="a name such as 'BF16', or a dtype of torch or numpy, not int"):
+        digest(weights(), dtype=7)
+
+
+@pytest.mark.parametrize("store", [["run"], None, 3, {"url": "run"}])
+def test_what_is_no_store(store):
+    for use in (open_store, lambda it: Publisher(it, weights()), lambda it: Replica(it, {})):
+        with pytest.raises(TypeError, match="is no store: use a folder"):
+            use(store)
+
+
+def test_a_module_where_weights_by_name_are_taken(tmp_path):
+    module, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    assert digest(module) == digest(module.state_dict())
+    assert apply(diff(other, module), other) == digest(module)
+    assert torch.equal(other.weight, module.weight)
+    assert save_anchor(module, tmp_path / "anchor") == digest(module)
+
+
+@pytest.mark.parametrize("given", [None, [1], np.zeros(3), "text"])
+def test_what_are_no_weights_by_name(given, tmp_path):
+    for use in (digest, lambda it: diff(it, it), lambda it: save_anchor(it, tmp_path / "x")):
+        with pytest.raises(TypeError, match="expected weights by name"):
+            use(given)
+    with pytest.raises(TypeError, match="must return them by name"):
+        Publisher(fresh_url(), lambda: given)
+
+
+def test_a_module_on_the_meta_device():
+    module, url = torch.nn.Linear(3, 3, device="meta"), fresh_url()
+    for use in (digest, lambda it: Publisher(url, it), lambda it: Publisher(url, it.state_dict()).publish()):
+        with pytest.raises(
+            ValueError, match="on the meta device, where tensors have no values: load the weights first"
+        ):
+            use(module)
+    with Publisher(url, torch.nn.Linear(3, 3)) as publisher:
+        publisher.publish().wait()
+    with Replica(url, module) as replica, pytest.raises(ValueError, match="on the meta device"):
+        replica.pull()
+
+
+def test_a_sparse_tensor():
+    with pytest.raises(ValueError, match="to_dense"):
+        digest({"w": torch.zeros(3, 3).to_sparse()})
+
+
+def test_a_tensor_larger_than_memory():
+    for use in (digest, lambda it: Publisher(fresh_url(), it).publish()):
+        with pytest.raises(NotEnoughMemory, match=r"takes 140,737,488,355,328 bytes of memory") as caught:
+            use({"w": HUGE})
+        assert caught.value.num_bytes == HUGE.nbytes
+
+
+@pytest.mark.parametrize("count", [1 << 45, 1 << 62])
+def test_room_for_a_stored_tensor_larger_than_memory(count):
+    with pytest.raises(NotEnoughMemory, match=f"w takes {4 * count:,} bytes"):
+        empty_bits((count,), dtype_named("F32"), "w")
+
+
+def test_commands_without_enough_memory(tmp_path, monkeypatch):
+    def large(*_, **__):
+        np.empty(1 << 46, np.float32)
+
+    monkeypatch.setattr("deltawire.runs.Run.__init__", large)
+    result = CliRunner().invoke(main, ["ls", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: there is not enough memory: Unable to allocate 256. TiB")
+
+
+def test_weights_given_to_publish():
+    module = torch.nn.Linear(2, 2)
+    with Publisher(fresh_url(), module) as publisher:
+        with pytest.raises(TypeError, match=r"publish\(\) takes no weights: they were given to Publisher"):
+            publisher.publish(module)
+        assert publisher.publish(step=1).wait().version == 0
+
+
+def test_other_arguments_of_the_wrong_kind(tmp_path):
+    with pytest.raises(TypeError, match="a run's id is a text"):
+        Publisher(fresh_url(), weights(), run=5)
+    with pytest.raises(TypeError, match="files is a list"):
+        Publisher(fresh_url(), weights(), files="config.json")
+    with pytest.raises(ObjectMissing, match="beside the weights"):
+        Publisher(fresh_url(), weights(), files=[tmp_path / "config.json"])
+    with pytest.raises(ValueError, match="queue_size is 0 or more"):
+        Publisher(fresh_url(), weights(), queue_size="1")
+    with pytest.raises(ValueError, match="threads must be at least 1"):
+        digest(weights(), threads="2")
+    url, _ = make_run(1)
+    with pytest.raises(TypeError, match="a public key is a text"):
+        Replica(url, {}, public_key=b"key")
+    with Replica(url, {}) as replica, pytest.raises(ValueError, match="poll_seconds"):
+        replica.watch(poll_seconds=-1)
+
+
+# Without the extras
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Make modules look as if they were not installed."""
+
+    def hide(*names):
+        def is_hidden(name):
+            return name.partition(".")[0] in names
+
+        for name in [name for name in sys.modules if is_hidden(name)]:
+            monkeypatch.delitem(sys.modules, name)
+        real, found = builtins.__import__, importlib.util.find_spec
+
+        def importing(name, *rest, **options):
+            if is_hidden(name):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return real(name, *rest, **options)
+
+        monkeypatch.setattr(builtins, "__import__", importing)
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if is_hidden(name) else found(name, *rest)
+        )
+
+    return hide
+
+
+EVERYTHING = ("openenv", "httpx", "pydantic", "starlette", "uvicorn", "prometheus_client", "cryptography")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["demo"], "demo,torch"),
+        (["dashboard", "{url}"], "dashboard"),
+        (["attach", "--engine", "vllm", "--url", "http://127.0.0.1:1", "--from", "{url}"], "agent"),
+        (["attach", "--engine", "sglang", "--url", "http://127.0.0.1:1", "--from", "{url}", "--listen", "0"], "agent"),
+        (["keygen", "-o", "key"], "signing"),
+        (["ls", "{url}", "--public-key", "0" * 64], "signing"),
+    ],
+)
+def test_commands_without_their_extras(without, tmp_path, monkeypatch, arguments, extra):
+    monkeypatch.chdir(tmp_path)
+    url, _ = make_run(1, str(tmp_path / "run"))
+    without(*EVERYTHING)
+    result = CliRunner().invoke(main, [each.format(url=url) for each in arguments])
+    assert result.exit_code == 1, result.output
+    assert f"pip install 'deltawire[{extra}]'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_package_that_a_command_meets_by_itself(without, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        import openenv  # noqa: F401
+
+    monkeypatch.setattr("deltawire.runs.Run.__init__", broken)
+    without("openenv")
+    result = CliRunner().invoke(main, ["ls", str(tmp_path)])
+    assert (result.exit_code, result.stderr) == (1, "error: openenv is not installed: pip install 'deltawire[demo]'\n")
+
+
+def test_what_a_command_needs_is_named():
+    need("this", ["sys", "json"], "nothing")
+    with pytest.raises(MissingDependency, match=r"not_there_at_all\): pip install 'deltawire\[demo\]'"):
+        need("the demo", ["sys", "not_there_at_all"], "demo")
+
+
+def test_the_names_that_new_users_import():
+    assert set(deltawire.__all__) <= set(dir(deltawire))

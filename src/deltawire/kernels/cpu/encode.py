@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
 from deltawire.kernels.cpu.bitstream import (
     LAST,
@@ -18,6 +18,7 @@ from deltawire.kernels.cpu.bitstream import (
     rice_quotient_bits,
 )
 from deltawire.kernels.cpu.blocks import NUM_CLASSES, class_ranks
+from deltawire.kernels.cpu.compiled import kernel, part
 from deltawire.kernels.cpu.groups import (
     MEMBERS,
     MOST_HEADER_BITS,
@@ -32,30 +33,33 @@ from deltawire.kernels.cpu.groups import (
 from deltawire.kernels.cpu.steps import steps_between
 
 
-@njit(nogil=True, cache=True)
 def encode_tile(
-    old: Any, new: Any, positions: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any
-) -> Any:
+    old: Any, new: Any, positions: Any, width: int, shift: int, mask: int, signed: bool, contextual: bool
+) -> tuple[Any, int, int]:
     """The words of a tile's stream, its length in bits, and the length that a `gap` stream would have.
 
-    `positions` are those that differ, at least one.
+    `positions` are those that differ, at least one. Only what needs the weights is compiled for each width of them.
     """
-    downwards, extra = steps_between(old, new, positions, uint64(width), signed)
-    whole = np.array([0, positions.size])
-    size = np.full(1, uint64(old.size))
-    words, num_bits = _write(positions, extra, whole, size, 0, downwards, not contextual)
+    downwards, extra = steps_between(old, new, positions, width, signed)
+    whole, size = np.array([0, positions.size]), np.array([old.size], np.uint64)
+    words, gap_bits = _write(positions, extra, whole, size, 0, downwards, not contextual)
     if not contextual:
-        return words, num_bits, num_bits
-    gap_bits = num_bits
+        return words, gap_bits, gap_bits
+    words, num_bits = _write(*_ranked(old, positions, extra, shift, mask), downwards, True)
+    return words, num_bits, gap_bits
+
+
+@kernel
+def _ranked(old: Any, positions: Any, extra: Any, shift: Any, mask: Any) -> Any:
+    """Ranks and lengths by class, where each class starts and its population, and the exponent of class 0."""
     first = first_exponent(old, positions, shift, mask)
     dtype = old.dtype.type
     classes, ranks, population = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
     ranks, extra, start = _by_class(classes, ranks, extra)
-    words, num_bits = _write(ranks, extra, start, population, first, downwards, True)
-    return words, num_bits, gap_bits
+    return ranks, extra, start, population, first
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def first_exponent(old: Any, positions: Any, shift: Any, mask: Any) -> Any:
     """The exponent of class 0, so that all but 1/256 of the changes lie in the 16 classes from there or below."""
     histogram = np.zeros(np.int64(mask) + 1, np.int64)
@@ -69,7 +73,7 @@ def first_exponent(old: Any, positions: Any, shift: Any, mask: Any) -> Any:
     return max(top - (NUM_CLASSES - 1), 0)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _by_class(classes: Any, ranks: Any, extra: Any) -> Any:
     """Ranks and lengths sorted by class, in the order of positions within each, and where each class starts."""
     start = np.zeros(NUM_CLASSES + 1, np.int64)
@@ -87,7 +91,7 @@ def _by_class(classes: Any, ranks: Any, extra: Any) -> Any:
     return sorted_ranks, sorted_extra, start
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _write(ranks: Any, extra: Any, start: Any, population: Any, first: Any, downwards: Any, write: Any) -> Any:
     """The stream for changes in classes, and its length in bits; with `write` off the length alone is right.
 
@@ -123,7 +127,7 @@ def _write(ranks: Any, extra: Any, start: Any, population: Any, first: Any, down
         remainder_bits += bits
     body_bits = uint64(extra.size) + remainder_bits + quotient_bits
     words = np.zeros(((body_bits if write else ZERO) + uint64(MOST_HEADER_BITS) >> SIX) + uint64(2), np.uint64)
-    at = put_header(words, streams, first, length_bits)
+    at = put_header(words, streams, uint64(first), length_bits)
     num_bits = at + body_bits
     if not write:
         return words, num_bits
@@ -141,7 +145,7 @@ def _write(ranks: Any, extra: Any, start: Any, population: Any, first: Any, down
     return words, num_bits
 
 
-@njit(nogil=True, cache=True)
+@part
 def _step_streams(extra: Any, streams: Any, longer: Any, values: Any, at: Any) -> Any:
     """One class's changes that are longer than one step: which, and by how much."""
     num_longer = 0
@@ -149,7 +153,7 @@ def _step_streams(extra: Any, streams: Any, longer: Any, values: Any, at: Any) -
         if extra[i]:
             longer[num_longer] = i
             num_longer += 1
-    at = members_to_gaps(longer[:num_longer], extra.size, streams[0], values, at)
+    at = members_to_gaps(longer[:num_longer], uint64(extra.size), streams[0], values, at)
     lengths = streams[1]
     lengths[MEMBERS] = uint64(num_longer)
     lengths[START] = at

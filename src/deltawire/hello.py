@@ -129,7 +129,7 @@ class Parts:
         self._arguments = [url, str(num_steps), folder]
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._ready: set[str] = set()
-        self._events: queue.SimpleQueue[tuple[subprocess.Popen[str], dict[str, Any] | None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[subprocess.Popen[str], dict[str, Any] | str]] = queue.SimpleQueue()
 
     def start(self, name: str) -> None:
         command = [sys.executable, "-m", "deltawire.hello", name, *self._arguments]
@@ -140,9 +140,12 @@ class Parts:
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._events.put((process, json.loads(line)))
-        self._events.put((process, None))
+        assert process.stderr is not None
+        with process:
+            for line in process.stdout:
+                self._events.put((process, json.loads(line)))
+            said = process.stderr.read().strip()
+        self._events.put((process, said))
 
     def next(self) -> dict[str, Any]:
         """The next event of a process that still counts."""
@@ -154,14 +157,12 @@ class Parts:
             name = next((name for name, each in self._running.items() if each is process), None)
             if name is None:
                 continue
-            if event is not None:
+            if not isinstance(event, str):
                 self._ready.add(name)
                 return event
-            assert process.stderr is not None
-            said = process.stderr.read().strip()
-            if process.wait() != 0:
-                raise DeltawireError(f"the {name} ended with {process.returncode}: {said[-2000:]}")
             del self._running[name]
+            if process.returncode != 0:
+                raise DeltawireError(f"the {name} ended with {process.returncode}: {event[-2000:]}")
 
     def kill(self, name: str) -> None:
         process = self._running.pop(name)

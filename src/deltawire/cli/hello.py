@@ -40,6 +40,8 @@ def hello_command(url: str | None, steps: int, output_format: str, quiet: bool) 
     with speaking_errors(url), ExitStack() as stack:
         if url is None:
             url = stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-hello-")) + "/run"
+        elif url.startswith("memory:"):
+            raise ValueError(f"--to {url}: other processes cannot see it; name a folder or a bucket")
         elif next(iter(open_store(url).list("")), None) is not None:
             raise ValueError(f"--to {url}: something is there already; name an empty place")
         _warm_up(COMMON_BITS, quiet)

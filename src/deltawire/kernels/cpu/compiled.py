@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -113,6 +114,8 @@ class KernelCache(_Cache):  # type: ignore[misc]
                     return CompileResult._rebuild(target_context, *data)
             except Exception as error:  # whatever a damaged or unreadable file makes pickle and LLVM raise
                 _log.info("%s: %s is compiled again: %r", folder, self._name, error)
+                with suppress(OSError):
+                    (folder / f"{self._name}.nbi").unlink()
         return None
 
     def _file(self, folder: Path) -> IndexDataCacheFile:

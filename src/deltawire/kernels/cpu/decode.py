@@ -39,49 +39,27 @@ from deltawire.kernels.cpu.steps import take_step
 
 OK, TRUNCATED, TOO_MANY, OUT_OF_RANGE, LEFT_OVER = range(5)
 SEEN, CURSOR, WANTED = range(3)
-FIRST, SIGNS, REMAINDERS, QUOTIENTS = range(4)
 AHEAD = np.uint64(48)
 
 
-def stream_words(stream: Any, num_bytes: int) -> Any:
+@kernel
+def stream_words(stream: Any, num_bytes: Any) -> Any:
     """The first bytes of a stream as 64-bit words and two spare ones, so that no read needs to look for the end."""
     words = np.zeros((num_bytes + 7) // 8 + 2, np.uint64)
-    words.view(np.uint8)[:num_bytes] = stream[:num_bytes]
+    into = words.view(np.uint8)
+    for i in range(num_bytes):
+        into[i] = stream[i]
     return words
 
 
-def count_changes(stream: Any, num_elements: int, contextual: bool) -> tuple[int, int]:
-    """A status and how many changes a tile's header speaks of."""
-    words = stream_words(stream, min(stream.size, MOST_HEADER_BITS // 8 + 1))
-    return _count_changes(words, 8 * stream.size, num_elements, contextual)
-
-
-def decode_tile(
-    stream: Any, old: Any, width: int, shift: int, mask: int, signed: bool, contextual: bool,
-    positions: Any, bits: Any,
-) -> int:  # fmt: skip
-    """Write the changed positions and the new bits there; a status.
-
-    `count_changes` has found the header sound, and the outputs have the length that it gave. Only what needs the old
-    weights is compiled for each width of them.
-    """
-    words = stream_words(stream, stream.size)
-    end = 8 * stream.size
-    status, places, tables, members, start = _read_tile(words, end, old.size, width, mask, contextual, bits.size)
-    if status != OK:
-        return status
-    if contextual or tables[0][2, INVERTED]:
-        status = _resolve(words, places, tables, members, start, old, width, shift, mask, signed, positions, bits)
-    else:
-        status = _one_pass(words, end, places, tables, old, width, signed, positions, bits)
-    return status if status != OK else _close(words, end, places, tables)
-
-
 @kernel
-def _count_changes(words: Any, end: Any, num_elements: Any, contextual: Any) -> Any:
+def count_changes(stream: Any, num_elements: Any, contextual: Any) -> Any:
+    """A status and how many changes a tile's header speaks of."""
     num_classes = NUM_CLASSES if contextual else 1
     streams = new_streams(num_classes)
-    _, length_bits, at, found = get_header(words, uint64(end), streams)
+    end = uint64(8 * stream.size)
+    words = stream_words(stream, min(stream.size, MOST_HEADER_BITS // 8 + 1))
+    _, length_bits, at, found = get_header(words, end, streams)
     if not found:
         return TRUNCATED, ZERO
     count = ZERO
@@ -96,125 +74,88 @@ def _count_changes(words: Any, end: Any, num_elements: Any, contextual: Any) -> 
     for row in range(streams.shape[0]):
         if not is_lengths(streams, row):
             needed += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
-    return (OK, count) if needed <= uint64(end) else (TRUNCATED, ZERO)
+    return (OK, count) if needed <= end else (TRUNCATED, ZERO)
 
 
 @kernel
-def _read_tile(
-    words: Any, end: Any, num_elements: Any, width: Any, mask: Any, contextual: Any, count: Any
+def decode_tile(
+    stream: Any, old: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any,
+    positions: Any, bits: Any,
 ) -> Any:  # fmt: skip
-    """All that a tile says without its old weights: a status, places in the stream, tables, and each class's members.
+    """Write the changed positions and the new bits there; a status.
 
-    A single plain group's positions are left for `_one_pass`.
+    `count_changes` has found the header sound, and the outputs have the length that it gave.
     """
+    end = uint64(8 * stream.size)
+    words = stream_words(stream, stream.size)
     num_classes = NUM_CLASSES if contextual else 1
     streams = new_streams(num_classes)
-    places = np.zeros(4, np.uint64)
-    first, length_bits, at, _ = get_header(words, uint64(end), streams)
-    places[FIRST], places[SIGNS] = first, at
-    at += uint64(count)
+    first, length_bits, sign_at, _ = get_header(words, end, streams)
+    if first > uint64(mask):
+        return OUT_OF_RANGE
+    step_streams, position_streams = streams[: 2 * num_classes], streams[2 * num_classes :]
+    count = uint64(bits.size)
+    at = sign_at + count
     quotient_at = at + length_bits
     for row in range(streams.shape[0]):
         if not is_lengths(streams, row):
             quotient_at += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
-    places[REMAINDERS], places[QUOTIENTS] = at, quotient_at
+    num_step_codes = position_streams[0, START]
 
-    one_pass = not contextual and not streams[2, INVERTED]
-    num_step_codes = streams[2 * num_classes, START]
+    one_pass = not contextual and not position_streams[0, INVERTED]
     values = np.empty(num_step_codes if one_pass else streams[-1, STOP], np.uint64)
+    at, quotient_at, found = _read_steps(words, at, quotient_at, end, step_streams, length_bits, values)
+    if not found:
+        return TRUNCATED
     longer = np.empty(num_step_codes, np.uint32)
     progress = np.zeros((3, num_classes), np.uint64)
-    members = np.empty(ZERO if one_pass else uint64(count), np.uint32)
-    start = np.zeros(num_classes + 1, np.int64)
-    tables = (streams, values, longer, progress)
-    if first > uint64(mask):
-        return OUT_OF_RANGE, places, tables, members, start
-    status = _read_all_steps(words, uint64(end), places, tables, length_bits, uint64(count), uint64(width))
-    if status == OK and not one_pass:
-        status = _read_members(words, uint64(end), places, tables, members, start, uint64(num_elements))
-    return status, places, tables, members, start
-
-
-@part
-def _read_all_steps(
-    words: Any, end: Any, places: Any, tables: Any, length_bits: Any, count: Any, width: Any
-) -> Any:  # fmt: skip
-    streams, values, longer, progress = tables
-    groups = streams[: 2 * progress.shape[1]]
-    at, quotient_at, found = _read_steps(words, places[REMAINDERS], places[QUOTIENTS], end, groups, length_bits, values)
-    if not found:
-        return TRUNCATED
-    places[REMAINDERS], places[QUOTIENTS] = at, quotient_at
-    return OK if _begin_steps(groups, values, count, width, longer, progress) else OUT_OF_RANGE
-
-
-@part
-def _read_members(
-    words: Any, end: Any, places: Any, tables: Any, members: Any, start: Any, num_elements: Any
-) -> Any:  # fmt: skip
-    """The ranks of each class's changed elements: those of class k go to start[k]:start[k + 1]."""
-    streams, values, _, progress = tables
-    num_classes = progress.shape[1]
-    groups = streams[2 * num_classes :]
-    quotient_at, found = _read_positions(words, places[REMAINDERS], places[QUOTIENTS], end, groups, values)
-    if not found:
-        return TRUNCATED
-    places[QUOTIENTS] = quotient_at
-    for k in range(num_classes):
-        start[k + 1] = start[k] + np.int64(groups[k, MEMBERS])
-        if not gaps_to_members(values, groups[k], num_elements, members[start[k] : start[k + 1]]):
-            return OUT_OF_RANGE
-    return OK
-
-
-@kernel
-def _resolve(
-    words: Any, places: Any, tables: Any, members: Any, start: Any, old: Any, width: Any, shift: Any, mask: Any,
-    signed: Any, positions: Any, bits: Any,
-) -> Any:  # fmt: skip
-    """Find the positions of members and take the steps there; a status."""
-    streams, _, _, progress = tables
-    num_classes = progress.shape[1]
-    if num_classes > 1:
-        dtype = old.dtype.type
-        members, population = ranked_positions(old, members, start, dtype(shift), dtype(mask), dtype(places[FIRST]))
-    else:
-        population = np.empty(1, np.uint64)
-        population[0] = uint64(old.size)
-    if members.size != bits.size or not _universes_fit(streams, 2 * num_classes, 1, population):
+    if not _begin_steps(step_streams, values, count, uint64(width), longer, progress):
         return OUT_OF_RANGE
-    for i in range(members.size):
-        positions[i] = members[i]
-    layout = (uint64(width), uint64(shift), uint64(mask), places[FIRST], signed)
-    _take_steps(words, places[SIGNS], old, positions, tables, layout, bits)
+    steps = (step_streams, values, longer, progress)
+    layout = (uint64(width), uint64(shift), uint64(mask), first, signed)
+
+    if one_pass:
+        k = position_streams[0, PARAMETER]
+        status, quotient_at = _one_pass(words, sign_at, at, quotient_at, end, k, old, positions, steps, layout, bits)
+        if status != OK:
+            return status
+    else:
+        quotient_at, found = _read_positions(words, at, quotient_at, end, position_streams, values)
+        if not found:
+            return TRUNCATED
+        members = np.empty(count, np.uint32)
+        start = np.zeros(num_classes + 1, np.int64)
+        for c in range(num_classes):
+            start[c + 1] = start[c] + np.int64(position_streams[c, MEMBERS])
+            if not gaps_to_members(values, position_streams[c], uint64(old.size), members[start[c] : start[c + 1]]):
+                return OUT_OF_RANGE
+        population = np.full(1, uint64(old.size))
+        if contextual:
+            dtype = old.dtype.type
+            members, population = ranked_positions(old, members, start, dtype(shift), dtype(mask), dtype(first))
+        if uint64(members.size) != count or not _universes_fit(position_streams, population):
+            return OUT_OF_RANGE
+        for i in range(members.size):
+            positions[i] = members[i]
+        _take_steps(words, sign_at, old, positions, steps, layout, bits)
+    if end - quotient_at >= uint64(8) or get(words, quotient_at, end - quotient_at):
+        return LEFT_OVER
+    if not _lengths_used(step_streams, progress) or not _universes_fit(step_streams[::2], progress[SEEN]):
+        return OUT_OF_RANGE
     return OK
 
 
-@kernel
-def _close(words: Any, end: Any, places: Any, tables: Any) -> Any:
-    """Whether the stream ends here, and every class had as many changes as its step group spoke of; a status."""
-    streams, _, _, progress = tables
-    rest = uint64(end) - places[QUOTIENTS]
-    if rest >= uint64(8) or get(words, places[QUOTIENTS], rest):
-        return LEFT_OVER
-    for k in range(progress.shape[1]):
-        if progress[CURSOR, k] != streams[2 * k + 1, STOP]:
-            return OUT_OF_RANGE
-    return OK if _universes_fit(streams, 0, 2, progress[SEEN]) else OUT_OF_RANGE
-
-
-@kernel
+@part
 def _one_pass(
-    words: Any, end: Any, places: Any, tables: Any, old: Any, width: Any, signed: Any, positions: Any, bits: Any
+    words: Any, sign_at: Any, at: Any, quotient_at: Any, end: Any, k: Any, old: Any, positions: Any, steps: Any,
+    layout: Any, bits: Any,
 ) -> Any:  # fmt: skip
-    """Read the positions of a single plain group and take its steps; a status.
+    """Read the positions of a single plain group and take its steps; a status and the position behind the quotients.
 
     The old values lie far apart in memory, so each is asked for AHEAD changes before it is needed.
     """
-    streams, values, longer, progress = tables
-    k = streams[2, PARAMETER]
-    width, end = uint64(width), uint64(end)
-    sign_at, at, quotient_at = places[SIGNS], places[REMAINDERS], places[QUOTIENTS]
+    _, values, longer, progress = steps
+    width, _, _, _, signed = layout
     count = uint64(bits.size)
     cursor, wanted = progress[CURSOR, 0], progress[WANTED, 0]
     most = ~ZERO >> k
@@ -226,18 +167,18 @@ def _one_pass(
             while word == ZERO:
                 index += ONE
                 if index << SIX >= end:
-                    return TRUNCATED
+                    return TRUNCATED, quotient_at
                 word = words[index]
             one = (index << SIX) + uint64(trailing_zeros(word))
             word &= word - ONE
             quotient = one - quotient_at
             if one >= end or quotient > most:
-                return TRUNCATED
+                return TRUNCATED, quotient_at
             gap = (quotient << k) | get(words, at, k)
             quotient_at = one + ONE
             at += k
             if gap >= uint64(old.size) - place:
-                return OUT_OF_RANGE
+                return OUT_OF_RANGE, quotient_at
             place += gap
             positions[i] = place
             prefetch(old, np.intp(place))
@@ -253,8 +194,7 @@ def _one_pass(
             down = (words[sign >> SIX] >> (sign & LAST)) & ONE
             bits[j] = take_step(uint64(old[uint64(positions[j])]), down, extra, width, signed)
     progress[CURSOR, 0], progress[SEEN, 0] = cursor, count
-    places[QUOTIENTS] = quotient_at
-    return OK
+    return OK, quotient_at
 
 
 @part
@@ -311,9 +251,9 @@ def _begin_steps(streams: Any, values: Any, count: Any, width: Any, longer: Any,
 
 
 @part
-def _take_steps(words: Any, sign_at: Any, old: Any, positions: Any, tables: Any, layout: Any, bits: Any) -> Any:
+def _take_steps(words: Any, sign_at: Any, old: Any, positions: Any, steps: Any, layout: Any, bits: Any) -> Any:
     """Write the new bits of all changes, in order."""
-    streams, values, longer, progress = tables
+    streams, values, longer, progress = steps
     width, shift, mask, first, signed = layout
     contextual = progress.shape[1] > 1
     for i in range(ZERO, uint64(bits.size)):
@@ -333,29 +273,34 @@ def _take_steps(words: Any, sign_at: Any, old: Any, positions: Any, tables: Any,
 
 
 @part
-def _universes_fit(streams: Any, first: Any, stride: Any, sizes: Any) -> Any:
-    """Whether inverted groups, every `stride`-th stream from a first one, spoke of universes of the right size."""
-    for k in range(sizes.size):
-        group = streams[first + stride * k]
-        if group[INVERTED] and group[MEMBERS] + group[OTHERS] != sizes[k]:
+def _lengths_used(streams: Any, progress: Any) -> Any:
+    """Whether every class had as many changes as its step group spoke of."""
+    for k in range(progress.shape[1]):
+        if progress[CURSOR, k] != streams[2 * k + 1, STOP]:
             return False
     return True
 
 
-def longer_steps(stream: Any, contextual: bool) -> tuple[int, Any]:
+@part
+def _universes_fit(groups: Any, sizes: Any) -> Any:
+    """Whether inverted groups spoke of universes of the right size."""
+    for k in range(sizes.size):
+        if groups[k, INVERTED] and groups[k, MEMBERS] + groups[k, OTHERS] != sizes[k]:
+            return False
+    return True
+
+
+@kernel
+def longer_steps(stream: Any, contextual: Any) -> Any:
     """A status and the lengths of all changes longer than one step, without the old weights.
 
     `count_changes` has found the header sound.
     """
+    end = uint64(8 * stream.size)
     words = stream_words(stream, stream.size)
-    return _longer_steps(words, 8 * stream.size, contextual)
-
-
-@kernel
-def _longer_steps(words: Any, end: Any, contextual: Any) -> Any:
     num_classes = NUM_CLASSES if contextual else 1
     streams = new_streams(num_classes)
-    _, length_bits, at, _ = get_header(words, uint64(end), streams)
+    _, length_bits, at, _ = get_header(words, end, streams)
     quotient_at = at + length_bits
     for row in range(streams.shape[0]):
         if row >= 2 * num_classes:
@@ -364,7 +309,7 @@ def _longer_steps(words: Any, end: Any, contextual: Any) -> Any:
         if not is_lengths(streams, row):
             quotient_at += streams[row, PARAMETER] * (streams[row, STOP] - streams[row, START])
     values = np.empty(streams[2 * num_classes, START], np.uint64)
-    _, _, found = _read_steps(words, at, quotient_at, uint64(end), streams[: 2 * num_classes], length_bits, values)
+    _, _, found = _read_steps(words, at, quotient_at, end, streams[: 2 * num_classes], length_bits, values)
     lengths = np.empty(values.size, np.uint64)
     num_lengths = 0
     for row in range(1, 2 * num_classes, 2):

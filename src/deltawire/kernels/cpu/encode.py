@@ -33,30 +33,27 @@ from deltawire.kernels.cpu.groups import (
 from deltawire.kernels.cpu.steps import steps_between
 
 
+@kernel
 def encode_tile(
-    old: Any, new: Any, positions: Any, width: int, shift: int, mask: int, signed: bool, contextual: bool
-) -> tuple[Any, int, int]:
+    old: Any, new: Any, positions: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any
+) -> Any:
     """The words of a tile's stream, its length in bits, and the length that a `gap` stream would have.
 
-    `positions` are those that differ, at least one. Only what needs the weights is compiled for each width of them.
+    `positions` are those that differ, at least one.
     """
-    downwards, extra = steps_between(old, new, positions, width, signed)
-    whole, size = np.array([0, positions.size]), np.array([old.size], np.uint64)
-    words, gap_bits = _write(positions, extra, whole, size, 0, downwards, not contextual)
+    downwards, extra = steps_between(old, new, positions, uint64(width), signed)
+    whole = np.array([0, positions.size])
+    size = np.full(1, uint64(old.size))
+    words, num_bits = _write(positions, extra, whole, size, ZERO, downwards, not contextual)
     if not contextual:
-        return words, gap_bits, gap_bits
-    words, num_bits = _write(*_ranked(old, positions, extra, shift, mask), downwards, True)
-    return words, num_bits, gap_bits
-
-
-@kernel
-def _ranked(old: Any, positions: Any, extra: Any, shift: Any, mask: Any) -> Any:
-    """Ranks and lengths by class, where each class starts and its population, and the exponent of class 0."""
+        return words, num_bits, num_bits
+    gap_bits = num_bits
     first = first_exponent(old, positions, shift, mask)
     dtype = old.dtype.type
     classes, ranks, population = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
     ranks, extra, start = _by_class(classes, ranks, extra)
-    return ranks, extra, start, population, first
+    words, num_bits = _write(ranks, extra, start, population, uint64(first), downwards, contextual)
+    return words, num_bits, gap_bits
 
 
 @kernel
@@ -127,7 +124,7 @@ def _write(ranks: Any, extra: Any, start: Any, population: Any, first: Any, down
         remainder_bits += bits
     body_bits = uint64(extra.size) + remainder_bits + quotient_bits
     words = np.zeros(((body_bits if write else ZERO) + uint64(MOST_HEADER_BITS) >> SIX) + uint64(2), np.uint64)
-    at = put_header(words, streams, uint64(first), length_bits)
+    at = put_header(words, streams, first, length_bits)
     num_bits = at + body_bits
     if not write:
         return words, num_bits

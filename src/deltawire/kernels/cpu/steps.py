@@ -46,7 +46,6 @@ def steps_between(old: Any, new: Any, positions: Any, width: Any, signed: Any) -
     """For each changed position: is the step downwards, and its length less one."""
     downwards = np.empty(positions.size, np.uint8)
     extra = np.empty(positions.size, np.uint64)
-    width = uint64(width)
     full = all_bits(width)
     for i in range(positions.size):
         at = positions[i]

@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from deltawire import Publisher, Replica
 from deltawire.container import header_bytes, lay_out, raw
 from deltawire.dtypes import DTYPES
+from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.store import open_store
 from deltawire.store.transfer import Measured, download
 from deltawire.weights import Tensor
@@ -151,6 +152,7 @@ def main():
     if arguments.alone:
         publisher_alone(arguments.weights, arguments.alone)
         return
+    warm_up((16,))
     rows = []
     with seaweedfs() as server:
         server.make_bucket(BUCKET)

@@ -15,6 +15,7 @@ import numpy as np
 from deltawire.boxes import Box
 from deltawire.codec import ENCODINGS, decode, encode
 from deltawire.dtypes import DTYPES
+from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.state import box_digest, change_digest, tensor_key
 from deltawire.workers import Workers
 from measure import ratios, write_csv
@@ -110,6 +111,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with other recordings of the same layout")
     arguments = parser.parse_args()
+    warm_up((16,))
     # Ours first: some peers bring libraries whose threads go on spinning.
     old, new = recorded_like(arguments.weights, density=arguments.density)
     rows = measure_ours(old, new, arguments.rounds)

@@ -11,6 +11,7 @@ import numpy as np
 
 from deltawire.codec import allowed_encodings, decode, encode
 from deltawire.dtypes import DTYPES
+from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.workers import Workers
 from measure import ratios, write_csv
 from recorded import recorded_like
@@ -53,6 +54,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=int, default=1 << 24)
     arguments = parser.parse_args()
+    warm_up((16,))
     rows = []
     for step in STEPS:
         rows.append(measure(arguments.weights, step))

@@ -16,6 +16,7 @@ import numpy as np
 
 from deltawire.codec import allowed_encodings, decode, encode
 from deltawire.dtypes import DTYPES
+from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.workers import Workers
 from measure import peak_beyond, seconds, write_csv
 from recorded import recorded_like
@@ -64,6 +65,7 @@ if __name__ == "__main__":
     sizes = [1 << log2 for log2 in range(20, 29, 2) if 1 << log2 <= arguments.most]
     cases = [(size, 0.0115, "context") for size in sizes]
     cases += [(1 << 26, density, "auto") for density in (0.5, 1.0)] + [(1 << 26, 1.0, "context")]
+    warm_up((16,))
     rows = []
     for case in cases:
         command = [sys.executable, __file__, "--one", *map(str, case)]

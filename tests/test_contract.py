@@ -47,7 +47,7 @@ LAYERS = [
     ["interop", "metrics", "engines"],
     ["agent", "testing"],
     ["trainers"],
-    ["demo"],
+    ["demo", "hello"],
     ["pages"],
     ["cli"],
 ]

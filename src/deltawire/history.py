@@ -117,7 +117,8 @@ class Settled:
             return
         with self._lock:
             self._file.seek(place.start)
-            stream = np.frombuffer(self._file.read(place.num_bytes), np.uint8)
+            # Writable, since kernels are compiled again for arrays that are not.
+            stream = np.frombuffer(bytearray(self._file.read(place.num_bytes)), np.uint8)
         if place.is_raw:
             bits[:] = stream.view(bits.dtype)
             return

@@ -11,6 +11,7 @@ from deltawire.cli.dashboard import dashboard_command
 from deltawire.cli.demo import demo_command
 from deltawire.cli.explain import explain_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
+from deltawire.cli.hello import hello_command, warmup_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
 from deltawire.cli.status import status_command
 from deltawire.cli.upkeep import compact_command, gc_command
@@ -22,7 +23,7 @@ SECTIONS = {
         info_command, plan_command, verify_command, gc_command, compact_command, export_command, keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
-    "Trying it out": [demo_command, explain_command],
+    "Trying it out": [hello_command, demo_command, explain_command, warmup_command],
 }  # fmt: skip
 
 

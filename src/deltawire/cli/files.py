@@ -1,5 +1,6 @@
 """Commands on files: diff, apply, verify, inspect."""
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
 
 
 def output_options(command: Command) -> Command:
-    command = click.option("--quiet", "-q", is_flag=True, help="No progress bar.")(command)
+    command = click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet)(command)
     kinds = click.Choice(["text", "json"])
     return click.option(
         "--format", "output_format", type=kinds, default="text", show_default=True, help="How to print."
@@ -47,6 +48,15 @@ def only_with(condition: str, holds: bool, *names: str) -> None:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in names and not holds and source is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{parameter.opts[0]} goes with {condition}: leave it out")
+
+
+def _quiet(context: click.Context, _: click.Parameter, quiet: bool) -> bool:
+    """Say nothing of compiling kernels either."""
+    logger = logging.getLogger("deltawire.kernels")
+    if quiet and logger.level == logging.NOTSET:
+        logger.setLevel(logging.ERROR)
+        context.call_on_close(lambda: logger.setLevel(logging.NOTSET))
+    return quiet
 
 
 threads_option = click.option(

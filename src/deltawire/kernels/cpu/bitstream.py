@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from deltawire.kernels.cpu.compiled import part
 from deltawire.kernels.cpu.simd import leading_zeros, trailing_zeros
 
 ZERO, ONE, SIX, LAST = (np.uint64(value) for value in (0, 1, 6, 63))
@@ -47,7 +48,7 @@ def bit_length(value: Any) -> Any:
     return uint64(64) - uint64(leading_zeros(value))
 
 
-@njit(inline="always")
+@part
 def put_count(words: Any, at: Any, value: Any) -> Any:
     """A count below 2^31: its length in bits, then what follows its leading one."""
     length = bit_length(value)
@@ -57,7 +58,7 @@ def put_count(words: Any, at: Any, value: Any) -> Any:
     return at
 
 
-@njit(inline="always")
+@part
 def get_count(words: Any, at: Any, end: Any) -> Any:
     """A count, the position behind it, and whether it was there."""
     length = get(words, at, COUNT_BITS) if at + COUNT_BITS <= end else ZERO

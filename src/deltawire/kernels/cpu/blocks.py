@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from deltawire.kernels.cpu.compiled import kernel, part
 from deltawire.kernels.cpu.simd import (
     BLOCK,
     advance_classes,
@@ -57,7 +58,7 @@ def block_planes(old: Any, index: Any, shift: Any, mask: Any, first: Any) -> Any
     return a, b, c, d, alive
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_changed(old: Any, new: Any) -> Any:
     """How many elements differ."""
     total = 0
@@ -66,7 +67,7 @@ def count_changed(old: Any, new: Any) -> Any:
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def changed_positions(old: Any, new: Any) -> Any:
     """The positions that differ, ascending. One pass: the array grows as it fills."""
     positions = np.empty(STRETCH + old.size // 32, np.uint32)
@@ -74,13 +75,14 @@ def changed_positions(old: Any, new: Any) -> Any:
     for start in range(0, old.size, STRETCH):
         if found + STRETCH > positions.size:
             larger = np.empty(2 * positions.size, np.uint32)
-            larger[:found] = positions[:found]
+            for i in range(found):
+                larger[i] = positions[i]
             positions = larger
         found += _changed_in_stretch(old, new, start, positions[found:])
     return positions[:found]
 
 
-@njit(nogil=True, cache=True)
+@part
 def _changed_in_stretch(old: Any, new: Any, start: Any, positions: Any) -> Any:
     """Write the positions that differ in one stretch; how many.
 
@@ -99,7 +101,7 @@ def _changed_in_stretch(old: Any, new: Any, start: Any, positions: Any) -> Any:
     return found
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def class_ranks(old: Any, positions: Any, shift: Any, mask: Any, first: Any) -> Any:
     """For each position its class and its rank among the elements of that class; and each class's population."""
     classes = np.empty(positions.size, np.uint8)
@@ -118,7 +120,7 @@ def class_ranks(old: Any, positions: Any, shift: Any, mask: Any, first: Any) -> 
     return classes, ranks, seen
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def ranked_positions(old: Any, ranks: Any, start: Any, shift: Any, mask: Any, first: Any) -> Any:
     """The positions, ascending, of the elements with given ranks in their class, and each class's population.
 

@@ -7,7 +7,7 @@ taken for it, and every position against the tile; a status says what was wrong.
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
 from deltawire.kernels.cpu.bitstream import (
     LAST,
@@ -20,6 +20,7 @@ from deltawire.kernels.cpu.bitstream import (
     get_quotients,
 )
 from deltawire.kernels.cpu.blocks import NEVER, NUM_CLASSES, element_class, ranked_positions
+from deltawire.kernels.cpu.compiled import kernel, part
 from deltawire.kernels.cpu.groups import (
     INVERTED,
     MEMBERS,
@@ -41,15 +42,17 @@ SEEN, CURSOR, WANTED = range(3)
 AHEAD = np.uint64(48)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def stream_words(stream: Any, num_bytes: Any) -> Any:
     """The first bytes of a stream as 64-bit words and two spare ones, so that no read needs to look for the end."""
     words = np.zeros((num_bytes + 7) // 8 + 2, np.uint64)
-    words.view(np.uint8)[:num_bytes] = stream[:num_bytes]
+    into = words.view(np.uint8)
+    for i in range(num_bytes):
+        into[i] = stream[i]
     return words
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_changes(stream: Any, num_elements: Any, contextual: Any) -> Any:
     """A status and how many changes a tile's header speaks of."""
     num_classes = NUM_CLASSES if contextual else 1
@@ -74,7 +77,7 @@ def count_changes(stream: Any, num_elements: Any, contextual: Any) -> Any:
     return (OK, count) if needed <= end else (TRUNCATED, ZERO)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_tile(
     stream: Any, old: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any,
     positions: Any, bits: Any,
@@ -124,7 +127,7 @@ def decode_tile(
         start = np.zeros(num_classes + 1, np.int64)
         for c in range(num_classes):
             start[c + 1] = start[c] + np.int64(position_streams[c, MEMBERS])
-            if not gaps_to_members(values, position_streams[c], old.size, members[start[c] : start[c + 1]]):
+            if not gaps_to_members(values, position_streams[c], uint64(old.size), members[start[c] : start[c + 1]]):
                 return OUT_OF_RANGE
         population = np.full(1, uint64(old.size))
         if contextual:
@@ -132,7 +135,8 @@ def decode_tile(
             members, population = ranked_positions(old, members, start, dtype(shift), dtype(mask), dtype(first))
         if uint64(members.size) != count or not _universes_fit(position_streams, population):
             return OUT_OF_RANGE
-        positions[:] = members
+        for i in range(members.size):
+            positions[i] = members[i]
         _take_steps(words, sign_at, old, positions, steps, layout, bits)
     if end - quotient_at >= uint64(8) or get(words, quotient_at, end - quotient_at):
         return LEFT_OVER
@@ -141,7 +145,7 @@ def decode_tile(
     return OK
 
 
-@njit(nogil=True, cache=True)
+@part
 def _one_pass(
     words: Any, sign_at: Any, at: Any, quotient_at: Any, end: Any, k: Any, old: Any, positions: Any, steps: Any,
     layout: Any, bits: Any,
@@ -193,7 +197,7 @@ def _one_pass(
     return OK, quotient_at
 
 
-@njit(nogil=True, cache=True)
+@part
 def _read_steps(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any, length_bits: Any, values: Any) -> Any:
     """Read the codes of step groups and lengths; the positions behind them, and whether all were there.
 
@@ -218,7 +222,7 @@ def _read_steps(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any, l
     return at, quotient_at, length_bits == ZERO
 
 
-@njit(nogil=True, cache=True)
+@part
 def _read_positions(words: Any, at: Any, quotient_at: Any, end: Any, streams: Any, values: Any) -> Any:
     """Read the codes of position groups; the position behind their quotients, and whether all were there."""
     for row in range(streams.shape[0]):
@@ -230,7 +234,7 @@ def _read_positions(words: Any, at: Any, quotient_at: Any, end: Any, streams: An
     return quotient_at, True
 
 
-@njit(nogil=True, cache=True)
+@part
 def _begin_steps(streams: Any, values: Any, count: Any, width: Any, longer: Any, progress: Any) -> Any:
     """List the changes longer than one step: entry i of `longer` goes with length i of `values`."""
     most = ONE << (width - ONE)
@@ -246,7 +250,7 @@ def _begin_steps(streams: Any, values: Any, count: Any, width: Any, longer: Any,
     return True
 
 
-@njit(nogil=True, cache=True)
+@part
 def _take_steps(words: Any, sign_at: Any, old: Any, positions: Any, steps: Any, layout: Any, bits: Any) -> Any:
     """Write the new bits of all changes, in order."""
     streams, values, longer, progress = steps
@@ -268,7 +272,7 @@ def _take_steps(words: Any, sign_at: Any, old: Any, positions: Any, steps: Any, 
         bits[i] = take_step(value, down, extra, width, signed)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _lengths_used(streams: Any, progress: Any) -> Any:
     """Whether every class had as many changes as its step group spoke of."""
     for k in range(progress.shape[1]):
@@ -277,7 +281,7 @@ def _lengths_used(streams: Any, progress: Any) -> Any:
     return True
 
 
-@njit(nogil=True, cache=True)
+@part
 def _universes_fit(groups: Any, sizes: Any) -> Any:
     """Whether inverted groups spoke of universes of the right size."""
     for k in range(sizes.size):
@@ -286,7 +290,7 @@ def _universes_fit(groups: Any, sizes: Any) -> Any:
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def longer_steps(stream: Any, contextual: Any) -> Any:
     """A status and the lengths of all changes longer than one step, without the old weights.
 

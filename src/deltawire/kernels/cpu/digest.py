@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from deltawire.kernels.cpu.compiled import kernel
+
 POSITION = np.uint64(0x9E3779B97F4A7C15)
 BITS = np.uint64(0xD6E8FEB86659FD93)
 MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -28,7 +30,7 @@ def mix(seed: Any, position: Any, bits: Any) -> Any:
     return low, high
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sum_runs(bits: Any, starts: Any, length: Any, seed: Any) -> Any:
     """The sum over runs of consecutive elements: run r holds elements starts[r] to starts[r] + length of its tensor."""
     low = high = uint64(0)
@@ -42,7 +44,7 @@ def sum_runs(bits: Any, starts: Any, length: Any, seed: Any) -> Any:
     return low, high
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sum_change(old: Any, new: Any, positions: Any, seed: Any) -> Any:
     """What the sum gains when the elements at `positions` go from `old` to `new` (all three of one length)."""
     low = high = uint64(0)

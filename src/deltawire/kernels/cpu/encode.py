@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
 from deltawire.kernels.cpu.bitstream import (
     LAST,
@@ -18,6 +18,7 @@ from deltawire.kernels.cpu.bitstream import (
     rice_quotient_bits,
 )
 from deltawire.kernels.cpu.blocks import NUM_CLASSES, class_ranks
+from deltawire.kernels.cpu.compiled import kernel, part
 from deltawire.kernels.cpu.groups import (
     MEMBERS,
     MOST_HEADER_BITS,
@@ -32,7 +33,7 @@ from deltawire.kernels.cpu.groups import (
 from deltawire.kernels.cpu.steps import steps_between
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_tile(
     old: Any, new: Any, positions: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any
 ) -> Any:
@@ -43,7 +44,7 @@ def encode_tile(
     downwards, extra = steps_between(old, new, positions, uint64(width), signed)
     whole = np.array([0, positions.size])
     size = np.full(1, uint64(old.size))
-    words, num_bits = _write(positions, extra, whole, size, 0, downwards, not contextual)
+    words, num_bits = _write(positions, extra, whole, size, ZERO, downwards, not contextual)
     if not contextual:
         return words, num_bits, num_bits
     gap_bits = num_bits
@@ -51,11 +52,11 @@ def encode_tile(
     dtype = old.dtype.type
     classes, ranks, population = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
     ranks, extra, start = _by_class(classes, ranks, extra)
-    words, num_bits = _write(ranks, extra, start, population, first, downwards, True)
+    words, num_bits = _write(ranks, extra, start, population, uint64(first), downwards, contextual)
     return words, num_bits, gap_bits
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def first_exponent(old: Any, positions: Any, shift: Any, mask: Any) -> Any:
     """The exponent of class 0, so that all but 1/256 of the changes lie in the 16 classes from there or below."""
     histogram = np.zeros(np.int64(mask) + 1, np.int64)
@@ -69,7 +70,7 @@ def first_exponent(old: Any, positions: Any, shift: Any, mask: Any) -> Any:
     return max(top - (NUM_CLASSES - 1), 0)
 
 
-@njit(nogil=True, cache=True)
+@part
 def _by_class(classes: Any, ranks: Any, extra: Any) -> Any:
     """Ranks and lengths sorted by class, in the order of positions within each, and where each class starts."""
     start = np.zeros(NUM_CLASSES + 1, np.int64)
@@ -87,7 +88,7 @@ def _by_class(classes: Any, ranks: Any, extra: Any) -> Any:
     return sorted_ranks, sorted_extra, start
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _write(ranks: Any, extra: Any, start: Any, population: Any, first: Any, downwards: Any, write: Any) -> Any:
     """The stream for changes in classes, and its length in bits; with `write` off the length alone is right.
 
@@ -141,7 +142,7 @@ def _write(ranks: Any, extra: Any, start: Any, population: Any, first: Any, down
     return words, num_bits
 
 
-@njit(nogil=True, cache=True)
+@part
 def _step_streams(extra: Any, streams: Any, longer: Any, values: Any, at: Any) -> Any:
     """One class's changes that are longer than one step: which, and by how much."""
     num_longer = 0
@@ -149,7 +150,7 @@ def _step_streams(extra: Any, streams: Any, longer: Any, values: Any, at: Any) -
         if extra[i]:
             longer[num_longer] = i
             num_longer += 1
-    at = members_to_gaps(longer[:num_longer], extra.size, streams[0], values, at)
+    at = members_to_gaps(longer[:num_longer], uint64(extra.size), streams[0], values, at)
     lengths = streams[1]
     lengths[MEMBERS] = uint64(num_longer)
     lengths[START] = at

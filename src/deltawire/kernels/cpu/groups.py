@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit, uint64
 
 from deltawire.kernels.cpu.bitstream import ONE, PARAMETER_BITS, ZERO, get, get_count, put, put_count
+from deltawire.kernels.cpu.compiled import kernel, part
 
 MEMBERS, INVERTED, OTHERS, START, STOP, PARAMETER = range(6)
 FIRST_BITS = np.uint64(11)
@@ -33,7 +34,7 @@ def is_lengths(streams: Any, row: Any) -> Any:
     return 3 * row < 2 * streams.shape[0] and row % 2 == 1
 
 
-@njit(nogil=True, cache=True)
+@part
 def put_header(words: Any, streams: Any, first: Any, length_bits: Any) -> Any:
     """Write a tile's header; the position behind it."""
     at = put(words, ZERO, uint64(first), FIRST_BITS) if streams.shape[0] > 3 else ZERO
@@ -50,7 +51,7 @@ def put_header(words: Any, streams: Any, first: Any, length_bits: Any) -> Any:
     return put_count(words, at, length_bits)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def get_header(words: Any, end: Any, streams: Any) -> Any:
     """Fill the table; the first exponent, the bits of lengths, the position behind, and whether it was all there."""
     at = first = num_codes = ZERO
@@ -82,7 +83,7 @@ def get_header(words: Any, end: Any, streams: Any) -> Any:
     return first, length_bits, at, found
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def members_to_gaps(members: Any, universe: Any, stream: Any, values: Any, at: Any) -> Any:
     """Write a group's gaps to `values` from `at` on and fill its row; where they end."""
     num_members = uint64(members.size)
@@ -112,7 +113,7 @@ def members_to_gaps(members: Any, universe: Any, stream: Any, values: Any, at: A
     return at
 
 
-@njit(nogil=True, cache=True)
+@part
 def gaps_to_members(values: Any, stream: Any, limit: Any, members: Any) -> Any:
     """Write a group's members, ascending; whether they fit a universe of at most `limit` elements."""
     at = place = ZERO

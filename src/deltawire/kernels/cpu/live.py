@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from deltawire.kernels.cpu.compiled import kernel
 from deltawire.kernels.cpu.digest import mix
 from deltawire.kernels.cpu.simd import prefetch
 
@@ -18,7 +19,7 @@ def _place(element: Any, columns: Any, offset: Any, row_step: Any, column_step: 
     return offset + row * row_step + (element - row * columns) * column_step
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def count_strange(live: Any, index: Any, old: Any, new: Any, columns: Any, place: Any) -> Any:
     """How many elements have neither their old bits nor their new ones."""
     offset, row_step, column_step = place
@@ -31,7 +32,7 @@ def count_strange(live: Any, index: Any, old: Any, new: Any, columns: Any, place
     return strange
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def put(live: Any, index: Any, old: Any, new: Any, columns: Any, source: Any, place: Any, seed: Any) -> Any:
     """Write new bits where the old ones are, or the new ones already; how many others there were, which stay, and
     what the digest's two sums gain.

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba import njit, uint64
 
+from deltawire.kernels.cpu.compiled import kernel
+
 ZERO, ONE, LAST = np.uint64(0), np.uint64(1), np.uint64(63)
 
 
@@ -39,7 +41,7 @@ def all_bits(width: Any) -> Any:
     return ~ZERO >> (uint64(64) - width)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def steps_between(old: Any, new: Any, positions: Any, width: Any, signed: Any) -> Any:
     """For each changed position: is the step downwards, and its length less one."""
     downwards = np.empty(positions.size, np.uint8)

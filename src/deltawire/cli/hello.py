@@ -1,0 +1,131 @@
+"""Commands for the first minute: hello and warmup."""
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltawire.cli.files import output_options
+from deltawire.cli.output import MISMATCH, facts_text, progress_bar, show, size_text, speaking_errors
+
+if TYPE_CHECKING:
+    from deltawire.hello import Hello
+
+# Weights of RL runs; all widths are for images, where nothing should be left to compile.
+COMMON_BITS, ALL_BITS = (16,), (8, 16, 32, 64)
+
+
+@click.command("hello")
+@click.option("--to", "url", metavar="URL", help="The store, where nothing is yet.  [default: a temporary folder]")
+@click.option("--steps", type=click.IntRange(8, 1000), default=20, show_default=True, help="How many versions.")
+@output_options
+def hello_command(url: str | None, steps: int, output_format: str, quiet: bool) -> None:
+    """See it work: a trainer, two replicas, one of them killed, equal weights.
+
+    They are processes of their own and share nothing but a store. The trainer moves 17 MB of bf16 weights by small
+    steps, of which about 1.4 % change at each, and publishes every step. One replica keeps them in memory, the other
+    in a folder; that one is killed on the way and comes back, and the trainer never waits. In the end the SHA-256 of
+    the weights that each of them holds must be the same. Takes seconds, and needs no GPU, torch or network.
+
+    \b
+    Example:
+        deltawire hello
+        deltawire hello --to s3://bucket/hello
+    """
+    from deltawire.hello import say_hello
+    from deltawire.store import open_store
+
+    with speaking_errors(url), ExitStack() as stack:
+        if url is None:
+            url = stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-hello-")) + "/run"
+        elif url.startswith("memory:"):
+            raise ValueError(f"--to {url}: other processes cannot see it; name a folder or a bucket")
+        elif next(iter(open_store(url).list("")), None) is not None:
+            raise ValueError(f"--to {url}: something is there already; name an empty place")
+        _warm_up(COMMON_BITS, quiet)
+        hello = say_hello(url, steps, _ignore if quiet else _tell)
+        show(hello.as_json(), lambda: _summary(hello), output_format)
+        if not hello.ok:
+            sys.exit(MISMATCH)
+
+
+def _ignore(hello: "Hello", event: dict[str, Any]) -> None:
+    pass
+
+
+def _tell(hello: "Hello", event: dict[str, Any]) -> None:
+    if text := _line(hello, event):
+        click.echo(f"{event['who']:<8} {text}", err=True)
+
+
+def _line(hello: "Hello", event: dict[str, Any]) -> str | None:
+    version = event["version"]
+    if event.get("killed"):
+        return f"version {version:>3}  killed with SIGKILL"
+    if "ready" in event:
+        return None if version is None else f"version {version:>3}  is back, with what lies in its folder"
+    if event["who"] != "trainer":
+        return None if "sha256" in event else f"version {version:>3}  fetched {size_text(event['num_bytes'])}"
+    if "sha256" in event:
+        return None
+    if version == 0:
+        return f"version   0  all weights, {size_text(event['num_bytes'])}"
+    return f"version {version:>3}  {100 * event['density']:.2f} % changed, {size_text(event['num_bytes'])}"
+
+
+def _summary(hello: "Hello") -> str:
+    names = ", ".join(hello.sha256)
+    mean = sum(hello.step_bytes) / len(hello.step_bytes)
+    held = "\n".join(f"{name} {digest}" for name, digest in hello.sha256.items())
+    weights = f"{names}: SHA-256 {next(iter(hello.sha256.values()))}" if hello.ok else f"DIFFERENT\n{held}"
+    return facts_text(
+        [
+            ("equal weights", weights),
+            ("a step", f"sent {size_text(mean)} instead of {size_text(hello.full_bytes)}"),
+            ("all of it", f"sent {size_text(hello.uploaded_bytes)} instead of {size_text(hello.all_bytes)}, the first "
+             "version and every document included"),
+            ("killed", f"the replica in a folder at version {hello.killed_at}, back with version {hello.back_from}"),
+            ("trainer", f"at most {hello.longest_step_seconds:.2f} s from one step to the next"),
+        ]
+    )  # fmt: skip
+
+
+@click.command("warmup")
+@click.option("--bits", type=click.Choice([str(bits) for bits in ALL_BITS]), multiple=True, help="How wide the weights "
+              "are: 16 for bf16 and fp16. Can be repeated.  [default: all]")  # fmt: skip
+@output_options
+def warmup_command(bits: tuple[str, ...], output_format: str, quiet: bool) -> None:
+    """Compile the kernels that publishing, following and engines use.
+
+    They are compiled when they are first used otherwise, which takes about ten seconds on a new machine. Run it when an
+    image is built, or before something is timed. What is compiled is kept beside the package, or in the user's cache
+    folder, or in NUMBA_CACHE_DIR; it is used wherever that can be read, and only on the same kind of CPU.
+
+    \b
+    Example:
+        deltawire warmup
+        deltawire warmup --bits 16 --format json
+    """
+    from deltawire.kernels.cpu.compiled import compiled_here, folders, writable_folder
+
+    with speaking_errors():
+        widths = tuple(map(int, bits)) or ALL_BITS
+        seconds = _warm_up(widths, quiet)
+        folder = writable_folder()
+        if compiled_here and folder is None:
+            places = ", ".join(map(str, folders()))
+            raise OSError(f"nothing was kept, since none of these can be written: {places}; set NUMBA_CACHE_DIR")
+        data = {"bits": list(widths), "num_compiled": len(compiled_here), "seconds": round(seconds, 3),
+                "folder": None if folder is None else str(folder)}  # fmt: skip
+        what = f"compiled {len(compiled_here)}" if compiled_here else "nothing to compile"
+        show(data, lambda: f"{what}, in {seconds:.1f} s; kernels are in {folder}", output_format)
+
+
+def _warm_up(widths: tuple[int, ...], quiet: bool) -> float:
+    from deltawire.kernels.cpu.warmup import TASKS, warm_up
+
+    total = len(widths) * len(TASKS)
+    with progress_bar("kernels", total, quiet) as advance:
+        return warm_up(widths, lambda what, done, _: advance(what, 1 if done else 0))

@@ -1,0 +1,94 @@
+"""Compile ahead of time what publishing, following and engines use, by calling it on a few elements."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire.kernels.cpu import live
+from deltawire.kernels.cpu.blocks import changed_positions, count_changed
+from deltawire.kernels.cpu.decode import OK, count_changes, decode_tile
+from deltawire.kernels.cpu.digest import sum_change, sum_runs
+from deltawire.kernels.cpu.encode import encode_tile
+
+WIDTHS = (8, 16, 32, 64)
+_SEED = np.uint64(0)
+
+Progress = Callable[[str, int, int], None]
+"""What is compiled next, how many parts are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Some weights before and after, and where they differ."""
+
+    old: npt.NDArray[Any]
+    new: npt.NDArray[Any]
+    positions: npt.NDArray[np.uint32]
+    layout: tuple[int, int, int, bool]
+
+    @classmethod
+    def of(cls, width: int) -> "Example":
+        old = np.arange(1000, dtype=f"u{width // 8}")
+        new = old.copy()
+        new[::9] += 1
+        return cls(old, new, np.arange(0, 1000, 9, dtype=np.uint32), (width, 4, 15, True))
+
+
+def warm_up(widths: Sequence[int] = WIDTHS, progress: Progress | None = None) -> float:
+    """Compile, or load, the kernels for weights of some widths in bits; how many seconds it took."""
+    started = time.monotonic()
+    tasks = [(name, width, task) for width in widths for name, task in TASKS.items()]
+    for done, (name, width, task) in enumerate(tasks):
+        if progress is not None:
+            progress(f"{name}, {width}-bit weights", done, len(tasks))
+        task(Example.of(width))
+    if progress is not None:
+        progress("done", len(tasks), len(tasks))
+    return time.monotonic() - started
+
+
+def _compare(example: Example) -> None:
+    changed_positions(example.old, example.new)
+    count_changed(example.old, example.new)
+
+
+def _digest(example: Example) -> None:
+    at = example.positions.astype(np.int64)
+    sum_runs(example.old, np.zeros(1, np.int64), len(example.old), _SEED)
+    sum_change(example.old[at], example.new[at], at, _SEED)
+
+
+def _encode(example: Example) -> None:
+    for contextual in (True, False):
+        encode_tile(example.old, example.new, example.positions, *example.layout, contextual)
+
+
+def _decode(example: Example) -> None:
+    for contextual in (True, False):
+        words, num_bits, _ = encode_tile(example.old, example.new, example.positions, *example.layout, contextual)
+        stream = words.view(np.uint8)[: (num_bits + 7) // 8]
+        status, count = count_changes(stream, len(example.old), contextual)
+        positions, bits = np.empty(count, np.int64), np.empty(count, example.old.dtype)
+        decoded = decode_tile(stream, example.old, *example.layout, contextual, positions, bits)
+        if (status, decoded) != (OK, OK) or not np.array_equal(bits, example.new[positions]):
+            raise RuntimeError(f"kernels for {example.layout[0]}-bit weights are wrong on this machine")
+
+
+def _live(example: Example) -> None:
+    weights, at = example.old.copy(), example.positions
+    change = at, example.old[at], example.new[at]
+    live.count_strange(weights, *change, len(weights), (0, 0, 1))
+    live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED)
+
+
+TASKS: dict[str, Callable[[Example], None]] = {
+    "comparing": _compare,
+    "digest": _digest,
+    "encoding": _encode,
+    "decoding": _decode,
+    "weights in engines": _live,
+}

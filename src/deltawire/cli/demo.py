@@ -32,7 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
               help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which finds words.")  # fmt: skip
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: replicas of the demo's own, or "
               "real vLLM servers with agents beside them.  [default: torch; vllm with --model smollm2]")  # fmt: skip
-@click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 140; 40 with "
+@click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 120; 40 with "
               "--quick; 60 with --model smollm2]")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Half a minute: fewer steps, and fewer games before and after.")
 @click.option("--replicas", type=click.IntRange(1, 16), help="How many sample.  [default: 2; 1 with --model smollm2]")

@@ -48,7 +48,7 @@ class Options:
     engine: str = "torch"
     store: str | None = None
     s3: bool = False
-    num_steps: int = 140
+    num_steps: int = 120
     num_replicas: int = 2
     num_groups: int = 4
     warmup_steps: int = 10

@@ -80,10 +80,6 @@ class Story:
         if handler is not None:
             handler(event)
 
-    def note(self, text: str, **more: Any) -> None:
-        """Something that people should see."""
-        self.add({"event": "note", "text": text, **more})
-
     def read(self) -> None:
         """Take in what earlier starts of the same run have logged."""
         if not self.log.exists():
@@ -92,9 +88,6 @@ class Story:
             event = json.loads(line)
             if event.get("event") in ("step", "published"):
                 getattr(self, f"_on_{event['event']}")(event)
-
-    def _on_note(self, event: Event) -> None:
-        self.notes.append((event["time"], event["text"]))
 
     def _on_phase(self, event: Event) -> None:
         self.phase, self.played = event["name"], None

@@ -29,7 +29,7 @@ TEMPERATURES = (1.0, 0.7, 0.4)
 class Settings(grpo.Settings):
     """The recipe."""
 
-    num_steps: int = 140
+    num_steps: int = 120
     num_groups: int = 4
     group_size: int = 16
     warmup_steps: int = 10

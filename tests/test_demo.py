@@ -353,7 +353,7 @@ def finish(story):
 
 def test_what_is_shown(tmp_path):
     text = screen_text(story := told_story(tmp_path))
-    for shown_part in ("30 of 10", "2.050", "50.00 kB (1/55) of all weights", "5.00 % of the weights", "1.50 versions",
+    for shown_part in ("30 of 10", "2.050", "50.00 kB, 1/55 of all", "5.00 % of the weights", "1.50 versions",
                        "replica-0       29    1        2", "1.5 ms", "ReadError", "http://127.0.0.1:15000/",
                        "replica-0 killed at step 20",
                        "replica-0 at version 28 after 0.0 s, 10 steps later"):  # fmt: skip

@@ -100,7 +100,7 @@ def payload_text(story: "Story") -> str:
     if not deltas:
         return "no delta yet"
     last = deltas[-1]
-    return f"{size_text(last['bytes'])} (1/{last['full_bytes'] / last['bytes']:.0f})"
+    return f"{size_text(last['bytes'])}, 1/{last['full_bytes'] / last['bytes']:.0f} of all"
 
 
 def spark_text(values: list[float], width: int = 36) -> str:
@@ -151,6 +151,6 @@ def training_facts(story: "Story") -> list[tuple[str, str]]:
         ("reward", f"{story.moving_reward() or 0:.3f}  {spark_text(rewards)}  mean of {WINDOW} steps"),
         (words["wins"], f"{100 * last['wins']:.0f} % of {last['games']} {words['episodes']}"),
         ("changed", density),
-        ("payload", f"{payload_text(story)} of all weights"),
+        ("payload", payload_text(story)),
         ("staleness", f"{last['staleness']:.2f} versions, {last['max_staleness']} at most"),
     ]

@@ -362,7 +362,7 @@ def check_installed(options: Options) -> None:
     needed = NEEDED if options.model == "wordle" else NEEDED_BY_ALL
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise MissingDependency(f"the demo needs {', '.join(missing)}: pip install 'deltawire[demo,agent,torch]'")
+        raise MissingDependency(f"the demo needs {', '.join(missing)}: pip install 'deltawire[demo]'")
     if options.engine == "vllm" and find_spec("vllm") is None:
         raise MissingDependency(
             "--engine vllm needs vLLM 0.32: pip install 'deltawire[vllm]'; for a CPU see docs/guides/vllm.md"

@@ -4,12 +4,17 @@ import json
 import os
 import re
 import signal
+import tomllib
+from importlib.metadata import packages_distributions
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from conftest import ROOT
 from deltawire import Publisher, digest
 from deltawire.agent import Agent
 from deltawire.cli.demo import options_of
@@ -17,6 +22,7 @@ from deltawire.cli.demo_summary import summary_text
 from deltawire.cli.demo_view import screen_text, step_text
 from deltawire.demo.checkpoint import Progress, load_progress, save_progress
 from deltawire.demo.games import Episode, boards
+from deltawire.demo.orchestrate import NEEDED
 from deltawire.demo.policy import Policy, Sampler, load, save
 from deltawire.demo.replica import Completions, Wanted, application
 from deltawire.demo.shape import START, Shape
@@ -204,6 +210,20 @@ def test_boards_are_of_every_tenth_word():
         {"word": "about", "won": True, "guesses": ["about"], "feedbacks": ["GGGGG"]},
         {"word": "angle", "won": True, "guesses": ["table", "angle"], "feedbacks": ["-Y-GG", "GGGGG"]},
     ]
+
+
+def required(extra):
+    """The packages of an extra, with those of the extras that it names."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in map(Requirement, extras[extra]):
+        yield canonicalize_name(requirement.name)
+        for inner in requirement.extras:
+            yield from required(inner)
+
+
+def test_the_extra_has_all_that_the_demo_needs():
+    found = set(required("demo"))
+    assert not [name for name in NEEDED if found.isdisjoint(map(canonicalize_name, packages_distributions()[name]))]
 
 
 def test_everything_that_was_uploaded():

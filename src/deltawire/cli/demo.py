@@ -76,6 +76,8 @@ def demo_command(
     """
     if s3 and store is not None:
         raise click.UsageError("--s3 starts a store of its own: leave --store out")
+    if keep and not dashboard:
+        raise click.UsageError("--keep keeps the dashboard: leave --no-dashboard out")
     if model == "smollm2" and engine == "torch":
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
@@ -102,7 +104,7 @@ def demo_command(
             view.close()
         summary = shown(demo)
         click.echo(json.dumps(summary, indent=2) if output_format == "json" else summary_text(summary))
-        if keep and demo.story.dashboard is not None:
+        if keep:
             click.echo(f"the dashboard stays at {demo.story.dashboard} until Ctrl-C", err=True)
             demo.wait()
         if not summary["ok"]:

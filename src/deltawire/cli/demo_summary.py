@@ -54,8 +54,8 @@ def training_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     payload, full = summary["payload_bytes"], summary["full_bytes"]
     window, words = summary["window"], WORDS[summary["model"]]
     facts = [
-        ("steps", f"{summary['steps']} of {summary['games']:,} {words['episodes']}, "
-                  f"{number(summary['step_seconds'], 2)} s each, {number(summary['max_step_seconds'], 2)} s at most"),
+        ("steps", f"{summary['steps']}, {number(summary['step_seconds'], 2)} s each, "
+                  f"{number(summary['max_step_seconds'], 2)} s at most; {summary['games']:,} {words['episodes']}"),
         ("reward", f"{number(summary['reward_first'])} in the first {window} steps, "
                    f"{number(summary['reward_last'])} in the last {window}"),
         (words["wins"], f"{percent(summary['wins_first'])} in the first {window} steps, "

@@ -84,10 +84,10 @@ def clock(story: "Story") -> str:
 def step_text(story: "Story") -> str:
     last = story.steps[story.step]
     versions = " ".join(version_text(each.version) for _, each in sorted(story.replicas.items()))
-    reward = story.moving_reward() or 0.0
+    reward, deltas = story.moving_reward() or 0.0, story.deltas()
     return (
-        f"step {story.step:3d}  reward {reward:5.2f}  wins {100 * last['wins']:3.0f} %  {payload_text(story)}  "
-        f"replicas at {versions}"
+        f"step {story.step:3d}  reward {reward:5.2f}  wins {100 * last['wins']:3.0f} %  "
+        f"{size_text(deltas[-1]['bytes']) if deltas else 'no delta'}  replicas at {versions}"
     )
 
 

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from deltawire.demo.parts import Event
 
 WINDOW = 20
+NOTE_COLUMNS = 66
 
 # What an episode is called, one that could not be better, and what must be true of all.
 WORDS = {
@@ -125,7 +127,7 @@ class Story:
 
     def _on_fault(self, event: Event) -> None:
         self.num_faults += 1
-        self.notes.append((event["time"], f"fault: {event['part']}: {event['reason']}"))
+        self.notes.append((event["time"], shorten(f"fault: {event['part']}: {event['reason']}", NOTE_COLUMNS)))
 
     _on_failed = _on_fault
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -36,6 +36,8 @@ THREADS = {"OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 4)), "OMP_WAIT_POLICY
 REACH_SECONDS = 60.0
 # What a dashboard needs to go on.
 KEPT = ("dashboard", "s3")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +108,16 @@ class Demo:
                 )
                 for part in (trainer, *replicas, *self._environments()):
                     part.start()
-                self.story.phase = "starting the trainer and its replicas"
+                self.story.begin("starting the trainer and its replicas")
                 self._follow(trainer)
-                self.story.phase = "checking"
+                self.story.begin("checking")
                 self._check_replicas()
                 self.story.audit = self._verify()
                 self.story.add({"event": "verified", **self.story.audit})
                 is_done = True
             finally:
                 self._stop(KEPT if is_done and self.options.keeps else ())
-        self.story.phase = "done"
+        self.story.begin("done")
         self._refresh(self.story)
 
     def wait(self) -> None:
@@ -129,11 +131,8 @@ class Demo:
 
     def _compile_kernels(self) -> None:
         """Before anything is started or timed, so that the parts find them compiled."""
-        self.story.phase = "compiling kernels"
-        compiling = ThreadPoolExecutor(1).submit(compile_kernels)
-        while not compiling.done():
-            self._listen()
-        compiling.result()
+        self.story.begin("compiling kernels")
+        self._meanwhile(compile_kernels)
         self.story.started = time.time()
 
     def _policy(self) -> Path:
@@ -142,7 +141,7 @@ class Demo:
             return START
         file = self.options.cache / "smollm2-135m"
         if not file.exists():
-            self.story.phase = "unpacking the model"
+            self.story.begin("unpacking the model")
             part = self._part("start", *module("smollm2.start", "--output", str(file)), environment=THREADS)
             part.start()
             while part.ended() is None:
@@ -254,6 +253,13 @@ class Demo:
         self._drain()
         self._refresh(self.story)
 
+    def _meanwhile(self, work: Callable[[], T]) -> T:
+        """Do something that takes long, and go on to listen."""
+        doing = ThreadPoolExecutor(1).submit(work)
+        while not doing.done():
+            self._listen()
+        return doing.result()
+
     def _drain(self) -> None:
         with suppress(queue.Empty):
             while True:
@@ -310,8 +316,9 @@ class Demo:
         return told
 
     def _printed(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, env={**os.environ, **self._environment}, check=False
+        environment = {**os.environ, **self._environment}
+        return self._meanwhile(
+            lambda: subprocess.run(command, capture_output=True, text=True, env=environment, check=False)  # noqa: S603
         )
 
     def _verify(self) -> Event:

@@ -82,6 +82,9 @@ class Story:
         if handler is not None:
             handler(event)
 
+    def begin(self, phase: str) -> None:
+        self.phase, self.played = phase, None
+
     def read(self) -> None:
         """Take in what earlier starts of the same run have logged."""
         if not self.log.exists():
@@ -92,7 +95,7 @@ class Story:
                 getattr(self, f"_on_{event['event']}")(event)
 
     def _on_phase(self, event: Event) -> None:
-        self.phase, self.played = event["name"], None
+        self.begin(event["name"])
 
     def _on_played(self, event: Event) -> None:
         self.played = event["num_done"], event["total"]

@@ -7,8 +7,8 @@ nothing new, and it mistypes a fifth of the words. A lower temperature takes the
 repetition; what is to be gained from there has to be learned from rewards.
 
 The same seed, torch and device (and on a CPU, number of threads) give the same file. Elsewhere sums are rounded in
-another way, and the policy is another one that plays alike. The one in the package was made on an H200, in a minute with
---device cuda; on a CPU a step takes two seconds of a core.
+another way, and the policy is another one that plays alike. The one in the package was made on an H200, with
+--device cuda in a minute; on a CPU a step takes two seconds of a core.
 """
 
 import os

@@ -12,13 +12,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
 
 from browser import THEMES, WIDTHS, fits, serious_problems
 from chains import fresh_url, make_run, make_weights, step
 from deltawire import Publisher, Replica
-from deltawire.demo.pretrain import pretrain, save
-from deltawire.demo.recipe import Recipe, Shape
 from deltawire.pages.dashboard import Dashboard
 from deltawire.pages.feed import Feed
 from deltawire.store import open_store
@@ -28,7 +25,6 @@ from many_versions import make_many
 pytest_plugins = ["browser_fixtures"]
 
 NUM_MANY = 10_000
-NUM_PRETRAIN = 8
 VERSION = "document.querySelector('#figures .main')?.textContent"
 
 
@@ -91,27 +87,13 @@ def replica_pid(folder, name):
     return next(pid for pid, words in processes(folder).items() if name in words)
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A policy to start from, made here: that spares a process."""
+def test_beside_a_running_demo(tmp_path, chromium):
     pytest.importorskip("openenv")
-    recipe, threads = Recipe(num_steps=NUM_PRETRAIN), torch.get_num_threads()
-    # Several would wait for each other where others need the cores too.
-    torch.set_num_threads(1)
-    try:
-        save(pretrain(recipe, Shape(), lambda *_: None), tmp_path / "cache" / recipe.name(Shape()))
-    finally:
-        torch.set_num_threads(threads)
-    return tmp_path / "cache"
-
-
-def test_beside_a_running_demo(tmp_path, cache, chromium):
     folder = tmp_path / "run"
     page = chromium.new_context(viewport={"width": 1440, "height": 900}).new_page()
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    options = ["--steps", "1000", "--evaluate", "0", "--pretrain-steps", str(NUM_PRETRAIN)]
-    with started(folder, cache, *options) as demo:
+    with started(folder, "--steps", "1000", "--evaluate", "0") as demo:
         wait_for(lambda: step_of(folder) >= 3, "step 3")
         with command(str(folder), "--quiet") as (dashboard, url):
             page.goto(url)

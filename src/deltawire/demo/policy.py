@@ -1,18 +1,22 @@
-"""The policy: a small Qwen3 that writes letters, and its sampler.
+"""The policy: a small Qwen3 that writes letters, its file, and its sampler.
 
 Weights have the names and the layout of Qwen3 in transformers, so that every engine can load them.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import sqrt
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from deltawire.demo.recipe import Shape
-from deltawire.demo.tokens import COLOURS, MAX_TOKENS, NUM_ALPHABET, NUM_TOKENS
+from deltawire.demo.shape import Shape
+from deltawire.demo.tokens import MAX_TOKENS, NUM_ALPHABET, NUM_TOKENS
+from deltawire.errors import CorruptObject
 
 
 class Cache:
@@ -128,29 +132,14 @@ class Policy(nn.Module):  # type: ignore[misc]
         angles = torch.outer(torch.arange(MAX_TOKENS), rates)[:, None, :]
         self._turn = angles.cos(), angles.sin()
 
-    def initialise(self, seed: int) -> None:
-        """Fresh weights. An answer starts as its letter and colour, and the head's letters as the embedded ones."""
-        generator = torch.Generator().manual_seed(seed)
-        std = self.shape.init_std
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0, std, generator=generator)
-            embedded = self.model.embed_tokens.weight
-            colours = torch.randn(len(COLOURS), self.shape.hidden, generator=generator) * std
-            for letter in range(NUM_ALPHABET):
-                start = NUM_ALPHABET + len(COLOURS) * letter
-                embedded[start : start + len(COLOURS)] = (embedded[letter] + colours) / sqrt(2)
-            self.lm_head.weight[:NUM_ALPHABET] = embedded[:NUM_ALPHABET]
-
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """What the layers make of tokens that follow those in the cache, before the head."""
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
-        turn = self._turn[0][start:end], self._turn[1][start:end]
+        cosine, sine = (each[start:end].to(tokens.device) for each in self._turn)
         x = embedding(tokens, self.model.embed_tokens.weight)
         for i, layer in enumerate(self.model.layers):
-            x = layer(x, turn, None if cache is None else cache.memory[i], start)
+            x = layer(x, (cosine, sine), None if cache is None else cache.memory[i], start)
         if cache is not None:
             cache.length = end
         out: Tensor = self.model.norm(x)
@@ -163,6 +152,26 @@ class Policy(nn.Module):  # type: ignore[misc]
     def letter_logits(self, hidden: Tensor) -> Tensor:
         """Logits of the letters alone."""
         return linear(hidden, self.lm_head.weight[:NUM_ALPHABET])
+
+
+def load(file: Path, shape: Shape | None = None) -> Policy:
+    """A policy from its file."""
+    policy = Policy(shape)
+    try:
+        policy.load_state_dict(load_file(file))
+    except (SafetensorError, RuntimeError) as error:
+        raise CorruptObject(
+            f"{file} is not a policy of this demo ({error}): install deltawire again", path=str(file)
+        ) from error
+    return policy
+
+
+def save(policy: Policy, file: Path) -> None:
+    """Write a policy in bf16; another process sees the whole file or none."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    weights = {name: value.detach().bfloat16().contiguous() for name, value in policy.state_dict().items()}
+    save_file(weights, partial, {"format": "pt"})
+    partial.replace(file)
 
 
 class Sampler:

@@ -4,9 +4,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 
@@ -152,13 +152,15 @@ class Evaluation:
     reward: float
     wins: float
     valid: float
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Some of the episodes, for people."""
 
 
 def episodes_at(
     player_of: PlayerOf[E], replicas: Sequence[str], version: int, *, num_tasks: int, temperature: float, rounds: int,
-    on_fault: OnFault,
+    on_fault: OnFault, progress: Callable[[int], None],
 ) -> list[E]:  # fmt: skip
-    """Each task some times, on all replicas that are at a version."""
+    """Each task some times, on all replicas that are at a version. `progress` hears how many episodes there are."""
     todo: queue.Queue[tuple[int, list[int]]] = queue.Queue()
     halves = [list(range(start, num_tasks, 2)) for start in range(2)]
     for number in range(2 * rounds):
@@ -182,6 +184,7 @@ def episodes_at(
                     if {each for episode in episodes for each in episode.versions} != {version}:
                         raise EngineUnavailable(f"{url} changed its weights during an evaluation")
                     done[number] = episodes
+                    progress(sum(map(len, list(done.values()))))
                 except FAULTS as error:
                     todo.put((number, tasks))
                     on_fault(url, error)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +22,7 @@ from deltawire import Publication, Publisher, digest
 from deltawire.demo.checkpoint import Progress, load_progress, save_progress
 from deltawire.demo.grpo import Trainer
 from deltawire.demo.rollout import Evaluation, PlayerOf, Rollouts, Sampled, episodes_at, oldest
+from deltawire.demo.uploads import uploads
 from deltawire.errors import DeltawireError
 
 E = TypeVar("E", bound=Sampled)
@@ -48,8 +49,10 @@ class Task(Generic[E]):
     player_of: PlayerOf[E]
     num_tasks: int
     summary: Callable[[Sequence[E], int, float], Evaluation]
-    control_temperature: float
-    """Where the policy does best before it is trained: what is learned must be more than that."""
+    temperatures: tuple[float, ...]
+    """Where a policy is evaluated: what is learned must be more than another temperature gives."""
+    samples: Callable[[Sequence[E]], list[dict[str, Any]]] = lambda _: []
+    """Some episodes to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +192,21 @@ class Run(Generic[E]):
         save_progress(checkpoint_of(self._job), self.trainer.policy, self.trainer.optimizer, self.progress)
 
     def evaluations(self) -> list[Evaluation]:
-        """How this version does, as it is sampled in training and at the temperature that suits the start best."""
+        """How this version does at each temperature."""
         job, task = self._job, self._task
-        return [
-            task.summary(
-                episodes_at(
-                    task.player_of, job.replicas, self.version, num_tasks=task.num_tasks, temperature=temperature,
-                    rounds=job.rounds, on_fault=told_fault,
-                ),
-                self.version,
-                temperature,
-            )
-            for temperature in (1.0, task.control_temperature)
-        ]  # fmt: skip
+        found: list[Evaluation] = []
+
+        def progress(num_done: int) -> None:
+            each = job.rounds * task.num_tasks
+            say(event="played", num_done=len(found) * each + num_done, total=len(task.temperatures) * each)
+
+        for temperature in task.temperatures:
+            episodes = episodes_at(
+                task.player_of, job.replicas, self.version, num_tasks=task.num_tasks, temperature=temperature,
+                rounds=job.rounds, on_fault=told_fault, progress=progress,
+            )  # fmt: skip
+            found.append(replace(task.summary(episodes, self.version, temperature), samples=task.samples(episodes)))
+        return found
 
 
 def carry_out(job: Job, trainer: Trainer[E], task: Task[E], files: Sequence[Path]) -> None:
@@ -227,18 +232,24 @@ def carry_out(job: Job, trainer: Trainer[E], task: Task[E], files: Sequence[Path
             this.publish()
         this.settle()
         if job.rounds and progress.step == 0 and not progress.start:
+            say(event="phase", name="playing before training")
             progress.start = this.evaluations()
             this.save()
         for each in progress.start:
             say(event="evaluation", which="start", **asdict(each))
+        say(event="phase", name="training")
         this.train()
         this.settle()
         if this.stopped:
             return
-        for each in this.evaluations() if job.rounds else []:
-            say(event="evaluation", which="final", **asdict(each))
-        last_digest = first_digest if job.no_publish else published_digest(policy)
-        say(event="done", step=progress.step, version=this.version, digest=str(last_digest))
+        if job.rounds:
+            say(event="phase", name="playing after training")
+            for each in this.evaluations():
+                say(event="evaluation", which="final", **asdict(each))
+    # Skip deltas and anchors may have been on their way until here.
+    say(event="uploaded", kinds=uploads(publisher.run.store))
+    last_digest = first_digest if job.no_publish else published_digest(policy)
+    say(event="done", step=progress.step, version=this.version, digest=str(last_digest))
 
 
 def checkpoint_of(job: Job) -> Path:

@@ -1,13 +1,11 @@
 """Real vLLM servers as replicas of the demo: the commands, and the checkpoint of the policy for them."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from deltawire.demo.clients import MODEL
 from deltawire.demo.parts import HOST
-from deltawire.demo.recipe import Shape
 from deltawire.demo.tokens import NUM_TOKENS
 
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
@@ -44,19 +42,15 @@ def measure_command(server: str, store: str) -> list[str]:
 
 def make_checkpoint(start: Path, folder: Path) -> None:
     """The Wordle policy as a server wants it: in bf16, with a tokenizer, which has a word for each token."""
-    from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from deltawire.demo.pretrain import load
+    from deltawire.demo.policy import load, save
 
     folder.mkdir(parents=True, exist_ok=True)
-    policy = load(start, Shape())
+    policy = load(start)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(NUM_TOKENS)}, unk_token="t0"))  # noqa: S106
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(policy.shape.config(), indent=1))
-    weights = {name: value.detach().bfloat16().contiguous() for name, value in policy.state_dict().items()}
-    partial = folder / f"model.{os.getpid()}"
-    save_file(weights, partial, {"format": "pt"})
-    partial.replace(folder / "model.safetensors")
+    save(policy, folder / "model.safetensors")

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from deltawire.demo.parts import Event
 
 WINDOW = 20
+NOTE_COLUMNS = 66
 
 # What an episode is called, one that could not be better, and what must be true of all.
 WORDS = {
@@ -21,6 +23,18 @@ WORDS = {
 
 def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _ends(disturbance: Event, pull: Event) -> bool:
+    """Whether a pull is the first one after. What a killed replica told before may be read later, and is of a delta."""
+    return bool(pull["replica"] == disturbance["replica"]
+                and (pull["anchor"] or disturbance["part"] != pull["replica"]))  # fmt: skip
+
+
+def joined_text(disturbance: Event) -> str:
+    """How a replica got to the version of the day."""
+    version, seconds, steps = (disturbance[key] for key in ("version", "seconds", "steps"))
+    return f"at version {version} after {seconds:.1f} s, {steps} steps later"
 
 
 @dataclass(slots=True)
@@ -43,13 +57,18 @@ class Story:
     num_steps: int
     model: str = "wordle"
     phase: str = "starting"
-    pretrained: tuple[int, int] | None = None
+    played: tuple[int, int] | None = None
+    """Games of an evaluation that goes on: how many there are, of how many."""
+    dashboard: str | None = None
     steps: dict[int, Event] = field(default_factory=dict)
     published: dict[int, Event] = field(default_factory=dict)
     replicas: dict[str, Follower] = field(default_factory=dict)
     evaluations: dict[str, list[Event]] = field(default_factory=dict)
     done: Event | None = None
     audit: Event | None = None
+    uploads: dict[str, dict[str, int]] | None = None
+    disturbances: list[Event] = field(default_factory=list)
+    """Replicas that were killed or joined late; `seconds` until each was at a version of the run."""
     notes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=200))
     num_faults: int = 0
     started: float = field(default_factory=time.time)
@@ -63,9 +82,8 @@ class Story:
         if handler is not None:
             handler(event)
 
-    def note(self, text: str, **more: Any) -> None:
-        """Something that people should see."""
-        self.add({"event": "note", "text": text, **more})
+    def begin(self, phase: str) -> None:
+        self.phase, self.played = phase, None
 
     def read(self) -> None:
         """Take in what earlier starts of the same run have logged."""
@@ -76,11 +94,15 @@ class Story:
             if event.get("event") in ("step", "published"):
                 getattr(self, f"_on_{event['event']}")(event)
 
-    def _on_note(self, event: Event) -> None:
-        self.notes.append((event["time"], event["text"]))
+    def _on_phase(self, event: Event) -> None:
+        self.begin(event["name"])
 
-    def _on_pretrain(self, event: Event) -> None:
-        self.pretrained = event["step"], event["num_steps"]
+    def _on_played(self, event: Event) -> None:
+        self.played = event["num_done"], event["total"]
+
+    def _on_disturbance(self, event: Event) -> None:
+        self.disturbances.append(event)
+        self.notes.append((event["time"], f"{event['part']} {event['what']} at step {event['step']}"))
 
     def _on_step(self, event: Event) -> None:
         self.steps[event["step"]] = event
@@ -93,7 +115,12 @@ class Story:
         follower.version, follower.pause_seconds = event["version"], event["pause_seconds"]
         follower.num_pulls += 1
         follower.num_bytes += event["bytes"]
-        if event["anchor"]:
+        awaited = next((each for each in self.disturbances if "seconds" not in each and _ends(each, event)), None)
+        if awaited is not None:
+            awaited |= {"seconds": event["time"] - awaited["time"], "version": event["version"],
+                        "steps": self.step - awaited["step"]}  # fmt: skip
+            self.notes.append((event["time"], f"{event['replica']} {joined_text(awaited)}"))
+        elif event["anchor"]:
             self.notes.append((event["time"], f"{event['replica']} joined at version {event['version']}"))
 
     def _on_resumed(self, event: Event) -> None:
@@ -103,7 +130,7 @@ class Story:
 
     def _on_fault(self, event: Event) -> None:
         self.num_faults += 1
-        self.notes.append((event["time"], f"fault: {event['part']}: {event['reason']}"))
+        self.notes.append((event["time"], shorten(f"fault: {event['part']}: {event['reason']}", NOTE_COLUMNS)))
 
     _on_failed = _on_fault
 
@@ -116,6 +143,9 @@ class Story:
         found = [each for each in self.evaluations.get(event["which"], ())
                  if each["temperature"] != event["temperature"]]  # fmt: skip
         self.evaluations[event["which"]] = [*found, event]
+
+    def _on_uploaded(self, event: Event) -> None:
+        self.uploads = event["kinds"]
 
     def _on_done(self, event: Event) -> None:
         self.done = event
@@ -143,9 +173,6 @@ class Story:
             each for version, each in sorted(self.published.items()) if version and each["bytes"] < each["full_bytes"]
         ]
 
-    def evaluation(self, which: str, temperature: float) -> Event | None:
-        return next((each for each in self.evaluations.get(which, ()) if each["temperature"] == temperature), None)
-
     def summary(self) -> dict[str, Any]:
         """The run as data."""
         rewards, deltas = self.rewards(), self.deltas()
@@ -162,6 +189,7 @@ class Story:
             "games": sum(each["games"] for each in tail),
             "seconds": round(time.time() - self.started, 1),
             "step_seconds": mean([each["seconds"] for each in tail]),
+            "max_step_seconds": max((each["seconds"] for each in tail), default=None),
             "window": window,
             "reward_first": mean(rewards[:window]),
             "reward_last": mean(rewards[-window:]),
@@ -186,6 +214,9 @@ class Story:
                                                                                       done.get("digest"))}
                 for name, each in sorted(self.replicas.items())
             ],
+            "disturbances": self.disturbances,
+            "uploads": self.uploads,
+            "num_versions": len(self.published),
             "evaluations": self.evaluations,
             "verify": self.audit,
         }  # fmt: skip

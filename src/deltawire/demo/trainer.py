@@ -14,28 +14,26 @@ import torch
 from torch import Tensor
 
 from deltawire.demo import grpo
-from deltawire.demo.games import Episode, WordlePlayer, summary
+from deltawire.demo.games import Episode, WordlePlayer, boards, summary
 from deltawire.demo.grpo import Batch
-from deltawire.demo.policy import Policy
-from deltawire.demo.pretrain import load
-from deltawire.demo.recipe import Shape
+from deltawire.demo.policy import Policy, load
 from deltawire.demo.run import Job, Task, carry_out, job_options, telling_errors
 from deltawire.demo.tokens import BEGIN
 from deltawire.demo.wordle.game import GREEN, NUM_GUESSES, NUM_LETTERS, YELLOW
 from deltawire.demo.wordle.words import WORDS
 
-CONTROL_TEMPERATURE = 0.4
+TEMPERATURES = (1.0, 0.7, 0.4)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings(grpo.Settings):
     """The recipe."""
 
-    num_steps: int = 180
-    num_groups: int = 8
+    num_steps: int = 120
+    num_groups: int = 4
     group_size: int = 16
-    warmup_steps: int = 20
-    lr: float = 2e-5
+    warmup_steps: int = 10
+    lr: float = 5e-6
     head_lr: float = 1.2e-3
     norm_lr: float = 3e-3
     num_micro_batches: int = 4
@@ -129,10 +127,10 @@ def main(environment: str, **given: Any) -> None:
         settings = replace(settings, max_staleness=None)
     task = Task(
         lambda url: WordlePlayer(environment, url, is_vllm=job.engine == "vllm"), len(WORDS), summary,
-        CONTROL_TEMPERATURE,
+        TEMPERATURES, boards,
     )  # fmt: skip
     with telling_errors():
-        policy, config = load(job.start, Shape()), job.folder / "config.json"
+        policy, config = load(job.start), job.folder / "config.json"
         config.write_text(json.dumps(policy.shape.config(), indent=1))
         carry_out(job, Trainer(policy, settings), task, [config])
 

@@ -76,8 +76,12 @@ class EventLog:
         record: Record | None = None if handler is None else handler(event, when)
         return record
 
-    def _on_pretrain(self, event: Mapping[str, Any], when: float) -> None:
-        self.phase = f"pretraining, step {count(event.get('step'))} of {count(event.get('num_steps'))}"
+    def _on_phase(self, event: Mapping[str, Any], when: float) -> None:
+        self.phase = printable(event.get("name"))
+
+    def _on_disturbance(self, event: Mapping[str, Any], when: float) -> Record:
+        what = printable(event.get("what"))
+        return note(when, "note", printable(event.get("part")), f"{what} at step {count(event.get('step'))}")
 
     def _on_step(self, event: Mapping[str, Any], when: float) -> Record | None:
         step, reward = count(event.get("step")), number(event.get("reward"))

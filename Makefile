@@ -51,8 +51,8 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/charts.py
 
 soak: setup           ## crashes, faults and races on a real S3 server, in full; the report goes to benchmarks/results
-	$(BIN)/python benchmarks/soak --report benchmarks/results/soak.md
-	$(BIN)/python benchmarks/soak --parts engines --report benchmarks/results/soak_engines.md
+	$(BIN)/python tests/soak --report benchmarks/results/soak.md
+	$(BIN)/python tests/soak --parts engines --report benchmarks/results/soak_engines.md
 
 docs: setup           ## the generated pages, then the site in site/
 	$(BIN)/python docs/generate.py

@@ -32,10 +32,10 @@ from deltawire.dtypes import DTYPES
 from deltawire.store import open_store
 from deltawire.store.transfer import Measured, download
 from deltawire.weights import Tensor
-from fault_proxy import FaultProxy
 from measure import peak_beyond, write_csv
-from recorded import recorded_like
-from servers import BUCKET, seaweedfs
+from support.fault_proxy import FaultProxy
+from support.recorded import recorded_like
+from support.servers import BUCKET, seaweedfs
 
 BF16 = DTYPES["BF16"]
 RATE = 100e6 / 8

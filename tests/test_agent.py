@@ -16,7 +16,6 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from chains import Hooked, fresh_url
 from deltawire import Publisher, open_store, replica
 from deltawire.agent import Agent
 from deltawire.engines.torch import TorchEngine
@@ -30,6 +29,7 @@ from deltawire.errors import (
 )
 from deltawire.heartbeat import read_heartbeats
 from deltawire.runs import Run
+from support.chains import Hooked, fresh_url
 
 PATIENCE = 180
 FOR_EVER = 3600.0

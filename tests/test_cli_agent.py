@@ -18,12 +18,12 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from chains import make_run
-from conftest import ROOT
 from deltawire.agent import Agent
 from deltawire.cli import attach, main
 from deltawire.cli.watch import Screen
 from deltawire.runs import Run
+from support import ROOT
+from support.chains import make_run
 from test_agent import PATIENCE, Server, Trainer, bits, eventually
 
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from chains import seal, unsealed
 from deltawire.audit import audit
 from deltawire.runs import Run
+from support.chains import seal, unsealed
 from test_cli_runs import bits, program, run, steps, store, told  # noqa: F401 - fixtures are used by name
 
 WRONG_KEY = "5866666666666666666666666666666666666666666666666666666666666666"

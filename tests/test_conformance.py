@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT
 from deltawire import testing
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.weights import torch_view, write
-from fused_model import bits_of
+from support import ROOT
+from support.fused_model import bits_of
 
 GUIDE = ROOT / "docs" / "guides" / "any-engine.md"
 

@@ -12,8 +12,8 @@ import generate
 import pytest
 
 import deltawire
-from conftest import ROOT
 from deltawire.cli import main
+from support import ROOT
 
 PACKAGE = ROOT / "src" / "deltawire"
 
@@ -180,5 +180,5 @@ def test_compiled_kernels_are_cached_on_disk(tmp_path):
 
 
 def test_files_stay_short():
-    for file in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
+    for file in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
         assert len(file.read_text().splitlines()) <= 500, file

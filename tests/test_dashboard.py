@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from chains import Hooked, make_run, make_weights
 from deltawire import Publisher
 from deltawire.cli import main
 from deltawire.cli.dashboard import places
@@ -21,6 +20,7 @@ from deltawire.pages.dashboard import application, event_stream
 from deltawire.pages.feed import Feed
 from deltawire.runs import Run
 from deltawire.store import open_store
+from support.chains import Hooked, make_run, make_weights
 from test_feed import log_file, read_all
 
 

@@ -14,18 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from browser import THEMES, WIDTHS, fits, serious_problems
-from chains import fresh_url, make_run, make_weights, step
 from deltawire import Publisher, Replica
 from deltawire.demo.pretrain import pretrain, save
 from deltawire.demo.recipe import Recipe, Shape
 from deltawire.pages.dashboard import Dashboard
 from deltawire.pages.feed import Feed
 from deltawire.store import open_store
-from demo_run import processes, started, step_of, wait_for
-from many_versions import make_many
-
-pytest_plugins = ["browser_fixtures"]
+from support.browser import THEMES, WIDTHS, fits, serious_problems
+from support.chains import fresh_url, make_run, make_weights, step
+from support.demo_run import processes, started, step_of, wait_for
+from support.many_versions import make_many
 
 NUM_MANY = 10_000
 NUM_PRETRAIN = 8

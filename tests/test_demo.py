@@ -25,8 +25,8 @@ from deltawire.demo.wordle.game import Game, feedback, view
 from deltawire.demo.wordle.words import WORDS
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import CorruptObject, EngineUnavailable
-from demo_run import PATIENCE, events, processes, started, step_of, wait_for
-from servers import WEED
+from support.demo_run import PATIENCE, events, processes, started, step_of, wait_for
+from support.servers import WEED
 
 SMALL = Shape(hidden=32, num_heads=2, head_dim=16, inner=48)
 

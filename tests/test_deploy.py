@@ -21,10 +21,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from conftest import ROOT
 from deltawire.cli import main
 from deltawire.demo.wordle.__main__ import main as wordle_main
-from servers import free_ports
+from support import ROOT
+from support.servers import free_ports
 
 DEPLOY = ROOT / "deploy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conftest import ROOT
 from deltawire import __version__ as deltawire_version
-from servers import free_ports
+from support import ROOT
+from support.servers import free_ports
 
 SPACES = ROOT / "deploy" / "spaces"
 

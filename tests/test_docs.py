@@ -40,13 +40,12 @@ from prometheus_client import generate_latest
 from safetensors.numpy import save_file
 
 import deltawire
-from browser_fixtures import chromium, open_page  # noqa: F401
-from conftest import ROOT
 from deltawire import errors
 from deltawire.cli import main
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.metrics import registry
+from support import ROOT
 
 DOCS, TESTS = ROOT / "docs", ROOT / "tests"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -337,7 +336,7 @@ class Files(SimpleHTTPRequestHandler):
     def log_message(self, *_): ...
 
 
-def test_the_site_in_a_browser(site, open_page):  # noqa: F811
+def test_the_site_in_a_browser(site, open_page):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=site))
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/"

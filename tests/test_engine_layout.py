@@ -14,7 +14,7 @@ from deltawire.engines.layout import Layout, Piece, each_once, pieces_of_copy
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import EngineRejected, UnknownParameter
 from deltawire.state import Digest
-from fused_model import FORMS, FusedModel, bits_of, live_model, make_checkpoint, whole
+from support.fused_model import FORMS, FusedModel, bits_of, live_model, make_checkpoint, whole
 
 
 def places(piece):

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from conftest import ROOT
+from support import ROOT
 
 
 def test_the_pytorch_loop(tmp_path):

@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 
-from chains import Hooked, fresh_url, make_run, make_weights, seal, step, unsealed
 from deltawire import Publisher, Replica
 from deltawire.cli import status as status_command
 from deltawire.errors import StoreUnavailable
@@ -18,6 +17,7 @@ from deltawire.pages.eventlog import EventLog, LoggedPart
 from deltawire.pages.feed import Feed, Polling, snapshot
 from deltawire.runs import Run
 from deltawire.store import Stat, open_store
+from support.chains import Hooked, fresh_url, make_run, make_weights, seal, step, unsealed
 
 
 def read_all(feed):

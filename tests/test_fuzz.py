@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import ROOT
 from deltawire import Delta, DeltawireError
 from deltawire.kernels.cpu.decode import count_changes, decode_tile, longer_steps
+from support import ROOT
 
 
 def test_damaged_files():

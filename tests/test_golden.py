@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltawire
-import second_reader
 from deltawire import Checkpoint, Delta
-from patterns import dtypes, pairs
+from support import second_reader
+from support.patterns import dtypes, pairs
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("auto", "context", "gap", "coo", "dense", "shards")

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chains import BF16, copy_of, make_weights, step
 from deltawire import history as history_module
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.history import History
 from deltawire.weights import Tensor
 from deltawire.workers import SERIAL, Workers
+from support.chains import BF16, copy_of, make_weights, step
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import textwrap
 
 import pytest
 
-from chains import make_run, same
 from deltawire import Checkpoint, Publisher, Replica
 from deltawire.errors import Conflict, EngineRejected
 from deltawire.mirror import Mirror
+from support.chains import make_run, same
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from deltawire import Checkpoint, Publisher, Replica, ShardedPublisher
 from deltawire.chain import Plan
 from deltawire.errors import UnknownParameter, UnsupportedPlacement
 from deltawire.routing import Route
-from processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
+from support.processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from chains import Hooked
 from deltawire import Replica, ShardedPublisher, exchange, leader
 from deltawire.chain import Link
 from deltawire.errors import BrokenChain, Fenced, RankFailed, StoreUnavailable
-from processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
+from support.chains import Hooked
+from support.processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
 
 TIMEOUT = 3.0
 

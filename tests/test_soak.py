@@ -8,8 +8,6 @@ from soak import crashes, faults, races
 from soak.processes import nursery
 from soak.report import Tally, page
 
-pytest_plugins = ["store_fixtures"]
-
 SEED = 1
 
 

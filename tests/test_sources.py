@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from chains import fresh_url
 from deltawire import Publisher, Replica
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.sources import module_source, plain_name
+from support.chains import fresh_url
 
 
 class Model(torch.nn.Module):

@@ -14,10 +14,8 @@ from deltawire.errors import Conflict, CorruptObject, ObjectMissing, StoreUnavai
 from deltawire.store import open_store
 from deltawire.store.settle import settle
 from deltawire.store.transfer import download
-from fault_proxy import FaultProxy, Rule
-from servers import BUCKET, free_ports
-
-pytest_plugins = ["store_fixtures"]
+from support.fault_proxy import FaultProxy, Rule
+from support.servers import BUCKET, free_ports
 
 BLOB = np.random.default_rng(3).integers(0, 256, 3 << 20, np.uint8).tobytes()
 

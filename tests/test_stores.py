@@ -12,9 +12,7 @@ import pytest
 from deltawire.errors import Conflict, ObjectMissing, StoreUnavailable
 from deltawire.store import open_store
 from deltawire.store.keys import check_key
-from servers import BUCKET
-
-pytest_plugins = ["store_fixtures"]
+from support.servers import BUCKET
 
 MIB = 1 << 20
 ODD_KEYS = ["a b", "a%20b", "%41", "ü/é", "a+b", "a~b", "a:b", "a?b", "a*b", "a=b&c", "it's", '"q"', "{a}", "[1]",

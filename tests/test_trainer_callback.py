@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from chains import Hooked
 from deltawire import Publisher, Replica
 from deltawire.errors import StoreUnavailable, UnsupportedPlacement
 from deltawire.sources import check_whole, module_source
-from processes import gathered, run_ranks, same_bits
+from support.chains import Hooked
+from support.processes import gathered, run_ranks, same_bits
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

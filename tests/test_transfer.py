@@ -16,8 +16,6 @@ PART = 1000
 BLOB = np.random.default_rng(2).integers(0, 256, 10 * PART + 7, np.uint8).tobytes()
 FACTS = {"num_bytes": len(BLOB), "sha256": hashlib.sha256(BLOB).hexdigest()}
 
-pytest_plugins = ["store_fixtures"]
-
 
 class Watched:
     """A real store that notes the ranges asked for, and does to them what a test wants."""

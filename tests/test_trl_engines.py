@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chains import Hooked, fresh_url
 from deltawire import Publisher
 from deltawire.agent import Agent
 from deltawire.engines.torch import TorchEngine
@@ -17,7 +16,8 @@ from deltawire.errors import EnginesBehind, EngineUnavailable, StoreUnavailable
 from deltawire.signing import generate_key
 from deltawire.trainers import fleet
 from deltawire.trainers.trl import AgentAt, DeltawireTransfer, Serving
-from servers import free_ports
+from support.chains import Hooked, fresh_url
+from support.servers import free_ports
 
 PATIENCE = 30
 FOR_EVER = 3600.0

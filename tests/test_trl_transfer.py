@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from chains import Hooked, fresh_url
 from deltawire import Replica
 from deltawire.errors import Fenced, StoreUnavailable
 from deltawire.trainers.trl import DeltawireTransfer
+from support.chains import Hooked, fresh_url
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")

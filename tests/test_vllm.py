@@ -12,13 +12,11 @@ from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.client import VllmEngine
 from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.store import open_store
-from servers import BUCKET
-from vllm_reference import fresh_vllm
-from vllm_server import Trainer, Vllm, serving
+from support.servers import BUCKET
+from support.vllm_reference import fresh_vllm
+from support.vllm_server import Trainer, Vllm, serving
 
 pytest.importorskip("vllm")
-pytest_plugins = ["store_fixtures"]
-
 VERSIONS = 20
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
 
@@ -280,7 +278,9 @@ def test_error_on_one_rank(tmp_path):
     trainer = Trainer(tmp_path, f"memory:{tmp_path}")
     trainer.publish(density=0, tp=2)
     with (
-        serving(tmp_path / "base", tp=2, log=tmp_path / "log", extension="vllm_faults.FaultyExtension") as server,
+        serving(
+            tmp_path / "base", tp=2, log=tmp_path / "log", extension="support.vllm_faults.FaultyExtension"
+        ) as server,
         following(f"memory:{tmp_path}", server) as replica,
     ):
         replica.pull()

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import ROOT
 from deltawire.demo.wordle.client import WordleGames
 from deltawire.demo.wordle.game import Game, choose, feedback, view
 from deltawire.demo.wordle.sessions import Move, SessionError, Sessions, Start
 from deltawire.demo.wordle.words import WORDS
+from support import ROOT
 
 WORD = st.text("abcde", min_size=5, max_size=5)
 SECRETS_OF_SEEDS = [164, 110, 35, 126, 97, 67]

@@ -25,9 +25,8 @@ Running = TypeVar("Running")
 
 HOST = "127.0.0.1"
 BUCKET = "bucket"
-ROOT = Path(__file__).parent.parent
 WEED = Path(sys.executable).parent / "weed"
-AZURITE = ROOT / ".venv" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+AZURITE = Path(sys.prefix) / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 
 # The well-known development account of every Azure emulator; not a secret.
 AZURE_ACCOUNT = "devstoreaccount1"

@@ -20,10 +20,10 @@ from deltawire.engines.torch import TorchEngine
 from deltawire.engines.vllm.client import VllmEngine
 from deltawire.errors import StoreError
 from deltawire.store import open_store
-from servers import BUCKET, S3Server, free_ports
 from soak.processes import Stuck, wait_until
 from soak.report import Tally
-from vllm_server import Trainer, Vllm, make_model
+from support.servers import BUCKET, S3Server, free_ports
+from support.vllm_server import Trainer, Vllm, make_model
 
 # A server takes its time to start, more so when both cores are busy.
 SERVER_SECONDS = 300.0

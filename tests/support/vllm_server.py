@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltawire import Publisher
-from servers import free_ports
-from vllm_reference import ENVIRONMENT, checksums
+from support.servers import free_ports
+from support.vllm_reference import ENVIRONMENT, checksums
 
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
 SMALL = {

@@ -15,18 +15,53 @@ from deltawire.store import Store, open_store
 from support.browser import FLAGS, opened
 from support.hub_double import hub_double
 from support.servers import BUCKET, S3Server, Server, azurite, azurite_missing, seaweedfs
+from support.warm_up import warm_up
 
 # Kernels ask for this when they are first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The first call of a kernel compiles it, and these machines are noisy: time says nothing about an example.
-settings.register_profile("deltawire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("deltawire")
+settings.register_profile("test", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("all", settings.get_profile("test"), max_examples=500)
+settings.load_profile("test")
 
-STORES = ["memory", "local", "s3", "azure", "hub"]
+STORES = [
+    "memory", "local", pytest.param("s3", marks=pytest.mark.process), pytest.param("azure", marks=pytest.mark.process),
+    "hub",
+]  # fmt: skip
+# Whoever asks for one of these talks to another process.
+PROCESSES = {"s3_server", "azure_server", "chromium", "vllm_pool"}
 
 _numbers = itertools.count()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Kernels are compiled once, here, and kept on disk; workers start after this and load them."""
+    if session.config.getoption("numprocesses", None):
+        warm_up()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker has all tests of a file, one all of vLLM, one all pages; the groups that take longest come first."""
+    for item in items:
+        if PROCESSES & set(item.fixturenames) or item.get_closest_marker("vllm"):
+            item.add_marker("process")
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    with_processes = {group_of(item) for item in items if item.get_closest_marker("process")}
+
+    def place(item: pytest.Item) -> tuple[bool, ...]:
+        group = group_of(item)
+        return group != "vllm", group != "browser", group not in with_processes
+
+    items.sort(key=place)
+
+
+def group_of(item: pytest.Item) -> str:
+    if item.get_closest_marker("vllm"):
+        return "vllm"
+    return "browser" if "chromium" in item.fixturenames else item.path.stem
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +101,15 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
         return open_store(f"hf://buckets/owner/{BUCKET}/{prefix}", config=config)
     scheme = {"s3": "s3", "azure": "az"}[kind]
     return open_store(f"{scheme}://{BUCKET}/{prefix}", config=server.config)
+
+
+@pytest.fixture(scope="session")
+def vllm_pool(tmp_path_factory):
+    from support.vllm_pool import Pool
+
+    pool = Pool(tmp_path_factory.mktemp("vllm"))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")

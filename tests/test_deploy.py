@@ -232,7 +232,7 @@ def proxied(folder):
         yield ports[0], proxy
     finally:
         proxy.terminate()
-        proxy.wait(10)
+        proxy.wait(120)
         upstream.shutdown()
         upstream.server_close()
 

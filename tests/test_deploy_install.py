@@ -34,7 +34,7 @@ def run(*command, **options):
 
 def wait_for_health(process, port, is_it):
     """What a process answers to /health, once it is what is waited for."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -82,7 +82,7 @@ def test_the_wordle_image(installed):
         wait_for_health(process, port, lambda answer: answer.status_code == 200)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def test_the_vllm_image(installed, tmp_path):
@@ -109,4 +109,4 @@ def test_the_vllm_image(installed, tmp_path):
         assert answer.status_code == 503
     finally:
         agent.terminate()
-        agent.communicate(timeout=30)
+        agent.communicate(timeout=180)

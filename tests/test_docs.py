@@ -135,7 +135,7 @@ class Reader:
     def run(self, commands, expected):
         done = subprocess.run(
             ["bash", "-euc", commands], cwd=self.folder, env=ENVIRONMENT, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=120,
+            stderr=subprocess.STDOUT, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == expected, f"{commands}\n{done.stdout}"
         return done.stdout
@@ -224,7 +224,7 @@ def test_the_notebook_runs_and_prints_what_is_in_it(tmp_path):
     path = ROOT / "examples" / "quickstart.ipynb"
     committed = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     def shape(cells):
         """What is printed, but for numbers: those depend on how the machine multiplies."""
@@ -351,7 +351,7 @@ def test_the_site_in_a_browser(site, open_page):
         with open_page(address + "getting-started/") as page:
             page.locator("input.md-search__input").click()
             page.locator("input.md-search__input").fill("EngineBroken")
-            page.locator(".md-search-result__item").first.wait_for(timeout=30_000)
+            page.locator(".md-search-result__item").first.wait_for()
     finally:
         server.shutdown()
         server.server_close()

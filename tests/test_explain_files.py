@@ -100,5 +100,5 @@ def test_command_serves_until_it_is_told_to_end(ending):
         with urllib.request.urlopen(address) as answer:
             assert b"<title>" in answer.read()
         process.send_signal(ending)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         assert process.stderr.read() == ""

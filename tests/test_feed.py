@@ -27,7 +27,7 @@ def read_all(feed):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

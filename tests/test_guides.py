@@ -25,6 +25,7 @@ def blocks(page):
     return re.findall(r"^```bash\n(.*?)^```", (GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.vllm
 def test_vllm_guide(tmp_path):
     pytest.importorskip("vllm")
     port, agent_port = free_ports(2)

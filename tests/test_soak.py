@@ -48,6 +48,8 @@ def test_races(workers, s3_server, tmp_path, tally):
     assert sum(number for row, number in tally.tables["Races"].items() if row.startswith("between")) == 12
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_kills_beside_an_engine(s3_server, tmp_path, tally):
     pytest.importorskip("vllm")
     from soak import engines
@@ -59,6 +61,8 @@ def test_kills_beside_an_engine(s3_server, tmp_path, tally):
     assert tally.tables["Looks"]["at an agent"] > 10
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_a_fleet(s3_server, tmp_path, tally):
     pytest.importorskip("vllm")
     from soak import engines

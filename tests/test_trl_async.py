@@ -20,6 +20,7 @@ from support.vllm_server import serving
 
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 SECONDS = 400
 
 

@@ -19,7 +19,7 @@ from deltawire.trainers.trl import AgentAt, DeltawireTransfer, Serving
 from support.chains import Hooked, fresh_url
 from support.servers import free_ports
 
-PATIENCE = 30
+PATIENCE = 180
 FOR_EVER = 3600.0
 
 
@@ -161,7 +161,7 @@ def test_one_that_is_away_stops_nothing_and_comes_back(caplog):
         eventually(lambda: transfer.served["away"].version is None)
         started = time.monotonic()
         transfer.destroy()
-        assert time.monotonic() - started < fleet.GRACE_SECONDS + 5
+        assert time.monotonic() - started < fleet.GRACE_SECONDS + 60
         assert "do not serve version 4" in caplog.text
         assert (transfer.served["well"].version, transfer.served["away"].version) == (4, None)
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import httpx
 import pytest
@@ -14,10 +14,13 @@ from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.store import open_store
 from support.servers import BUCKET
 from support.vllm_reference import fresh_vllm
-from support.vllm_server import Trainer, Vllm, serving
+from support.vllm_server import EXTENSION, PATIENCE, Trainer, serving
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 VERSIONS = 20
+ANCHOR = 12
+FAULTY = "support.vllm_faults.FaultyExtension"
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
 
 
@@ -81,50 +84,67 @@ def following(store, server, mirror=None, **options):
         yield replica
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("dense", 1), ("moe", 1), ("dense", 2), ("moe", 2)])
-def test_follows_through_s3(kind, tp, tmp_path, s3_server):
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        ("dense", 1),
+        ("moe", 2),
+        pytest.param("moe", 1, marks=pytest.mark.slow),
+        pytest.param("dense", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_follows_through_s3(kind, tp, tmp_path, s3_server, vllm_pool):
+    """Checksums of every version; what is answered is compared with a fresh vLLM at some of them."""
     store = open_store(f"s3://{BUCKET}/vllm-{kind}-{tp}", config=s3_server.config)
-    trainer = Trainer(tmp_path, store, kind=kind)
+    way = {"tied": True} if kind == "dense" and tp == 1 else {}
+    trainer = Trainer(tmp_path, store, kind=kind, **way)
     trainer.publish(density=0, tp=tp)
     with (
-        serving(tmp_path / "base", tp=tp, log=tmp_path / "log") as server,
+        vllm_pool.server(kind, tp=tp, extension=FAULTY if tp == 2 else EXTENSION, **way) as server,
         following(store, server, tmp_path / "mirror") as replica,
-        fresh_vllm(tmp_path / "fresh.log") as fresh,
-        Load(server, trainer.expected) as load,
+        fresh_vllm(tmp_path / "fresh.log") if tp == 1 else nullcontext() as fresh,
     ):
-        assert server.weight_version == "default"
         replica.pull()
         assert server.weight_version == "0"
-        for number in range(1, VERSIONS + 2):
-            version = trainer.publish(tp=tp, anchor=number == 12)
-            pulled = replica.pull()
-            assert (pulled.version, server.weight_version) == (version, str(version))
-            assert server.checksums() == trainer.expected[version]
-            assert replica.target.pause_seconds is not None
-            if tp == 1 or number in (12, VERSIONS + 1):
-                with load.quiet():
-                    asked = [server.complete(prompt)[:2] for prompt in PROMPTS]
-                    checkpoint = trainer.checkpoint()
-                    if tp == 1:
-                        assert [list(each) for each in asked] == fresh.ask(checkpoint, PROMPTS)
+        with Load(server, trainer.expected) as load:
+            for number in range(1, VERSIONS + 2):
+                version = trainer.publish(tp=tp, anchor=number == ANCHOR)
+                pulled = replica.pull()
+                assert (pulled.version, server.weight_version) == (version, str(version))
+                assert server.checksums() == trainer.expected[version]
+                assert replica.target.pause_seconds is not None
+                if tp == 1 and number in (1, ANCHOR, VERSIONS + 1):
+                    with load.quiet():
+                        asked = [list(server.complete(prompt)[:2]) for prompt in PROMPTS]
+                        assert asked == fresh.ask(trainer.checkpoint(), PROMPTS)
     assert set(load.reasons) == {"length"}
     assert len(load.reasons) > 10
     assert not load.wrong
-    told = [int(version) for version in load.versions if version.isdigit()]
+    told = [int(version) for version in load.versions]
     assert told == sorted(told)
-    if tp == 2:
-        with serving(tmp_path / "base", tp=tp, log=tmp_path / "log") as other:
-            assert other.checksums() == trainer.expected[VERSIONS + 1]
-            assert [other.complete(prompt)[:2] for prompt in PROMPTS] == asked
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A dense server with tied embeddings, for the tests that leave it in order."""
-    folder = tmp_path_factory.mktemp("shared")
-    trainer = Trainer(folder, f"memory:{folder}", tied=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_two_ranks_answer_as_those_of_a_fresh_server(kind, tmp_path, vllm_pool):
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, kind=kind)
+    with vllm_pool.server(kind, tp=2, extension=FAULTY) as server, following(store, server) as replica:
+        for density in (0, 0.02):
+            version = trainer.publish(tp=2, density=density)
+            replica.pull()
+        asked = [server.complete(prompt)[:2] for prompt in PROMPTS]
+    with serving(trainer.checkpoint(), tp=2, log=tmp_path / "log") as other:
+        assert other.checksums() == trainer.expected[version]
+        assert [other.complete(prompt)[:2] for prompt in PROMPTS] == asked
+
+
+@pytest.fixture
+def shared(tmp_path, vllm_pool):
+    """A dense server with tied embeddings, at the first version of a run of its own."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}", tied=True)
     trainer.publish(density=0)
-    with serving(folder / "base", log=folder / "log") as server, following(f"memory:{folder}", server) as replica:
+    with vllm_pool.server(tied=True) as server, following(f"memory:{tmp_path}", server) as replica:
         replica.pull()
         yield trainer, server, replica
 
@@ -273,14 +293,12 @@ def test_server_without_the_extension_is_refused(tmp_path):
         assert server.complete([1, 2, 3])[2] == "length"
 
 
-def test_error_on_one_rank(tmp_path):
+def test_error_on_one_rank(tmp_path, vllm_pool):
     """One of two workers fails while it writes, once or for good: the server stays usable, the version true."""
-    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}", kind="moe")
     trainer.publish(density=0, tp=2)
     with (
-        serving(
-            tmp_path / "base", tp=2, log=tmp_path / "log", extension="support.vllm_faults.FaultyExtension"
-        ) as server,
+        vllm_pool.server("moe", tp=2, extension=FAULTY) as server,
         following(f"memory:{tmp_path}", server) as replica,
     ):
         replica.pull()
@@ -322,27 +340,20 @@ def test_error_on_one_rank(tmp_path):
         assert server.client.get("/is_paused").json()["is_paused"]
 
 
-def test_restarts_of_the_server(tmp_path):
+def test_restarts_of_the_server(tmp_path, vllm_pool):
     """A server that comes back has the weights that it was started with, and catches up."""
-    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, tied=True)
     trainer.publish(density=0)
-    server = Vllm(tmp_path / "base", log=tmp_path / "log")
-    try:
-        server.wait()
-        with following(f"memory:{tmp_path}", server, tmp_path / "mirror") as replica:
-            replica.pull()
-            trainer.publish()
-            with replica.watching(poll_seconds=0.2):
-                replica.wait(1, 60)
-                server.kill()
-                version = trainer.publish()
-                again = Vllm(tmp_path / "base", log=tmp_path / "log", port=server.port)
-                try:
-                    again.wait()
-                    replica.wait(version, 60)
-                    assert again.weight_version == str(version)
-                    assert again.checksums() == trainer.expected[version]
-                finally:
-                    again.close()
-    finally:
-        server.close()
+    with vllm_pool.server(tied=True) as server, following(store, server, tmp_path / "mirror") as replica:
+        replica.pull()
+        trainer.publish()
+        with replica.watching(poll_seconds=0.2):
+            replica.wait(1, PATIENCE)
+            server.kill()
+            version = trainer.publish()
+            server.start()
+            server.wait()
+            replica.wait(version, PATIENCE)
+            assert server.weight_version == str(version)
+            assert server.checksums() == trainer.expected[version]

@@ -225,7 +225,7 @@ def serving(*arguments):
         yield url
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
         process.stdout.close()
 
 
@@ -407,7 +407,7 @@ def test_a_silent_session_is_given_up(env):
         games.reset(num_games=1)
         client.reset(seed=1)
         assert is_full(env, address)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while is_full(env, address):  # OpenEnv looks every five seconds
             assert time.monotonic() < deadline
             time.sleep(0.2)

@@ -123,7 +123,7 @@ def kills(
     trainer.publish(density=0)
     with ExitStack() as stack:
         vllm = Vllm(place / "base", log=place / "vllm.log")
-        stack.callback(lambda: vllm.close())
+        stack.callback(vllm.close)
         vllm.wait(SERVER_SECONDS)
         agent = AgentProcess(url, vllm, place / "mirror", server.environment)
         stack.callback(lambda: agent.kill(signal.SIGTERM))
@@ -141,9 +141,7 @@ def kills(
                 agent.start()
             elif victim == "server":
                 vllm.kill()
-                port = vllm.port
-                vllm.close()
-                vllm = Vllm(place / "base", log=place / "vllm.log", port=port)
+                vllm.start()
                 vllm.wait(SERVER_SECONDS)
             else:
                 server.kill()

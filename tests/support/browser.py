@@ -3,6 +3,8 @@
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+# Others may need the cores, too.
+PATIENCE_SECONDS = 120
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -35,6 +37,7 @@ def opened(chromium, url, *, width=1440, theme="light", height=900, reduced_moti
     context = chromium.new_context(
         viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion=reduced_motion
     )
+    context.set_default_timeout(1000 * PATIENCE_SECONDS)
     problems, asked = [], []
     page = context.new_page()
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)

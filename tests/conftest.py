@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from deltawire.store import Store, open_store
 from support.browser import FLAGS, opened
+from support.command_line import save_steps, told
 from support.hub_double import hub_double
 from support.servers import BUCKET, S3Server, Server, azurite, azurite_missing, seaweedfs
 from support.warm_up import warm_up
@@ -101,6 +102,24 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
         return open_store(f"hf://buckets/owner/{BUCKET}/{prefix}", config=config)
     scheme = {"s3": "s3", "azure": "az"}[kind]
     return open_store(f"{scheme}://{BUCKET}/{prefix}", config=server.config)
+
+
+@pytest.fixture(scope="session")
+def steps(tmp_path_factory):
+    """Checkpoints of one training run: step-0, step-1, ..."""
+    folder = tmp_path_factory.mktemp("steps")
+    save_steps(folder)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path, steps):
+    """A run with versions 0 to 5, published by the command."""
+    url = tmp_path / "run"
+    for number in range(6):
+        base = ["--base", steps / f"step-{number - 1}"] if number else ["--run", "demo"]
+        told("publish", steps / f"step-{number}", "--to", url, "--step", 10 * number, *base)
+    return url
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,7 @@ def test_layers(file):
                 assert layer_of[target[0]] < layer_of[own], f"{own} imports {module}"
 
 
+@pytest.mark.process
 def test_import_is_light():
     loaded = fresh(
         "import sys, deltawire; print([name for name in ('torch', 'numba', 'numpy') if name in sys.modules])"
@@ -121,6 +122,7 @@ def test_import_is_quick():
     assert min(float(fresh(program)) for _ in range(3)) < 0.150
 
 
+@pytest.mark.process
 def test_help_needs_no_kernels():
     loaded = fresh(
         "import sys\nfrom click.testing import CliRunner\nfrom deltawire.cli import main\n"
@@ -164,6 +166,7 @@ def test_every_exception_is_in_the_tree():
     assert all(name in tree for name in names)
 
 
+@pytest.mark.process
 def test_compiled_kernels_are_cached_on_disk(tmp_path):
     program = (
         "import numpy as np, deltawire\nold = {'w': np.zeros(100, np.uint16)}\n"

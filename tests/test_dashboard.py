@@ -21,7 +21,7 @@ from deltawire.pages.feed import Feed
 from deltawire.runs import Run
 from deltawire.store import open_store
 from support.chains import Hooked, make_run, make_weights
-from test_feed import log_file, read_all
+from support.pages import log_file, read_all
 
 
 def client_of(feed, **options):

@@ -22,8 +22,9 @@ from deltawire.pages.feed import Feed
 from deltawire.store import open_store
 from support.browser import PATIENCE_SECONDS, THEMES, WIDTHS, fits, serious_problems
 from support.chains import fresh_url, make_run, make_weights, step
-from support.demo_run import processes, started, step_of, wait_for
+from support.demo_run import processes, started, step_of
 from support.many_versions import make_many
+from support.waiting import eventually
 
 NUM_MANY = 10_000
 NUM_PRETRAIN = 8
@@ -112,7 +113,7 @@ def test_beside_a_running_demo(tmp_path, cache, chromium, seen_seconds):
     page.on("pageerror", lambda error: problems.append(str(error)))
     options = ["--steps", "1000", "--evaluate", "0", "--pretrain-steps", str(NUM_PRETRAIN)]
     with started(folder, cache, *options) as demo:
-        wait_for(lambda: step_of(folder) >= 3, "step 3")
+        eventually(lambda: step_of(folder) >= 3, "step 3")
         with command(str(folder), "--quiet") as (dashboard, url):
             page.goto(url)
             page.evaluate("window.isSame = true")

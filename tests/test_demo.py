@@ -25,8 +25,9 @@ from deltawire.demo.wordle.game import Game, feedback, view
 from deltawire.demo.wordle.words import WORDS
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import CorruptObject, EngineUnavailable
-from support.demo_run import PATIENCE, events, processes, started, step_of, wait_for
+from support.demo_run import events, processes, started, step_of
 from support.servers import WEED
+from support.waiting import PATIENCE, eventually
 
 SMALL = Shape(hidden=32, num_heads=2, head_dim=16, inner=48)
 
@@ -302,13 +303,14 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.process
 def test_a_run_with_kills_and_a_late_replica(tmp_path, cache):
     folder = tmp_path / "run"
     store = ["--s3"] if WEED.exists() else []
     with started(
         folder, cache, "--steps", "8", "--kill-replica-at", "2", "--late-join-at", "3", "--format", "json", *store
     ) as demo:
-        wait_for(lambda: step_of(folder) >= 6, "step 6")
+        eventually(lambda: step_of(folder) >= 6, "step 6")
         for pid, words in processes(folder).items():
             if {"deltawire.demo.trainer", "deltawire.demo.wordle"} & set(words):
                 os.kill(pid, signal.SIGKILL)
@@ -336,10 +338,11 @@ def test_a_run_with_kills_and_a_late_replica(tmp_path, cache):
     assert games == [("start", 1.0, 200), ("start", 0.4, 200), ("final", 1.0, 200), ("final", 0.4, 200)]
 
 
+@pytest.mark.process
 def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, cache):
     folder = tmp_path / "run"
     with started(folder, cache, "--steps", "1000", "--evaluate", "0") as demo:
-        wait_for(lambda: step_of(folder) >= 2, "step 2")
+        eventually(lambda: step_of(folder) >= 2, "step 2")
         assert len(processes(folder)) == 4
         demo.send_signal(signal.SIGINT)
         out, err = demo.communicate(timeout=PATIENCE)
@@ -357,9 +360,10 @@ def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, cache):
     assert all(0 < each < 0.5 for each in densities[1:]), "nothing was sent as a whole again"
 
 
+@pytest.mark.process
 def test_parts_end_when_the_demo_is_killed(tmp_path, cache):
     folder = tmp_path / "run"
     with started(folder, cache, "--steps", "1000", "--evaluate", "0") as demo:
-        wait_for(lambda: len(processes(folder)) == 4 and step_of(folder), "a step")
+        eventually(lambda: len(processes(folder)) == 4 and step_of(folder), "a step")
         demo.kill()
-        wait_for(lambda: not processes(folder), "all parts to end")
+        eventually(lambda: not processes(folder), "all parts to end")

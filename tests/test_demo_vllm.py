@@ -8,7 +8,8 @@ import torch
 
 from deltawire.demo.smollm2.task import THINGS, Answer, Asker, reward_of, summary, words_of
 from deltawire.demo.smollm2.trainer import Settings, Trainer, advantages_of, batch_of
-from support.demo_run import PATIENCE, events, processes, started
+from support.demo_run import events, processes, started
+from support.waiting import PATIENCE
 
 LONGER = 4 * PATIENCE
 

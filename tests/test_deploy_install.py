@@ -16,6 +16,8 @@ from deltawire import __version__ as deltawire_version
 from support import ROOT
 from support.servers import free_ports
 
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
 SPACES = ROOT / "deploy" / "spaces"
 
 

@@ -170,6 +170,7 @@ def check(block, code):
 RUNNING = [page for page in PAGES if any(b.word is None and b.language not in ("text", "") for b in blocks(page))]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -181,6 +182,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         reader.follow(block)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("block", [block for block in ALL if block.word == "not run"], ids=str)
 def test_blocks_that_cannot_run_are_checked(block):
     assert len(block.what) > 10, "say why"
@@ -199,6 +201,7 @@ def test_blocks_that_run_elsewhere_do(block):
     assert block.page.name in text, f"{file} does not read {block.page.name}"
 
 
+@pytest.mark.process
 def test_the_newcomers_path():
     """What getting-started.md shows is what the example prints, but for times and when replicas look."""
     page = DOCS / "getting-started.md"
@@ -310,6 +313,7 @@ class Assets(HTMLParser):
             self.found.append(given.get("href"))
 
 
+@pytest.mark.process
 def test_the_site_is_whole_and_asks_no_other_machine(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
@@ -327,6 +331,7 @@ def test_the_site_is_whole_and_asks_no_other_machine(site):
     assert not [page for page in pages if local in page.read_text()]
 
 
+@pytest.mark.process
 def test_the_site_has_the_drawn_page(site):
     explain = pytest.importorskip("deltawire.pages.explain")
     assert (site / "explain" / "figures.html").read_text() == explain.single_file()

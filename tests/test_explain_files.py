@@ -21,6 +21,7 @@ FILE = ROOT / "src/deltawire/pages/static/explain/recorded.json"
 RECORDED = json.loads(FILE.read_text())
 
 
+@pytest.mark.process
 def test_recorded_data_is_what_its_script_makes(tmp_path):
     made = tmp_path / "recorded.json"
     subprocess.run([sys.executable, ROOT / "benchmarks/explain_data.py", "--output", made], check=True)
@@ -91,6 +92,7 @@ def test_command_writes_the_file(tmp_path):
     assert "No such file" in missing.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_command_serves_until_it_is_told_to_end(ending):
     command = [sys.executable, "-m", "deltawire.cli", "explain", "--format", "json", "--quiet"]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from deltawire.kernels.cpu.decode import count_changes, decode_tile, longer_step
 from support import ROOT
 
 
+@pytest.mark.process
 def test_damaged_files():
     """In a process of its own, where numba checks every index of every kernel."""
     checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(Path(sys.prefix) / "checked")}

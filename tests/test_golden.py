@@ -59,6 +59,7 @@ def test_the_second_reader_agrees_on_anything(data, dtype, encoding):
     assert rebuilt["w"].tobytes() == new.tobytes()
 
 
+@pytest.mark.process
 def test_the_encoder_still_writes_the_same_bytes(tmp_path):
     """The stream is pinned; a deliberate change of the encoder's choices needs new files beside the old ones."""
     subprocess.run([sys.executable, GOLDEN / "make.py", tmp_path], check=True)

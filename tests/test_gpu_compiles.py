@@ -27,6 +27,8 @@ from deltawire.upload import boxes_digest, encode_changes
 from deltawire.workers import SERIAL
 from support import ROOT
 
+pytestmark = pytest.mark.process
+
 POINTERS = {torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 

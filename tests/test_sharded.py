@@ -16,6 +16,8 @@ from deltawire.errors import UnknownParameter, UnsupportedPlacement
 from deltawire.routing import Route
 from support.processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
 
+pytestmark = pytest.mark.process
+
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),

@@ -16,6 +16,8 @@ from deltawire.errors import BrokenChain, Fenced, RankFailed, StoreUnavailable
 from support.chains import Hooked
 from support.processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
 
+pytestmark = pytest.mark.process
+
 # Ranks that only wait for a core must not pass for dead.
 TIMEOUT = 5.0
 

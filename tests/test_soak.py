@@ -26,6 +26,7 @@ def quiet(_line):
     pass
 
 
+@pytest.mark.process
 def test_kills(workers, s3_server, tmp_path, tally):
     crashes.run(workers, s3_server, tmp_path, tally, num_random=20, num_each=1, seed=SEED, progress=quiet)
     assert tally.problems == []
@@ -34,6 +35,7 @@ def test_kills(workers, s3_server, tmp_path, tally):
     assert {str(kill) for kill in planned} == set(tally.tables["Kills"])
 
 
+@pytest.mark.process
 def test_faults(s3_server, tmp_path, tally):
     faults.run(s3_server, tmp_path / "faults", tally, num_syncs=50, seed=SEED, progress=quiet)
     assert tally.problems == []
@@ -42,6 +44,7 @@ def test_faults(s3_server, tmp_path, tally):
     assert kinds == {"latency", "reset", "close", "status", "stall", "flip", "reset_upload", "drop_reply"}
 
 
+@pytest.mark.process
 def test_races(workers, s3_server, tmp_path, tally):
     races.run(workers, s3_server, tmp_path, tally, num_races=12, seed=SEED, progress=quiet)
     assert tally.problems == []

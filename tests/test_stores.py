@@ -313,6 +313,7 @@ def test_settings_that_the_client_does_not_know(s3_server):
         open_store("s3://bucket", config=s3_server.config | {"nonsense": "1"})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("used", "said"), [(True, "start it with spawn"), (False, "has no a")])
 def test_a_forked_process(used, said):
     program = (
@@ -325,6 +326,7 @@ def test_a_forked_process(used, said):
     assert said in done.stdout
 
 
+@pytest.mark.process
 def test_the_package_loads_no_client():
     program = (
         "import sys, deltawire, deltawire.store\n"

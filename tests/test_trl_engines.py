@@ -18,8 +18,8 @@ from deltawire.trainers import fleet
 from deltawire.trainers.trl import AgentAt, DeltawireTransfer, Serving
 from support.chains import Hooked, fresh_url
 from support.servers import free_ports
+from support.waiting import PATIENCE, eventually
 
-PATIENCE = 180
 FOR_EVER = 3600.0
 
 
@@ -85,14 +85,6 @@ def training(store=None, **options):
                 each.free.set()
         with suppress(Exception):
             transfer.destroy()
-
-
-def eventually(check):
-    deadline = time.monotonic() + PATIENCE
-    while not (found := check()):
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
-    return found
 
 
 def test_all_follow_as_soon_as_a_version_is_committed(tmp_path):

@@ -311,6 +311,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.process
 def test_ranks_gather_together_and_one_publishes(tmp_path):
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire import Delta, DeltawireError
 from deltawire.kernels.cpu.decode import count_changes, decode_tile, longer_steps
 from support import ROOT
+from support.patterns import examples
 
 
 @pytest.mark.process
@@ -34,7 +35,7 @@ def test_any_bytes_as_a_file(data):
     raise AssertionError("random bytes passed for a delta")
 
 
-@settings(max_examples=2000)
+@examples(400)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(0, 60), st.integers(0, 2000), st.floats(0, 1))
 def test_any_bits_as_a_tile(seed, contextual, num_bytes, num_elements, ones):
     """Whatever a stream says, a tile decodes to positions inside it or is refused."""

@@ -338,6 +338,7 @@ def test_a_run_with_kills_and_a_late_replica(tmp_path, cache):
     assert games == [("start", 1.0, 200), ("start", 0.4, 200), ("final", 1.0, 200), ("final", 0.4, 200)]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, cache):
     folder = tmp_path / "run"

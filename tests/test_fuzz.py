@@ -17,10 +17,20 @@ from support.patterns import examples
 
 
 @pytest.mark.process
-def test_damaged_files():
+@pytest.mark.parametrize("least", [2000, pytest.param(8000, marks=pytest.mark.slow)])
+def test_damaged_files(least):
     """In a process of its own, where numba checks every index of every kernel."""
     checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(Path(sys.prefix) / "checked")}
-    command = [sys.executable, ROOT / "benchmarks" / "fuzz.py", "--minutes", "0.1", "--least", "8000", "--seed", "1"]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "fuzz.py",
+        "--minutes",
+        "0.1",
+        "--least",
+        str(least),
+        "--seed",
+        "1",
+    ]
     done = subprocess.run(command, env=os.environ | checked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "CorruptObject" in done.stdout

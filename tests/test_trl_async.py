@@ -103,6 +103,7 @@ def test_it_trains_and_the_server_follows_also_after_a_restart(tmp_path, server,
     assert (told["syncs"], told["model_version"]) == (3, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("openenv") is None, reason="needs pip install 'deltawire[demo]'")
 def test_the_wordle_example(tmp_path, server, policy, s3_server):
     command = [sys.executable, "-m", "deltawire.demo.wordle", "--port", "0"]

@@ -18,8 +18,6 @@ from support.vllm_server import EXTENSION, PATIENCE, Trainer, serving
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
-VERSIONS = 20
-ANCHOR = 12
 FAULTY = "support.vllm_faults.FaultyExtension"
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
 
@@ -85,17 +83,16 @@ def following(store, server, mirror=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp"),
+    ("kind", "tp", "num_versions"),
     [
-        ("dense", 1),
-        ("moe", 2),
-        pytest.param("moe", 1, marks=pytest.mark.slow),
-        pytest.param("dense", 2, marks=pytest.mark.slow),
+        ("dense", 1, 8),
+        ("moe", 2, 8),
+        *(pytest.param(kind, tp, 21, marks=pytest.mark.slow) for kind in ("dense", "moe") for tp in (1, 2)),
     ],
 )
-def test_follows_through_s3(kind, tp, tmp_path, s3_server, vllm_pool):
+def test_follows_through_s3(kind, tp, num_versions, tmp_path, s3_server, vllm_pool):
     """Checksums of every version; what is answered is compared with a fresh vLLM at some of them."""
-    store = open_store(f"s3://{BUCKET}/vllm-{kind}-{tp}", config=s3_server.config)
+    store = open_store(f"s3://{BUCKET}/vllm-{kind}-{tp}-{num_versions}", config=s3_server.config)
     way = {"tied": True} if kind == "dense" and tp == 1 else {}
     trainer = Trainer(tmp_path, store, kind=kind, **way)
     trainer.publish(density=0, tp=tp)
@@ -107,13 +104,13 @@ def test_follows_through_s3(kind, tp, tmp_path, s3_server, vllm_pool):
         replica.pull()
         assert server.weight_version == "0"
         with Load(server, trainer.expected) as load:
-            for number in range(1, VERSIONS + 2):
-                version = trainer.publish(tp=tp, anchor=number == ANCHOR)
+            for number in range(1, num_versions + 1):
+                version = trainer.publish(tp=tp, anchor=number == num_versions // 2)
                 pulled = replica.pull()
                 assert (pulled.version, server.weight_version) == (version, str(version))
                 assert server.checksums() == trainer.expected[version]
                 assert replica.target.pause_seconds is not None
-                if tp == 1 and number in (1, ANCHOR, VERSIONS + 1):
+                if tp == 1 and number in (1, num_versions // 2, num_versions):
                     with load.quiet():
                         asked = [list(server.complete(prompt)[:2]) for prompt in PROMPTS]
                         assert asked == fresh.ask(trainer.checkpoint(), PROMPTS)
@@ -281,6 +278,7 @@ def test_packed_weights_are_refused(tmp_path):
         assert server.complete([1, 2, 3]) == before
 
 
+@pytest.mark.slow
 def test_server_without_the_extension_is_refused(tmp_path):
     trainer = Trainer(tmp_path, f"memory:{tmp_path}")
     trainer.publish(density=0)

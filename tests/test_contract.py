@@ -88,6 +88,16 @@ def test_public_names():
         _ = deltawire.nothing
 
 
+def imports(file):
+    """The modules that a file imports, and the names from them, which may be modules, too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_layers(file):
     layer_of = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -95,16 +105,19 @@ def test_layers(file):
     if own == "__init__":
         return
     assert own in layer_of, f"{own} is in no layer"
-    for node in ast.walk(ast.parse(file.read_text())):
-        modules = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            modules = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        for module in modules:
-            target = module.split(".")[1:2]
-            if module.startswith("deltawire.") and target[0] in layer_of and target[0] != own:
-                assert layer_of[target[0]] < layer_of[own], f"{own} imports {module}"
+    for module in imports(file):
+        target = module.split(".")[1:2]
+        if module.startswith("deltawire.") and target[0] in layer_of and target[0] != own:
+            assert layer_of[target[0]] < layer_of[own], f"{own} imports {module}"
+
+
+def test_tests_import_no_benchmark_and_nobody_a_test():
+    benchmarks = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    for file in (ROOT / "tests").rglob("*.py"):
+        assert not benchmarks & {module.split(".")[0] for module in imports(file)}, file
+    for folder in ("tests", "benchmarks", "tools", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not any(module.startswith(("test_", "conftest")) for module in imports(file)), file
 
 
 @pytest.mark.process

@@ -223,6 +223,7 @@ def test_the_newcomers_path():
     assert len(commands) < 5
 
 
+@pytest.mark.process
 def test_the_notebook_runs_and_prints_what_is_in_it(tmp_path):
     path = ROOT / "examples" / "quickstart.ipynb"
     committed = nbformat.read(path, as_version=4)

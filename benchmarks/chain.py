@@ -33,10 +33,10 @@ from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.store import open_store
 from deltawire.store.transfer import Measured, download
 from deltawire.weights import Tensor
-from fault_proxy import FaultProxy
 from measure import peak_beyond, write_csv
-from recorded import recorded_like
-from servers import BUCKET, seaweedfs
+from support.fault_proxy import FaultProxy
+from support.recorded import recorded_like
+from support.servers import BUCKET, seaweedfs
 
 BF16 = DTYPES["BF16"]
 RATE = 100e6 / 8

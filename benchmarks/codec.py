@@ -7,10 +7,13 @@ Sizes: bytes per changed weight over the recorded RL updates. Speeds: one thread
 """
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire.boxes import Box
 from deltawire.codec import ENCODINGS, decode, encode
@@ -20,7 +23,7 @@ from deltawire.state import box_digest, change_digest, tensor_key
 from deltawire.workers import Workers
 from measure import ratios, write_csv
 from peers import available_peers
-from recorded import DATA, RECORDINGS, recorded_like, recorded_steps
+from support.recorded import DATA, RECORDINGS, recorded_like, recorded_steps
 
 BF16 = DTYPES["BF16"]
 OURS = ("context", "gap", "coo")

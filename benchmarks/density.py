@@ -6,15 +6,19 @@ The same weights, updated by normal steps of growing size and cast to bf16; one 
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire.codec import allowed_encodings, decode, encode
 from deltawire.dtypes import DTYPES
 from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.workers import Workers
 from measure import ratios, write_csv
-from recorded import recorded_like
+from support.recorded import recorded_like
 
 BF16 = DTYPES["BF16"]
 STEPS = (1e-9, 1e-8, 1e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3, 1e-2)

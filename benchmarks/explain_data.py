@@ -16,6 +16,8 @@ from uuid import uuid4
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
 from deltawire import Publisher, Replica
 from deltawire.chain import plan
 from deltawire.codec import encode
@@ -29,7 +31,7 @@ from deltawire.runs import Run
 from deltawire.weights import Tensor
 from deltawire.workers import Workers
 from measure import RESULTS, read_csv
-from recorded import RECORDINGS, recorded_steps
+from support.recorded import RECORDINGS, recorded_steps
 
 OUTPUT = Path(__file__).parent.parent / "src/deltawire/pages/static/explain/recorded.json"
 BF16 = DTYPES["BF16"]

@@ -24,7 +24,7 @@ from deltawire.inspection import check_structure, inspect_entry
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from damaged_stores import damaged_stores
+from support.damaged_stores import damaged_stores
 
 MOST_MEMORY = 2_000_000_000
 

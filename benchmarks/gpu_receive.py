@@ -1,14 +1,18 @@
 """The GPU kernels of the receiving side: digest, decode and apply. `gpu.py` runs this."""
 
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire.boxes import Box
 from deltawire.codec.tiled import encode_payload, read_tiles
@@ -17,7 +21,7 @@ from deltawire.kernels.gpu.decode import MOST_ELEMENTS, Decoded, apply, decode, 
 from deltawire.kernels.gpu.digest import Runs, box_sum, change_sum
 from deltawire.state import Digest, TensorKey, box_digest
 from deltawire.workers import Workers
-from recorded import recorded_like, recorded_steps
+from support.recorded import recorded_like, recorded_steps
 
 SEED = 0x9ABCDEF012345678
 LARGE = 1 << 30

@@ -11,15 +11,18 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire.codec import allowed_encodings, decode, encode
 from deltawire.dtypes import DTYPES
 from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.workers import Workers
 from measure import peak_beyond, seconds, write_csv
-from recorded import recorded_like
+from support.recorded import recorded_like
 
 BF16 = DTYPES["BF16"]
 

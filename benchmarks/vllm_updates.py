@@ -26,8 +26,8 @@ from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.client import PAUSES, VllmEngine
 from measure import write_csv
-from vllm_reference import checksums
-from vllm_server import make_model, save_model, serving
+from support.vllm_reference import checksums
+from support.vllm_server import make_model, save_model, serving
 
 SIZES = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,

@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import deltawire
 from deltawire.cli.output import size_text, table
-from recorded import RECORDINGS, recorded_steps
+from support.recorded import RECORDINGS, recorded_steps
 
 ENCODINGS = ("dense", "coo", "gap", "context", "auto")
 

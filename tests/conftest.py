@@ -1,20 +1,172 @@
-"""What the tests share: where the benchmark helpers are, and hypothesis without clocks."""
+"""Settings of all tests, and fixtures: stores of every kind on real servers, a browser, runs beside SGLang."""
 
+import itertools
 import os
-import sys
+import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from deltawire.store import Store, open_store
+from support.browser import FLAGS, opened
+from support.command_line import save_steps, told
+from support.hub_double import hub_double
+from support.servers import BUCKET, S3Server, Server, azurite, azurite_missing, seaweedfs
+from support.warm_up import warm_up
 
 # Kernels ask for this when they are first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests", "docs")]
-
 # The first call of a kernel compiles it, and these machines are noisy: time says nothing about an example.
-settings.register_profile("deltawire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("soak", settings.get_profile("deltawire"), max_examples=2000)
-settings.load_profile("deltawire")
+settings.register_profile("test", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("all", settings.get_profile("test"), max_examples=500)
+settings.register_profile("soak", settings.get_profile("test"), max_examples=2000)
+settings.load_profile("test")
+
+STORES = [
+    "memory", "local", pytest.param("s3", marks=pytest.mark.process), pytest.param("azure", marks=pytest.mark.process),
+    "hub",
+]  # fmt: skip
+# Whoever asks for one of these talks to another process.
+PROCESSES = {"s3_server", "azure_server", "chromium", "vllm_pool"}
+
+_numbers = itertools.count()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Kernels are compiled once, here, and kept on disk; workers start after this and load them."""
+    if session.config.getoption("numprocesses", None):
+        warm_up()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker has all tests of a file, one all of vLLM, one all pages; the groups that take longest come first."""
+    for item in items:
+        if PROCESSES & set(item.fixturenames) or item.get_closest_marker("vllm"):
+            item.add_marker("process")
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    with_processes = {group_of(item) for item in items if item.get_closest_marker("process")}
+
+    def place(item: pytest.Item) -> tuple[bool, ...]:
+        group = group_of(item)
+        return group != "vllm", group != "browser", group not in with_processes
+
+    items.sort(key=place)
+
+
+def group_of(item: pytest.Item) -> str:
+    if item.get_closest_marker("vllm"):
+        return "vllm"
+    return "browser" if "chromium" in item.fixturenames else item.path.stem
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with seaweedfs() as server:
+        server.make_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[Server]:
+    if reason := azurite_missing():
+        pytest.skip(f"no Azure server: {reason}")
+    with azurite() as server:
+        server.make_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hub_server() -> Iterator[object]:
+    with hub_double() as server:
+        server.create_bucket(f"owner/{BUCKET}")
+        yield server
+
+
+@pytest.fixture(params=STORES)
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store; servers are shared, so each test has its own prefix."""
+    kind, prefix = request.param, f"test-{next(_numbers)}"
+    if kind == "memory":
+        return open_store(f"memory:tests/{prefix}")
+    if kind == "local":
+        return open_store(tmp_path / prefix)
+    server = request.getfixturevalue(f"{kind}_server")
+    if kind == "hub":
+        config = {"token": server.token, "endpoint": server.endpoint}
+        return open_store(f"hf://buckets/owner/{BUCKET}/{prefix}", config=config)
+    scheme = {"s3": "s3", "azure": "az"}[kind]
+    return open_store(f"{scheme}://{BUCKET}/{prefix}", config=server.config)
+
+
+@pytest.fixture(scope="session")
+def steps(tmp_path_factory):
+    """Checkpoints of one training run: step-0, step-1, ..."""
+    folder = tmp_path_factory.mktemp("steps")
+    save_steps(folder)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path, steps):
+    """A run with versions 0 to 5, published by the command."""
+    url = tmp_path / "run"
+    for number in range(6):
+        base = ["--base", steps / f"step-{number - 1}"] if number else ["--run", "demo"]
+        told("publish", steps / f"step-{number}", "--to", url, "--step", 10 * number, *base)
+    return url
+
+
+@pytest.fixture(scope="session")
+def vllm_pool(tmp_path_factory):
+    from support.vllm_pool import Pool
+
+    pool = Pool(tmp_path_factory.mktemp("vllm"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """Debian's, as `make setup` installs it: Playwright's own cannot be had from a package registry.
+
+    Not for the whole session: while it is there, Playwright's event loop runs in this thread, and no other can.
+    """
+    sync_api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium):
+    """Opens an address, with a width and a theme."""
+    return partial(opened, chromium)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a trainer that publishes and a loopback SGLang server; options as those of `sglang_run.Run`."""
+    from support.sglang_run import Run
+
+    runs = []
+
+    def make(**options):
+        runs.append(Run(tmp_path, **options))
+        runs[-1].publish()
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+        assert run.server.ended is None

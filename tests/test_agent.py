@@ -7,19 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 
 import httpx
-import numpy as np
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from chains import Hooked, fresh_url
-from deltawire import Publisher, open_store, replica
+from deltawire import open_store, replica
 from deltawire.agent import Agent
-from deltawire.engines.torch import TorchEngine
 from deltawire.errors import (
     AddressUnavailable,
     Conflict,
@@ -30,60 +25,11 @@ from deltawire.errors import (
 )
 from deltawire.heartbeat import read_heartbeats
 from deltawire.runs import Run
+from support.agents import Server, Trainer, bits
+from support.chains import Hooked, fresh_url
+from support.waiting import PATIENCE, eventually
 
-PATIENCE = 180
 FOR_EVER = 3600.0
-
-
-def model():
-    """The weights that a server starts with: those of version 0."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20)).bfloat16()
-
-
-def bits(module):
-    return {name: tensor.view(torch.int16).numpy().tobytes() for name, tensor in module.state_dict().items()}
-
-
-class Trainer:
-    """Publishes steps of a model."""
-
-    def __init__(self, url, **options):
-        self.model, self.rng = model(), np.random.default_rng(0)
-        self.publisher = Publisher(url, self.model, **options)
-        self.publisher.publish().wait(PATIENCE)
-
-    def step(self):
-        for tensor in self.model.state_dict().values():
-            flat = tensor.view(torch.int16).view(-1)
-            flat[self.rng.choice(len(flat), 3, replace=False)] += 1
-        return self.publisher.publish().wait(PATIENCE).version
-
-
-class Server:
-    """An engine that can be away, fail, and be started anew with the weights it had at first."""
-
-    kind, address = "torch", "a server"
-
-    def __init__(self):
-        self.start()
-
-    def start(self):
-        self.failing = {}
-        self.model = model()
-        self.engine = TorchEngine(self.model, threads=1)
-
-    def go_away(self):
-        self.failing = dict.fromkeys(("look", "open", "digest", "stage"), EngineUnavailable("a server does not answer"))
-
-    def __getattr__(self, name):
-        if error := self.failing.get(name):
-
-            def fail(*_):
-                raise error
-
-            return fail
-        return getattr(self.engine, name)
 
 
 @pytest.fixture
@@ -113,15 +59,6 @@ def running(server, url, **options):
 
 def client_of(agent):
     return httpx.Client(base_url=f"http://127.0.0.1:{agent.port}")
-
-
-def eventually(check):
-    """What a check gives, once that is true."""
-    deadline = time.monotonic() + PATIENCE
-    while not (found := check()):
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
-    return found
 
 
 def unhealthy(client, text):
@@ -315,7 +252,8 @@ def test_the_versions_of_another_run_do_not_count(url, trainer, server):
 KILLED = """
 import sys
 sys.path[:0] = {path!r}
-from test_agent import Agent, Server
+from deltawire.agent import Agent
+from support.agents import Server
 with Agent(Server(), {url!r}, mirror={mirror!r}, poll_seconds=0.05, name="one") as agent, agent.running():
     agent.wait(1)
     print("there", flush=True)
@@ -323,6 +261,7 @@ with Agent(Server(), {url!r}, mirror={mirror!r}, poll_seconds=0.05, name="one") 
 """
 
 
+@pytest.mark.process
 def test_a_killed_agent_goes_on_from_its_mirror(tmp_path, server):
     url, mirror = str(tmp_path / "run"), str(tmp_path / "mirror")
     trainer = Trainer(url)

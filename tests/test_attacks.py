@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from chains import copy_of, fresh_url, make_run, make_weights, same, step
 from deltawire import Publisher, Replica
 from deltawire.agent import Agent, _application
 from deltawire.cli import main
@@ -25,6 +24,7 @@ from deltawire.redact import redacted
 from deltawire.runs import Run
 from deltawire.signing import generate_key, public_key_of, signer, verifier
 from deltawire.store import open_store
+from support.chains import copy_of, fresh_url, make_run, make_weights, same, step
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e\nok: verified\r\x9b31m"

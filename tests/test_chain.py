@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chains import Hooked, copy_of, fresh_url, make_weights, same, step
 from deltawire import Publisher, Replica
 from deltawire.chain import Link, Plan, anchor_is_due, plan, reachable, skip_bases
 from deltawire.errors import BrokenChain, MissingAnchor
+from support.chains import Hooked, copy_of, fresh_url, make_weights, same, step
 
 
 def test_a_plan_is_printable_data():

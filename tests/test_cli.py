@@ -115,6 +115,7 @@ def test_damaged_bits_exit_with_3(folder, delta):
     assert run("apply", folder / "old", delta, "-o", folder / "x").exit_code == 3
 
 
+@pytest.mark.process
 def test_as_a_program(folder):
     """The installed script, in a process of its own; nothing on stderr when that is no terminal."""
     command = [sys.executable, "-m", "deltawire.cli", "verify", str(folder / "old"), "--format", "json"]

@@ -18,13 +18,14 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from chains import make_run
-from conftest import ROOT
 from deltawire.agent import Agent
 from deltawire.cli import attach, main
 from deltawire.cli.watch import Screen
 from deltawire.runs import Run
-from test_agent import PATIENCE, Server, Trainer, bits, eventually
+from support import ROOT
+from support.agents import Server, Trainer, bits
+from support.chains import make_run
+from support.waiting import PATIENCE, eventually
 
 
 def run(*arguments):
@@ -128,10 +129,11 @@ def test_the_table_shows_the_pause(url, trainer, server):
     assert " ms " in rows[1]
 
 
+@pytest.mark.process
 def test_attach_on_a_terminal_ends_when_it_is_told_to(url, trainer):
     with program_in_terminal(
         "attach", "--engine", "vllm", "--url", "http://server", "--from", url, "--poll", 0.05, "--listen", 0,
-        before="from deltawire.cli import attach\nfrom test_agent import Server\n"
+        before="from deltawire.cli import attach\nfrom support.agents import Server\n"
         "attach.make_engine = lambda *_, **__: Server()",
         env={**os.environ, "DELTAWIRE_TOKEN": "s3cret"},
     ) as (process, read_until):  # fmt: skip
@@ -148,6 +150,7 @@ def test_attach_on_a_terminal_ends_when_it_is_told_to(url, trainer):
     assert "0 replicas" in run("status", url).stdout
 
 
+@pytest.mark.process
 def test_attach_waits_for_a_server_that_is_not_there(url, trainer):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -249,9 +252,7 @@ def test_status_as_a_table(fleet):
     assert lines[0].startswith("run demo: version 4, ")
     assert lines[1] == "6 replicas: 1 ok, 2 behind, 2 fault, 1 silent"
     assert lines[3].split() == ["replica", "engine", "version", "lag", "pause", "heard", "health"]
-    assert next(line for line in lines if line.startswith("good")).split() == [
-        "good", "vllm", "4", "0", "12.3", "ms", "0", "s", "ok",
-    ]  # fmt: skip
+    assert any(re.fullmatch(r"good +vllm +4 +0 +12\.3 ms +\d+ s +ok", line) for line in lines)
     assert "silent for 5 min" in text
     assert "fault: http://host:8000 does not answer !" in text
     assert "\x1b" not in text
@@ -264,7 +265,7 @@ def test_status_of_an_agent_that_is_running(url, trainer, server):
         agent.wait(1, PATIENCE)
         row = eventually(lambda: [row for row in told(url)["replicas"] if row["version"] == 1])[0]
         assert (row["name"], row["engine"], row["lag"], row["health"]) == ("one", "torch", 0, "ok")
-        assert 'version 1, step 70, 0 s ago, {"reward": 0.5}' in run("status", url).stdout
+        assert re.search(r'version 1, step 70, \d+ s ago, \{"reward": 0.5\}', run("status", url).stdout)
 
 
 def told(url):
@@ -281,6 +282,7 @@ def test_status_without_a_run_or_a_version(url, tmp_path):
     assert told(url)["version"] is None
 
 
+@pytest.mark.process
 def test_status_goes_on_and_prints_what_changes(fleet):
     with program("status", fleet, "--watch", "--poll", 0.05, "--format", "json") as process:
         first = json.loads(process.stdout.readline())
@@ -295,6 +297,7 @@ def test_status_goes_on_and_prints_what_changes(fleet):
         assert (process.returncode, out, err) == (0, "", "")
 
 
+@pytest.mark.process
 def test_status_draws_in_place_on_a_terminal(fleet):
     with program_in_terminal("status", fleet, "-w", "--poll", 0.05) as (process, read_until):
         read_until(b"6 replicas")
@@ -315,6 +318,7 @@ def test_the_example_of_the_guide_runs(capsys):
     assert re.match(r"version 0, current, port \d+", capsys.readouterr().out)
 
 
+@pytest.mark.process
 def test_the_commands_of_the_guide_are_commands(url, trainer, server, tmp_path):
     lines = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("deltawire ")]

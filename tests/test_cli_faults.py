@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - arguments are named like the fixtures that are imported
 """What the commands on runs say when something is wrong: one clear message, the right exit code, nothing changed."""
 
 import json
@@ -10,10 +9,10 @@ import time
 
 import pytest
 
-from chains import seal, unsealed
 from deltawire.audit import audit
 from deltawire.runs import Run
-from test_cli_runs import bits, program, run, steps, store, told  # noqa: F401 - fixtures are used by name
+from support.chains import seal, unsealed
+from support.command_line import bits, program, run, told
 
 WRONG_KEY = "5866666666666666666666666666666666666666666666666666666666666666"
 
@@ -72,6 +71,7 @@ def test_missing_run(command, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.process
 def test_missing_credentials(tmp_path):
     """An empty environment: refused in seconds, with the names of what is missing."""
     started = time.monotonic()
@@ -262,6 +262,7 @@ def fill(disk, num_free_pages=0):
     return taken
 
 
+@pytest.mark.process
 def test_full_disk(store, steps, small_disk):
     """With a little more room each time, so that every write is the one that fails, at one time or another."""
     folder = small_disk / "m"
@@ -281,6 +282,7 @@ def test_full_disk(store, steps, small_disk):
     assert bits(folder) == bits(steps / "step-5")
 
 
+@pytest.mark.process
 def test_watch_goes_on_when_the_disk_has_room_again(store, steps, small_disk):
     folder = small_disk / "m"
     told("pull", store, "--to", folder, "--version", 2)
@@ -294,6 +296,7 @@ def test_watch_goes_on_when_the_disk_has_room_again(store, steps, small_disk):
     assert bits(folder) == bits(steps / "step-5")
 
 
+@pytest.mark.process
 def test_full_disk_at_an_anchor(store, steps, small_disk):
     (small_disk / "other").write_bytes(b"x" * (200 << 10))
     says(run("pull", store, "--to", small_disk / "m"), 1, "the disk is full")
@@ -304,6 +307,7 @@ def test_full_disk_at_an_anchor(store, steps, small_disk):
     assert bits(small_disk / "m") == bits(steps / "step-5")
 
 
+@pytest.mark.process
 def test_publish_to_a_full_disk(steps, small_disk):
     told("publish", steps / "step-0", "--to", small_disk / "run")
     fill(small_disk)

@@ -11,61 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from deltawire import Checkpoint, save_anchor
-from deltawire.cli import main
-
-NUM_CHECKPOINTS = 7
-
-
-def run(*arguments, input=None):  # noqa: A002
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=input)
-
-
-def told(*arguments):
-    """The JSON that a command prints."""
-    result = run(*arguments, "--format", "json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def program(*arguments, **options):
-    command = [sys.executable, "-m", "deltawire.cli", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def bits(path):
-    checkpoint = Checkpoint(path)
-    return {name: checkpoint[name].bits.tobytes() for name in checkpoint}
-
-
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """Checkpoints of one training run: step-0, step-1, ..."""
-    folder = tmp_path_factory.mktemp("steps")
-    rng = np.random.default_rng(0)
-    weights = {
-        "a.weight": rng.integers(0, 1 << 16, (300, 200), np.uint16),
-        "b": rng.integers(0, 1 << 16, 50, np.uint16),
-    }
-    for number in range(NUM_CHECKPOINTS):
-        save_anchor(weights, folder / f"step-{number}", dtype="BF16")
-        (folder / f"step-{number}" / "config.json").write_text('{"hidden_size": 200}\n')
-        weights = {name: array + (rng.random(array.shape) < 0.02).astype(np.uint16) for name, array in weights.items()}
-        weights["b"][number] ^= 1
-    return folder
-
-
-@pytest.fixture
-def store(tmp_path, steps):
-    """A run with versions 0 to 5."""
-    url = tmp_path / "run"
-    for number in range(6):
-        base = ["--base", steps / f"step-{number - 1}"] if number else ["--run", "demo"]
-        result = run("publish", steps / f"step-{number}", "--to", url, "--step", 10 * number, *base)
-        assert result.exit_code == 0, result.output
-    return url
+from support.command_line import bits, program, run, told
 
 
 def test_publish_starts_with_an_anchor_and_goes_on_with_deltas(tmp_path, steps):
@@ -294,6 +242,7 @@ def publish_all(url, steps, numbers):
         assert run("publish", steps / f"step-{number}", "--to", url, "--base", base).exit_code == 0
 
 
+@pytest.mark.process
 def test_watch_follows_a_run_until_a_version(tmp_path, steps):
     url, folder = tmp_path / "run", tmp_path / "mirror"
     watching = program("watch", url, "--to", folder, "--poll", 0.05, "--until", 3, "--format", "json", "--name", "w")
@@ -302,7 +251,7 @@ def test_watch_follows_a_run_until_a_version(tmp_path, steps):
     first = json.loads(watching.stdout.readline())
     assert (first["version"], first["anchor"]) == (0, True)
     publish_all(url, steps, [1, 2, 3])
-    out, err = watching.communicate(timeout=60)
+    out, err = watching.communicate(timeout=180)
     assert watching.returncode == 0, err
     pulls = [json.loads(line) for line in out.splitlines()]
     assert pulls[-1]["version"] == 3
@@ -311,6 +260,7 @@ def test_watch_follows_a_run_until_a_version(tmp_path, steps):
     assert told("ls", url)["replicas"] == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_watch_ends_cleanly_when_it_is_told_to(tmp_path, store, number):
     watching = program("watch", store, "--to", tmp_path / "mirror", "--poll", 30)
@@ -318,7 +268,7 @@ def test_watch_ends_cleanly_when_it_is_told_to(tmp_path, store, number):
     assert "version 5 (anchor), lag 0" in line
     assert len(told("ls", store)["replicas"]) == 1
     watching.send_signal(number)
-    out, err = watching.communicate(timeout=30)
+    out, err = watching.communicate(timeout=180)
     assert (watching.returncode, out, err) == (0, "", "")
     assert told("ls", store)["replicas"] == []
     assert run("verify", tmp_path / "mirror").exit_code == 0
@@ -340,6 +290,7 @@ def in_terminal(*arguments):
     return written.decode(), process.wait()
 
 
+@pytest.mark.process
 def test_terminals_see_tables_and_progress(tmp_path, store):
     written, code = in_terminal("watch", store, "--to", tmp_path / "mirror", "--poll", 0.05, "--until", 5)
     assert code == 0
@@ -352,6 +303,7 @@ def test_terminals_see_tables_and_progress(tmp_path, store):
     assert "\x1b[" not in written
 
 
+@pytest.mark.process
 def test_run_commands_stay_light():
     heavy = {"numpy", "numba", "obstore", "torch"}
     code = f"import sys\nfrom deltawire.cli import main\nprint({heavy} & set(sys.modules))"

@@ -9,8 +9,8 @@ from deltawire.codec import ENCODINGS, allowed_encodings, decode, encode
 from deltawire.codec.tiled import read_tiles
 from deltawire.dtypes import DTYPES
 from deltawire.workers import SERIAL, Workers
-from patterns import dtypes, pairs
-from recorded import RECORDINGS, recorded_steps
+from support.patterns import dtypes, pairs
+from support.recorded import RECORDINGS, recorded_steps
 
 BF16 = DTYPES["BF16"]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT
 from deltawire import testing
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.weights import torch_view, write
-from fused_model import bits_of
+from support import ROOT
+from support.fused_model import bits_of
 
 GUIDE = ROOT / "docs" / "guides" / "any-engine.md"
 
@@ -282,6 +282,7 @@ def test_the_guide_runs_as_it_is():
         assert f"`{case.__name__}`" in GUIDE.read_text()
 
 
+@pytest.mark.process
 def test_the_suite_needs_no_test_runner():
     program = "import sys, deltawire.testing; print([name for name in ('pytest', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

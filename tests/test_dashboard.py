@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from chains import Hooked, make_run, make_weights
 from deltawire import Publisher
 from deltawire.cli import main
 from deltawire.cli.dashboard import places
@@ -22,7 +21,8 @@ from deltawire.pages.dashboard import application, event_stream
 from deltawire.pages.feed import Feed
 from deltawire.runs import Run
 from deltawire.store import open_store
-from test_feed import log_file, read_all
+from support.chains import Hooked, make_run, make_weights
+from support.pages import log_file, read_all
 
 
 def client_of(feed, **options):

@@ -17,7 +17,7 @@ from deltawire.errors import BaseMismatch, ShapeMismatch, UnknownParameter
 from deltawire.patches import encode_box
 from deltawire.weights import Tensor, view
 from deltawire.wire import Facts
-from patterns import dtypes, pairs
+from support.patterns import dtypes, pairs
 
 ENCODINGS = ["coo", "gap", "context", "dense", "auto", "mirrorless"]
 

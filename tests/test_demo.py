@@ -14,7 +14,6 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from conftest import ROOT
 from deltawire import Publisher, digest
 from deltawire.agent import Agent
 from deltawire.cli.demo import options_of
@@ -35,8 +34,10 @@ from deltawire.demo.wordle.words import WORDS
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import CorruptObject, EngineUnavailable
 from deltawire.store import open_store
-from demo_run import PATIENCE, events, processes, started, step_of, wait_for
-from servers import WEED
+from support import ROOT
+from support.demo_run import events, processes, started, step_of
+from support.servers import WEED
+from support.waiting import PATIENCE, eventually
 
 SMALL = Shape(hidden=32, num_heads=2, head_dim=16, inner=48)
 
@@ -405,6 +406,7 @@ def test_what_is_told_in_the_end(tmp_path):
 # From here on: the command, with all its processes.
 
 
+@pytest.mark.process
 def test_a_run_with_kills_and_a_late_replica(tmp_path):
     pytest.importorskip("openenv")
     folder = tmp_path / "run"
@@ -412,7 +414,7 @@ def test_a_run_with_kills_and_a_late_replica(tmp_path):
     with started(
         folder, "--steps", "8", "--kill-replica-at", "2", "--late-join-at", "3", "--format", "json", *store
     ) as demo:
-        wait_for(lambda: step_of(folder) >= 6, "step 6")
+        eventually(lambda: step_of(folder) >= 6, "step 6")
         for pid, words in processes(folder).items():
             if {"deltawire.demo.trainer", "deltawire.demo.wordle"} & set(words):
                 os.kill(pid, signal.SIGKILL)
@@ -446,10 +448,11 @@ def test_a_run_with_kills_and_a_late_replica(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path):
     folder = tmp_path / "run"
     with started(folder, "--steps", "1000", "--evaluate", "0") as demo:
-        wait_for(lambda: step_of(folder) >= 2, "step 2")
+        eventually(lambda: step_of(folder) >= 2, "step 2")
         assert len(processes(folder)) == 4
         demo.send_signal(signal.SIGINT)
         out, err = demo.communicate(timeout=PATIENCE)
@@ -468,9 +471,10 @@ def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_parts_end_when_the_demo_is_killed(tmp_path):
     folder = tmp_path / "run"
     with started(folder, "--steps", "1000", "--evaluate", "0") as demo:
-        wait_for(lambda: len(processes(folder)) == 4 and step_of(folder), "a step")
+        eventually(lambda: len(processes(folder)) == 4 and step_of(folder), "a step")
         demo.kill()
-        wait_for(lambda: not processes(folder), "all parts to end")
+        eventually(lambda: not processes(folder), "all parts to end")

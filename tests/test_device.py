@@ -115,7 +115,7 @@ def test_many_tensors_some_unchanged():
     assert chosen == ["context", "context"]
 
 
-@pytest.mark.parametrize("density", [0.3, 0.9])
+@pytest.mark.parametrize("density", [0.3, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_dense_updates(density):
     old = patterns(4200, 1)
     assert_same(module_of(a=old), {"a": stepped(old, density, 2)}, "auto")
@@ -135,7 +135,7 @@ def test_few_changes_are_for_the_host():
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("dtype", ["BF16", pytest.param("F16", marks=pytest.mark.slow)])
 def test_weights_that_train_in_float32(dtype):
     """The cast is torch's own, for every kind of number but NaN, whose bits a CPU and a GPU choose differently."""
     old, new = patterns(4500, 3, torch.float32), patterns(4500, 4, torch.float32)

@@ -40,13 +40,12 @@ from prometheus_client import generate_latest
 from safetensors.numpy import save_file
 
 import deltawire
-from browser_fixtures import chromium, open_page  # noqa: F401
-from conftest import ROOT
 from deltawire import errors
 from deltawire.cli import main
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.metrics import registry
+from support import ROOT
 
 DOCS, TESTS = ROOT / "docs", ROOT / "tests"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -136,7 +135,7 @@ class Reader:
     def run(self, commands, expected):
         done = subprocess.run(
             ["bash", "-euc", commands], cwd=self.folder, env=ENVIRONMENT, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=120,
+            stderr=subprocess.STDOUT, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == expected, f"{commands}\n{done.stdout}"
         return done.stdout
@@ -171,6 +170,7 @@ def check(block, code):
 RUNNING = [page for page in PAGES if any(b.word is None and b.language not in ("text", "") for b in blocks(page))]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -182,6 +182,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         reader.follow(block)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("block", [block for block in ALL if block.word == "not run"], ids=str)
 def test_blocks_that_cannot_run_are_checked(block):
     assert len(block.what) > 10, "say why"
@@ -200,6 +201,7 @@ def test_blocks_that_run_elsewhere_do(block):
     assert block.page.name in text, f"{file} does not read {block.page.name}"
 
 
+@pytest.mark.process
 def test_the_newcomers_path():
     """What getting-started.md shows is what the command prints, but for when replicas look."""
     page = DOCS / "getting-started.md"
@@ -222,11 +224,12 @@ def test_the_newcomers_path():
     assert len(commands) < 5
 
 
+@pytest.mark.process
 def test_the_notebook_runs_and_prints_what_is_in_it(tmp_path):
     path = ROOT / "examples" / "quickstart.ipynb"
     committed = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     def shape(cells):
         """What is printed, but for numbers: those depend on how the machine multiplies."""
@@ -312,6 +315,7 @@ class Assets(HTMLParser):
             self.found.append(given.get("href"))
 
 
+@pytest.mark.process
 def test_the_site_is_whole_and_asks_no_other_machine(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
@@ -329,6 +333,7 @@ def test_the_site_is_whole_and_asks_no_other_machine(site):
     assert not [page for page in pages if local in page.read_text()]
 
 
+@pytest.mark.process
 def test_the_site_has_the_drawn_page(site):
     explain = pytest.importorskip("deltawire.pages.explain")
     assert (site / "explain" / "figures.html").read_text() == explain.single_file()
@@ -338,7 +343,7 @@ class Files(SimpleHTTPRequestHandler):
     def log_message(self, *_): ...
 
 
-def test_the_site_in_a_browser(site, open_page):  # noqa: F811
+def test_the_site_in_a_browser(site, open_page):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=site))
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/"
@@ -353,7 +358,7 @@ def test_the_site_in_a_browser(site, open_page):  # noqa: F811
         with open_page(address + "getting-started/") as page:
             page.locator("input.md-search__input").click()
             page.locator("input.md-search__input").fill("EngineBroken")
-            page.locator(".md-search-result__item").first.wait_for(timeout=30_000)
+            page.locator(".md-search-result__item").first.wait_for()
     finally:
         server.shutdown()
         server.server_close()

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltawire
-from chains import fresh_url, make_run, make_weights, seal, unsealed
 from deltawire import Publisher, Replica
 from deltawire.audit import audit
 from deltawire.checkpoint import Checkpoint, save_anchor
@@ -23,6 +22,7 @@ from deltawire.keys import MOST_VERSION, manifest_key
 from deltawire.plain import MOST_DEPTH, MOST_METADATA_BYTES
 from deltawire.runs import Run
 from deltawire.store import open_store
+from support.chains import fresh_url, make_run, make_weights, seal, unsealed
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32), "v": np.ones(2, np.float32)}
 

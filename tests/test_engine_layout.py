@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire import digest
@@ -14,7 +14,8 @@ from deltawire.engines.layout import Layout, Piece, each_once, pieces_of_copy
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import EngineRejected, UnknownParameter
 from deltawire.state import Digest
-from fused_model import FORMS, FusedModel, bits_of, live_model, make_checkpoint, whole
+from support.fused_model import FORMS, FusedModel, bits_of, live_model, make_checkpoint, whole
+from support.patterns import examples
 
 
 def places(piece):
@@ -50,7 +51,7 @@ def copies(draw):
     return source, view, flat, to
 
 
-@settings(max_examples=300)
+@examples(60)
 @given(copies())
 def test_pieces_do_what_the_copy_does(copy):
     source, view, flat, to = copy
@@ -65,7 +66,7 @@ def test_pieces_do_what_the_copy_does(copy):
     assert pieces == [Piece.from_list(piece.as_list()) for piece in pieces]
 
 
-@settings(max_examples=100)
+@examples(20)
 @given(copies(), st.integers(0, 1 << 32))
 def test_select_finds_the_elements_of_a_piece(copy, seed):
     source, view, _, to = copy

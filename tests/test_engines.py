@@ -16,7 +16,7 @@ from deltawire.patches import Patch
 from deltawire.state import Digest
 from deltawire.target import State
 from deltawire.workers import SERIAL
-from fused_model import FORMS, FusedModel, bits_of, live_model, make_checkpoint, whole
+from support.fused_model import FORMS, FusedModel, bits_of, live_model, make_checkpoint, whole
 
 # Staged
 

@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 
-from chains import copy_of, make_weights, same, step
 from deltawire import Publisher, Replica
 from deltawire.audit import audit
 from deltawire.errors import Fenced
 from deltawire.gc import collect, plan_gc
 from deltawire.runs import Run
-
-pytest_plugins = ["store_fixtures"]
+from support.chains import copy_of, make_weights, same, step
 
 
 def test_a_run(any_store, tmp_path):

@@ -4,7 +4,11 @@ import re
 import subprocess
 import sys
 
-from conftest import ROOT
+import pytest
+
+from support import ROOT
+
+pytestmark = pytest.mark.process
 
 
 def test_the_pytorch_loop(tmp_path):

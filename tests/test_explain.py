@@ -10,15 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import explain_data
-from browser import THEMES, WIDTHS, fits, serious_problems
 from deltawire.pages.explain import serve, single_file, url_of
-from recorded import recorded_steps
-
-pytest_plugins = ["browser_fixtures"]
+from support import ROOT
+from support.browser import THEMES, WIDTHS, fits, serious_problems
+from support.recorded import recorded_steps
 
 FIGURES = ("timeline", "ulp", "bucket", "sync")
-RECORDED = json.loads(explain_data.OUTPUT.read_text())
+RECORDED = json.loads((ROOT / "src/deltawire/pages/static/explain/recorded.json").read_text())
 LR3 = RECORDED["recordings"]["rl-lr3e-6"]
 
 

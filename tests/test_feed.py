@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 
-from chains import Hooked, fresh_url, make_run, make_weights, seal, step, unsealed
 from deltawire import Publisher, Replica
 from deltawire.cli import status as status_command
 from deltawire.errors import StoreUnavailable
@@ -18,19 +17,9 @@ from deltawire.pages.eventlog import EventLog, LoggedPart
 from deltawire.pages.feed import Feed, Polling, snapshot
 from deltawire.runs import Run
 from deltawire.store import Stat, open_store
-
-
-def read_all(feed):
-    while feed.poll():
-        pass
-    return feed
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+from support.chains import Hooked, fresh_url, make_run, make_weights, seal, step, unsealed
+from support.pages import log_file, read_all
+from support.waiting import eventually
 
 
 def beat(name, told, age_seconds=0.0):
@@ -38,14 +27,6 @@ def beat(name, told, age_seconds=0.0):
     now = time.time() - age_seconds
     data = json.dumps({"name": name, "run": "demo", "time": now, **told}).encode()
     return followers.Beat(Stat(f"replicas/{name}.json", len(data), now), time.time(), json.loads(data))
-
-
-def log_file(tmp_path, *events):
-    path = tmp_path / "events.jsonl"
-    with path.open("a") as log:
-        for number, event in enumerate(events):
-            log.write(json.dumps({"time": 1000.0 + number, **event}) + "\n")
-    return path
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -182,11 +163,11 @@ def test_a_store_that_says_nothing_is_late(monkeypatch):
     store, may_answer = Hooked(url), threading.Event()
     polling = Polling(Feed(store), 0.05)
     try:
-        wait_until(lambda: polling.feed.answered)
+        eventually(lambda: polling.feed.answered)
         store.before = lambda verb, key: may_answer.wait(30)
-        wait_until(lambda: polling.feed.is_late)
+        eventually(lambda: polling.feed.is_late)
         may_answer.set()
-        wait_until(lambda: not polling.feed.is_late)
+        eventually(lambda: not polling.feed.is_late)
     finally:
         may_answer.set()
         polling.close()

@@ -213,6 +213,7 @@ def test_what_is_no_checkpoint(tmp_path):
         Checkpoint(tmp_path)
 
 
+@pytest.mark.process
 def test_memory_stays_near_the_largest_tensor(tmp_path):
     """Twelve tensors of 8 MB: diff and apply in a fresh process grow by far less than the model."""
     rng = np.random.default_rng(0)

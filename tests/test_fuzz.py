@@ -6,19 +6,32 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import ROOT
-from damaged_stores import damaged_stores
 from deltawire import Delta, DeltawireError
 from deltawire.kernels.cpu.decode import count_changes, decode_tile, longer_steps
+from support import ROOT
+from support.damaged_stores import damaged_stores
+from support.patterns import examples
 
 
-def test_damaged_files():
+@pytest.mark.process
+@pytest.mark.parametrize("least", [2000, pytest.param(8000, marks=pytest.mark.slow)])
+def test_damaged_files(least):
     """In a process of its own, where numba checks every index of every kernel."""
     checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(Path(sys.prefix) / "checked")}
-    command = [sys.executable, ROOT / "benchmarks" / "fuzz.py", "--minutes", "0.1", "--least", "8000", "--seed", "1"]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "fuzz.py",
+        "--minutes",
+        "0.1",
+        "--least",
+        str(least),
+        "--seed",
+        "1",
+    ]
     done = subprocess.run(command, env=os.environ | checked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "CorruptObject" in done.stdout
@@ -39,7 +52,7 @@ def test_any_bytes_as_a_file(data):
     raise AssertionError("random bytes passed for a delta")
 
 
-@settings(max_examples=2000)
+@examples(400)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(0, 60), st.integers(0, 2000), st.floats(0, 1))
 def test_any_bits_as_a_tile(seed, contextual, num_bytes, num_elements, ones):
     """Whatever a stream says, a tile decodes to positions inside it or is refused."""

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
 from deltawire import Publisher, Replica
 from deltawire.compact import compact, missing_links
 from deltawire.errors import ObjectMissing
 from deltawire.gc import collect, plan_gc
 from deltawire.runs import Run
 from deltawire.store import open_store
+from support.chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
 
 
 def keys(url):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import deltawire
-import second_reader
 from deltawire import Checkpoint, Delta
-from patterns import dtypes, pairs
+from support import second_reader
+from support.patterns import dtypes, examples, pairs
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("auto", "context", "gap", "coo", "dense", "shards")
@@ -49,7 +49,7 @@ def test_the_second_reader_agrees(name):
     assert all(rebuilt[tensor].tobytes() == expected[tensor].tobytes() for tensor in expected)
 
 
-@settings(max_examples=150)
+@examples(30)
 @given(data=st.data(), dtype=dtypes, encoding=st.sampled_from(["context", "gap", "coo", "dense", "auto"]))
 def test_the_second_reader_agrees_on_anything(data, dtype, encoding):
     old, new = data.draw(pairs(dtype, 300))
@@ -59,6 +59,7 @@ def test_the_second_reader_agrees_on_anything(data, dtype, encoding):
     assert rebuilt["w"].tobytes() == new.tobytes()
 
 
+@pytest.mark.process
 def test_the_encoder_still_writes_the_same_bytes(tmp_path):
     """The stream is pinned; a deliberate change of the encoder's choices needs new files beside the old ones."""
     subprocess.run([sys.executable, GOLDEN / "make.py", tmp_path], check=True)

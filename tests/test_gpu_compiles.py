@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +25,9 @@ from deltawire.sources import module_source
 from deltawire.state import tensor_key
 from deltawire.upload import box_digests, encode_changes
 from deltawire.workers import SERIAL
+from support import ROOT
+
+pytestmark = pytest.mark.process
 
 POINTERS = {torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -103,7 +105,7 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
     names = {launch["name"] for launch in launches.values()}
     assert {"find_changes", "rank_changes", "make_rows", "write", "locate", "write_changes", "put_changes"} <= names
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_kernels.py")],
+        [sys.executable, ROOT / "tests/support/compile_kernels.py"],
         input=json.dumps(list(launches.values())), capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip

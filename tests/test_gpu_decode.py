@@ -12,8 +12,8 @@ from deltawire.kernels.gpu import decode as gpu
 from deltawire.kernels.gpu.digest import Runs, box_sum, change_sum
 from deltawire.state import Digest, TensorKey, box_digest, change_digest
 from deltawire.workers import SERIAL
-from patterns import CORNERS
-from recorded import recorded_steps
+from support.patterns import CORNERS
+from support.recorded import recorded_steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = 0x9ABCDEF012345678

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.engines import device_memory
@@ -16,6 +16,7 @@ from deltawire.kernels.gpu import live
 from deltawire.state import Digest, TensorKey
 from deltawire.target import State
 from deltawire.workers import SERIAL
+from support.patterns import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY = TensorKey(np.uint64(0x9ABCDEF012345678), Digest())
@@ -96,7 +97,7 @@ def test_gains_are_what_the_digest_gains():
     assert all(each.gain != Digest() for each in written)
 
 
-@settings(max_examples=8)
+@examples(2)
 @given(st.data())
 def test_any_place(data):
     """Pieces of every size of elements in one go, some without changes."""

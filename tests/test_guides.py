@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from servers import free_ports
-from vllm_reference import ENVIRONMENT, checksums
-from vllm_server import make_model, save_model
+from support.servers import free_ports
+from support.vllm_reference import ENVIRONMENT, checksums
+from support.vllm_server import make_model, save_model
 
 GUIDES = Path(__file__).parent.parent / "docs/guides"
 
@@ -25,6 +25,7 @@ def blocks(page):
     return re.findall(r"^```bash\n(.*?)^```", (GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.vllm
 def test_vllm_guide(tmp_path):
     pytest.importorskip("vllm")
     port, agent_port = free_ports(2)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from chains import fresh_url
 from deltawire import DeltawireError, Publisher, Replica
 from deltawire.errors import ShapeMismatch, UnknownParameter
-from handover import OnAccess, OneKept, Sink, Source, cast_of, content
+from support.chains import fresh_url
+from support.handover import OnAccess, OneKept, Sink, Source, cast_of, content
 
 REFUSALS = (DeltawireError, ValueError, TypeError)
 

@@ -4,15 +4,16 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from chains import BF16, copy_of, make_weights, step
 from deltawire import history as history_module
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.history import History
 from deltawire.weights import Tensor
 from deltawire.workers import SERIAL, Workers
+from support.chains import BF16, copy_of, make_weights, step
+from support.patterns import examples
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def check(history, states):
 
 
 @given(st.data())
-@settings(max_examples=40)
+@examples(8)
 def test_every_version_can_be_read_after_any_order_of_work(data):
     """Stage, settle, roll back and forget in random order; versions that are known always read right."""
     history_module.CHUNK, kept = 1000, history_module.CHUNK

@@ -14,8 +14,8 @@ import pytest
 from deltawire.errors import Conflict, MissingDependency, ObjectMissing, StoreUnavailable
 from deltawire.store import hub as hub_module
 from deltawire.store.hub import HubStore
-from hub_cas import Rejected
-from hub_double import hub_double
+from support.hub_cas import Rejected
+from support.hub_double import hub_double
 
 BUCKET = "me/weights"
 RANDOM = random.Random(7)

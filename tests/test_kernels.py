@@ -11,7 +11,7 @@ from deltawire.kernels.cpu.blocks import changed_positions, class_ranks, count_c
 from deltawire.kernels.cpu.decode import count_changes, decode_tile
 from deltawire.kernels.cpu.encode import encode_tile, first_exponent
 from deltawire.kernels.cpu.steps import steps_between
-from patterns import dtypes, pairs
+from support.patterns import dtypes, pairs
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.exponent_mask]
 

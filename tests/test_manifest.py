@@ -6,8 +6,6 @@ from hashlib import sha256
 
 import pytest
 
-import second_reader
-from chains import seal, unsealed
 from deltawire.chain import Link
 from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, SignatureMismatch, UnsupportedFormat
 from deltawire.keys import manifest_key, read_document_key, way_key
@@ -26,6 +24,8 @@ from deltawire.manifest import (
 )
 from deltawire.signing import generate_key, public_key_of, signer, verifier
 from deltawire.state import Digest
+from support import second_reader
+from support.chains import seal, unsealed
 
 PART = StoredObject("deltas/00000002-from-00000001-ab12.safetensors", 10, "0" * 64, "part.safetensors")
 WHOLE = StoredObject("anchors/00000000-ff/model.safetensors", 99, "1" * 64, "model.safetensors")

@@ -111,10 +111,10 @@ def test_the_global_registry_is_untouched(run):
 def test_serve_until_closed(run):
     with serve_metrics(registry(run[0]), 0) as server:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        with urlopen(url, timeout=10) as answer:
+        with urlopen(url, timeout=60) as answer:
             assert b'deltawire_publish_version{run="first"} 1.0' in answer.read()
     with pytest.raises(OSError, match="refused"):
-        urlopen(url, timeout=10)
+        urlopen(url, timeout=60)
 
 
 def test_missing_package(run, monkeypatch):

@@ -8,10 +8,10 @@ import textwrap
 
 import pytest
 
-from chains import make_run, same
 from deltawire import Checkpoint, Publisher, Replica
 from deltawire.errors import Conflict, EngineRejected
 from deltawire.mirror import Mirror
+from support.chains import make_run, same
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def check(folder, states, version):
     assert json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["digest"]
 
 
+@pytest.mark.process
 def test_a_mirror_is_a_checkpoint_at_its_version(run, tmp_path):
     url, states = run
     folder = tmp_path / "mirror"
@@ -74,6 +75,7 @@ def test_other_folders_are_left_alone(tmp_path):
         Mirror(tmp_path / "file")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("damage", ["flip", "cut", "no state", "bad state", "no file"])
 def test_a_damaged_mirror_does_not_lie(run, tmp_path, damage):
     url, states = run
@@ -100,6 +102,7 @@ def test_a_damaged_mirror_does_not_lie(run, tmp_path, damage):
     check(folder, states, 6)
 
 
+@pytest.mark.process
 def test_touched_files_with_the_right_bits_are_fine(run, tmp_path):
     url, states = run
     folder = tmp_path / "mirror"
@@ -120,6 +123,7 @@ POINTS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(("have", "want"), [(None, 3), (3, 7), (8, 2)])
 def test_killed_at_a_point(run, tmp_path, point, have, want):
@@ -148,6 +152,7 @@ def test_killed_at_a_point(run, tmp_path, point, have, want):
     check(folder, states, want)
 
 
+@pytest.mark.process
 def test_a_patch_that_is_half_written_is_finished(run, tmp_path, monkeypatch):
     """Some patches in the mapped files, the journal still there: the next to open finishes it."""
     url, states = run
@@ -171,6 +176,7 @@ def test_a_patch_that_is_half_written_is_finished(run, tmp_path, monkeypatch):
     check(folder, states, 6)
 
 
+@pytest.mark.process
 def test_a_journal_over_weights_that_someone_has_changed(run, tmp_path, monkeypatch):
     url, states = run
     folder = tmp_path / "mirror"
@@ -190,6 +196,7 @@ def test_a_journal_over_weights_that_someone_has_changed(run, tmp_path, monkeypa
     check(folder, states, 9)
 
 
+@pytest.mark.process
 def test_a_journal_that_a_disk_has_damaged(run, tmp_path):
     url, states = run
     folder = tmp_path / "mirror"

@@ -10,13 +10,13 @@ import torch
 from click.testing import CliRunner
 
 import deltawire
-from chains import fresh_url, make_run
 from deltawire import Publisher, Replica, apply, diff, digest, open_store, save_anchor
 from deltawire.cli import main
 from deltawire.cli.output import need
 from deltawire.dtypes import dtype_named, empty_bits
 from deltawire.errors import MissingDependency, NotEnoughMemory, ObjectMissing, UnsupportedFormat
 from deltawire.trainers.trl import DeltawireTransfer
+from support.chains import fresh_url, make_run
 
 HUGE = np.broadcast_to(np.float32(0), (1 << 45,))
 

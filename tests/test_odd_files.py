@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 import deltawire
-from chains import make_run
 from deltawire import Replica
 from deltawire.audit import audit
 from deltawire.checkpoint import Checkpoint, save_anchor
@@ -21,6 +20,7 @@ from deltawire.keys import manifest_key
 from deltawire.manifest import MOST_BYTES
 from deltawire.runs import Run
 from deltawire.store import open_store
+from support.chains import make_run
 from test_documents import WEIGHTS, ls, pull
 
 # Bounded reads

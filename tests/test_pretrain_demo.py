@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from conftest import ROOT
 from deltawire import digest
 from deltawire.demo.policy import Policy
 from deltawire.demo.shape import Shape
 from deltawire.demo.tokens import answer_of, guess_of
 from deltawire.demo.wordle.game import feedback
+from support import ROOT
 
 SMALL = Shape(hidden=32, num_heads=2, head_dim=16, inner=48)
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from chains import Hooked, copy_of, fresh_url, make_weights, same, step
 from deltawire import Publisher, Replica, digest
 from deltawire.chain import Plan
 from deltawire.errors import Conflict, Fenced, ShapeMismatch, SignatureMismatch, StoreUnavailable
 from deltawire.routing import Route
 from deltawire.signing import generate_key
 from deltawire.weights import Tensor
+from support.chains import Hooked, copy_of, fresh_url, make_weights, same, step
 
 
 def pulled(url, version=None, **options):

@@ -15,7 +15,7 @@ from deltawire.ranks import Ranks, error_fields, error_from
 @pytest.fixture
 def pair():
     store = dist.HashStore()
-    return store, Ranks(store, 0, 2, 0.3), Ranks(store, 1, 2, 0.3)
+    return store, Ranks(store, 0, 2, 1.0), Ranks(store, 1, 2, 1.0)
 
 
 def test_commands_come_in_order_and_nothing_is_left(pair):
@@ -61,11 +61,11 @@ def test_the_first_error_is_everyones(pair):
 def test_signs_of_life_keep_others_waiting(pair):
     _, first, second = pair
     second.start(lambda: (7, True))
-    look_for(4 * second.timeout, first)
+    look_for(3 * second.timeout, first)
     assert (first.beats[1].num_published, first.beats[1].is_busy) == (7, True)
     second.close()
     with pytest.raises(RankFailed, match="rank 1"):
-        look_for(4 * second.timeout, first)
+        look_for(3 * second.timeout, first)
 
 
 def look_for(seconds, ranks):

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from chains import fresh_url, make_weights, step
 from deltawire import Publisher, Replica
 from deltawire.errors import SnapshotMismatch
 from deltawire.history import History
 from deltawire.recheck import Recheck
 from deltawire.weights import Viewed
 from deltawire.workers import SERIAL
+from support.chains import fresh_url, make_weights, step
 
 
 def new_publisher(weights, **options):

@@ -8,7 +8,6 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from chains import BF16, Hooked, copy_of, fresh_url, make_run, make_weights, same, seal, step, unsealed
 from deltawire import Publisher, Replica
 from deltawire.errors import (
     BrokenChain,
@@ -22,6 +21,7 @@ from deltawire.errors import (
 from deltawire.store import open_store
 from deltawire.target import MemoryTarget
 from deltawire.weights import Tensor, view
+from support.chains import BF16, Hooked, copy_of, fresh_url, make_run, make_weights, same, seal, step, unsealed
 
 
 @pytest.fixture

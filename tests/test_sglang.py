@@ -11,15 +11,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from conftest import ROOT
 from deltawire.cli import main
 from deltawire.engines.sglang import loader
 from deltawire.engines.sglang.client import SglangEngine
 from deltawire.engines.sglang.ranks import LOADER, pickled
 from deltawire.errors import Conflict, EngineRejected, UnknownParameter
-from sglang_double import PROMPT, Double, Scaling, Trainer, Unpickler
-
-pytest_plugins = ["sglang_run"]
+from support import ROOT
+from support.sglang_double import PROMPT, Double, Scaling, Trainer, Unpickler
 
 
 @pytest.mark.parametrize("mirror", [True, False], ids=["folder", "memory"])

@@ -8,9 +8,7 @@ import pytest
 
 from deltawire.errors import EngineBroken, EngineRejected, EngineUnavailable
 from deltawire.state import Digest
-from sglang_double import PROMPT, Trainer
-
-pytest_plugins = ["sglang_run"]
+from support.sglang_double import PROMPT, Trainer
 
 
 def break_writes(run, rank, times, undo=True):

@@ -14,7 +14,9 @@ from deltawire import Checkpoint, Publisher, Replica, ShardedPublisher
 from deltawire.chain import Plan
 from deltawire.errors import UnknownParameter, UnsupportedPlacement
 from deltawire.routing import Route
-from processes import change, gathered, once, run_ranks, same_bits, sharded_model, train_step
+from support.processes import change, gathered, once, run_ranks, same_bits, sharded_model, train_step
+
+pytestmark = pytest.mark.process
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
@@ -59,7 +61,7 @@ def train(rank, folder):
     return states
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_published_version_is_the_gathered_weights(size, tmp_path):
     """50 steps with accumulated gradients, published at random, with uneven shards and both dimensions sharded."""
     states = run_ranks(size, train, tmp_path)[0]

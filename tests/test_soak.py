@@ -1,4 +1,4 @@
-"""A tenth of what `make soak` does: kills at every point and at random moments, faults on the line, racing writers."""
+"""A little of what `make soak` does: kills at every point, faults on the line, racing writers; and a tenth of it."""
 
 import random
 
@@ -7,8 +7,6 @@ import pytest
 from soak import crashes, faults, races
 from soak.processes import nursery
 from soak.report import Tally, page
-
-pytest_plugins = ["store_fixtures"]
 
 SEED = 1
 
@@ -28,28 +26,36 @@ def quiet(_line):
     pass
 
 
-def test_kills(workers, s3_server, tmp_path, tally):
-    crashes.run(workers, s3_server, tmp_path, tally, num_random=20, num_each=1, seed=SEED, progress=quiet)
+@pytest.mark.process
+@pytest.mark.parametrize(("num_random", "seed"), [(0, 2), pytest.param(20, 1, marks=pytest.mark.slow)])
+def test_kills(workers, s3_server, tmp_path, tally, num_random, seed):
+    crashes.run(workers, s3_server, tmp_path, tally, num_random=num_random, num_each=1, seed=seed, progress=quiet)
     assert tally.problems == []
-    planned = crashes.plan(20, 1, random.Random(SEED))
+    planned = crashes.plan(num_random, 1, random.Random(seed))
     assert sum(tally.tables["Kills"].values()) == len(planned)
     assert {str(kill) for kill in planned} == set(tally.tables["Kills"])
 
 
-def test_faults(s3_server, tmp_path, tally):
-    faults.run(s3_server, tmp_path / "faults", tally, num_syncs=50, seed=SEED, progress=quiet)
+@pytest.mark.process
+@pytest.mark.parametrize(("num_syncs", "seed"), [(25, 2), pytest.param(50, 1, marks=pytest.mark.slow)])
+def test_faults(s3_server, tmp_path, tally, num_syncs, seed):
+    faults.run(s3_server, tmp_path / "faults", tally, num_syncs=num_syncs, seed=seed, progress=quiet)
     assert tally.problems == []
-    assert tally.tables["Syncs"]["done"] == 50
+    assert tally.tables["Syncs"]["done"] == num_syncs
     kinds = {kind.partition(" ")[0] for kind in tally.tables["Faults"]}
     assert kinds == {"latency", "reset", "close", "status", "stall", "flip", "reset_upload", "drop_reply"}
 
 
-def test_races(workers, s3_server, tmp_path, tally):
-    races.run(workers, s3_server, tmp_path, tally, num_races=12, seed=SEED, progress=quiet)
+@pytest.mark.process
+@pytest.mark.parametrize(("num_races", "seed"), [(4, 2), pytest.param(12, 1, marks=pytest.mark.slow)])
+def test_races(workers, s3_server, tmp_path, tally, num_races, seed):
+    races.run(workers, s3_server, tmp_path, tally, num_races=num_races, seed=seed, progress=quiet)
     assert tally.problems == []
-    assert sum(number for row, number in tally.tables["Races"].items() if row.startswith("between")) == 12
+    assert sum(number for row, number in tally.tables["Races"].items() if row.startswith("between")) == num_races
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_kills_beside_an_engine(s3_server, tmp_path, tally):
     pytest.importorskip("vllm")
     from soak import engines
@@ -61,6 +67,8 @@ def test_kills_beside_an_engine(s3_server, tmp_path, tally):
     assert tally.tables["Looks"]["at an agent"] > 10
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_a_fleet(s3_server, tmp_path, tally):
     pytest.importorskip("vllm")
     from soak import engines

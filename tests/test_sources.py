@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from chains import fresh_url
 from deltawire import Publisher, Replica
 from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
 from deltawire.sources import module_source, plain_name
+from support.chains import fresh_url
 
 
 class Model(torch.nn.Module):

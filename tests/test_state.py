@@ -12,7 +12,7 @@ from deltawire.errors import CorruptObject
 from deltawire.state import box_digest, change_digest, tensor_digest, tensor_key
 from deltawire.weights import Tensor
 from deltawire.workers import Workers
-from patterns import dtypes, pairs
+from support.patterns import dtypes, pairs
 
 BF16 = DTYPES["BF16"]
 MASK = (1 << 64) - 1

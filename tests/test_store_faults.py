@@ -14,10 +14,8 @@ from deltawire.errors import Conflict, CorruptObject, ObjectMissing, StoreUnavai
 from deltawire.store import open_store
 from deltawire.store.settle import settle
 from deltawire.store.transfer import download
-from fault_proxy import FaultProxy, Rule
-from servers import BUCKET, free_ports
-
-pytest_plugins = ["store_fixtures"]
+from support.fault_proxy import FaultProxy, Rule
+from support.servers import BUCKET, free_ports
 
 BLOB = np.random.default_rng(3).integers(0, 256, 3 << 20, np.uint8).tobytes()
 
@@ -78,7 +76,7 @@ def test_a_body_that_stalls(proxy, through, direct):
     proxy.rules = [Rule("stall", method="GET", after_bytes=1_000_000, seconds=60)]
     started = time.monotonic()
     assert through(timeout_seconds=0.5).get("a") == BLOB
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_a_server_that_does_not_answer(proxy, through):
@@ -86,16 +84,16 @@ def test_a_server_that_does_not_answer(proxy, through):
     started = time.monotonic()
     with pytest.raises(StoreUnavailable):
         through(timeout_seconds=0.3, retries=1).get("a")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_a_slow_line_is_no_stall(proxy, through, direct):
     """The upload takes longer than the server may be silent, and so does the download."""
-    store = through(timeout_seconds=0.4, retries=0)
-    proxy.rate_bytes_per_second = 2e6
+    store = through(timeout_seconds=1, retries=0)
+    proxy.rate_bytes_per_second = 1.2e6
     started = time.monotonic()
     store.put("a", BLOB)
-    assert time.monotonic() - started > 1
+    assert time.monotonic() - started > 2
     assert store.get("a") == BLOB
     assert proxy.stats.by_method == {"PUT": 1, "GET": 1}
 
@@ -192,7 +190,7 @@ def test_a_server_that_is_gone(s3_server):
         started = time.monotonic()
         with pytest.raises(StoreUnavailable):
             call("a")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 @contextmanager
@@ -208,7 +206,7 @@ def test_a_silent_metadata_address_does_not_hold_up(monkeypatch):
     started = time.monotonic()
     with silent_server() as endpoint, pytest.raises(StoreUnavailable, match=r"no credentials.*AWS_ACCESS_KEY_ID"):
         open_store("s3://bucket", config={"metadata_endpoint": endpoint})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 class Answers:

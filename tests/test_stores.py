@@ -12,9 +12,7 @@ import pytest
 from deltawire.errors import Conflict, LimitExceeded, ObjectMissing, StoreUnavailable
 from deltawire.store import open_store
 from deltawire.store.keys import check_key
-from servers import BUCKET
-
-pytest_plugins = ["store_fixtures"]
+from support.servers import BUCKET
 
 MIB = 1 << 20
 ODD_KEYS = ["a b", "a%20b", "%41", "ü/é", "a+b", "a~b", "a:b", "a?b", "a*b", "a=b&c", "it's", '"q"', "{a}", "[1]",
@@ -253,7 +251,7 @@ def test_no_credentials_is_said_quickly(monkeypatch):
         started = time.monotonic()
         with pytest.raises(StoreUnavailable, match=name) as caught:
             open_store(url).get("a")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         assert caught.value.refused
 
 
@@ -315,6 +313,7 @@ def test_settings_that_the_client_does_not_know(s3_server):
         open_store("s3://bucket", config=s3_server.config | {"nonsense": "1"})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("used", "said"), [(True, "start it with spawn"), (False, "has no a")])
 def test_a_forked_process(used, said):
     program = (
@@ -327,6 +326,7 @@ def test_a_forked_process(used, said):
     assert said in done.stdout
 
 
+@pytest.mark.process
 def test_the_package_loads_no_client():
     program = (
         "import sys, deltawire, deltawire.store\n"

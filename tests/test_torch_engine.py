@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from chains import fresh_url
 from deltawire import Publisher, Replica, digest
 from deltawire.boxes import Box
 from deltawire.engines.engine import Change
@@ -17,7 +16,8 @@ from deltawire.patches import Patch
 from deltawire.state import Digest
 from deltawire.target import State
 from deltawire.weights import form
-from fused_model import bits_of
+from support.chains import fresh_url
+from support.fused_model import bits_of
 
 
 class Model(torch.nn.Module):

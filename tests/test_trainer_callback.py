@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from chains import Hooked
 from deltawire import Publisher, Replica
 from deltawire.errors import StoreUnavailable, UnsupportedPlacement
 from deltawire.sources import check_whole, module_source
-from processes import gathered, once, run_ranks, same_bits
+from support.chains import Hooked
+from support.processes import gathered, once, run_ranks, same_bits
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -187,6 +187,7 @@ def publish_with_callback(rank, url):
     return states
 
 
+@pytest.mark.process
 def test_a_sharded_model_is_published_from_all_ranks(tmp_path):
     states = run_ranks(2, publish_with_callback, tmp_path / "run")[0]
     with Replica(tmp_path / "run", tmp_path / "mirror") as replica:
@@ -215,6 +216,7 @@ def wrap_in_first_fsdp(rank, url):
         DeltawireCallback(url).on_train_begin(None, state, None, model=model)
 
 
+@pytest.mark.process
 def test_pieces_that_look_like_tensors_are_refused(tmp_path):
     run_ranks(2, wrap_in_first_fsdp, tmp_path / "run")
     model = torch.nn.Linear(2, 2)

@@ -3,7 +3,6 @@
 import hashlib
 import subprocess
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,12 +10,11 @@ import pytest
 from deltawire.errors import CorruptObject, ObjectMissing, StoreUnavailable
 from deltawire.store import open_store
 from deltawire.store.transfer import Measured, download
+from support.waiting import eventually
 
 PART = 1000
 BLOB = np.random.default_rng(2).integers(0, 256, 10 * PART + 7, np.uint8).tobytes()
 FACTS = {"num_bytes": len(BLOB), "sha256": hashlib.sha256(BLOB).hexdigest()}
-
-pytest_plugins = ["store_fixtures"]
 
 
 class Watched:
@@ -219,9 +217,7 @@ def test_a_full_disk_under_a_folder(tiny_disk):
         store.put("blob", [bytes(9 << 20)] * 3)
     assert list(store.list()) == []
     # The client takes away what it had begun to write in a thread of its own.
-    deadline = time.monotonic() + 30
-    while any(tiny_disk.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: not any(tiny_disk.iterdir()), "the disk to be empty")
     store.put("small", b"still works")
     assert store.get("small") == b"still works"
 

@@ -6,23 +6,21 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from deltawire.runs import Run
 from deltawire.store import open_store
-from servers import BUCKET
-from trl_run import save_policy
-from vllm_reference import ENVIRONMENT, checksums
-from vllm_server import serving
+from support import ROOT
+from support.servers import BUCKET
+from support.trl_run import save_policy
+from support.vllm_reference import ENVIRONMENT, checksums
+from support.vllm_server import serving
 
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
-pytest_plugins = ["store_fixtures"]
-
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.vllm
 SECONDS = 400
 
 
@@ -57,8 +55,8 @@ class Training:
     def train(self, steps, resume=None, **transfer):
         options = {**self._options, "steps": steps, "resume": resume, "transfer": transfer}
         done = subprocess.run(
-            [sys.executable, HERE / "trl_run.py", json.dumps(options)], env=self._environment, capture_output=True,
-            text=True, timeout=SECONDS,
+            [sys.executable, ROOT / "tests/support/trl_run.py", json.dumps(options)], env=self._environment,
+            capture_output=True, text=True, timeout=SECONDS,
         )  # fmt: skip
         (self.folder / "log").write_text(done.stdout + done.stderr)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -105,6 +103,7 @@ def test_it_trains_and_the_server_follows_also_after_a_restart(tmp_path, server,
     assert (told["syncs"], told["model_version"]) == (3, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("openenv") is None, reason="needs pip install 'deltawire[wordle]'")
 def test_the_wordle_example(tmp_path, server, policy, s3_server):
     command = [sys.executable, "-m", "deltawire.demo.wordle", "--port", "0"]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from chains import Hooked, fresh_url
 from deltawire import Replica
 from deltawire.errors import Fenced, StoreUnavailable
 from deltawire.trainers.trl import DeltawireTransfer
+from support.chains import Hooked, fresh_url
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -311,6 +311,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.process
 def test_ranks_gather_together_and_one_publishes(tmp_path):
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANKS, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)

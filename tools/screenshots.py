@@ -19,8 +19,7 @@ from playwright.sync_api import Page, sync_playwright
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from browser import THEMES, WIDTHS
-from browser_fixtures import FLAGS
+from support.browser import FLAGS, THEMES, WIDTHS
 
 
 class Shot(NamedTuple):
@@ -59,7 +58,7 @@ def dashboard() -> Iterator[str]:
     """Beside a demo that runs, in which a replica was killed and another one has joined late."""
     from deltawire.pages.dashboard import Dashboard
     from deltawire.pages.feed import Feed
-    from demo_run import started, step_of, wait_for
+    from support.demo_run import started, step_of, wait_for
 
     options = ["--steps", "1000", "--evaluate", "0"]
     harm = ["--kill-replica-at", "15", "--late-join-at", "20"]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import deltawire
 from deltawire import Box, Delta
 from deltawire.dtypes import DTYPES
 from deltawire.parts import save
 from deltawire.patches import encode_box
-from recorded import recorded_steps
+from support.recorded import recorded_steps
 
 ENCODINGS = ("auto", "context", "gap", "coo", "dense")
 TIED = {"lm_head.weight": "recorded"}

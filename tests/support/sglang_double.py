@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from deltawire.engines.sglang.ranks import LOADER
-from servers import free_ports
+from support.servers import free_ports
 
 VOCAB, HIDDEN, HEADS, INNER = 48, 32, 16, 64
 PROMPT = [3, 1, 4, 1, 5]

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,13 +20,14 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from support.waiting import eventually
+
 Running = TypeVar("Running")
 
 HOST = "127.0.0.1"
 BUCKET = "bucket"
-ROOT = Path(__file__).parent.parent
 WEED = Path(sys.executable).parent / "weed"
-AZURITE = ROOT / ".venv" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+AZURITE = Path(sys.prefix) / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 
 # The well-known development account of every Azure emulator; not a secret.
 AZURE_ACCOUNT = "devstoreaccount1"
@@ -53,7 +53,7 @@ class Server:
     def stop(self) -> None:
         """End the process and wait until its port is free again."""
         _stop(self.process)
-        _wait_for(lambda: not is_open(self.port), 10, "the port to be released")
+        eventually(lambda: not is_open(self.port), "the port to be released")
 
 
 @dataclass
@@ -227,18 +227,10 @@ def _ready(server: Server, folder: Path, probe: Callable[[], None]) -> None:
         return True
 
     try:
-        _wait_for(answers, 60, "the server to answer")
+        eventually(answers, "the server to answer")
     except BaseException:
         _stop(server.process)
         raise
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds} s for {what}")
-        time.sleep(0.05)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -5,11 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
-
-PATIENCE = 180
 
 
 def command(folder, *arguments):
@@ -37,14 +34,6 @@ def events(folder):
     return (
         [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
     )
-
-
-def wait_for(condition, what):
-    deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited too long for {what}"
-        time.sleep(0.1)
-    return found
 
 
 def step_of(folder):

@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import ROOT
+
 MOST_LISTED = 50
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from chains import make_weights, step
 from deltawire import Publisher
 from deltawire.runs import Run
+from support.chains import make_weights, step
 
 NUM_REAL = 16
 

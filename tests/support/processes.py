@@ -5,13 +5,14 @@ import os
 import traceback
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+
+from support import ROOT
 
 PATIENCE = 120
 
@@ -52,9 +53,9 @@ def run_ranks(size, function, *arguments, killed=()):
 def forkserver():
     """Ranks are forked from a process that has loaded everything and started nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm_ranks"])
+    context.set_forkserver_preload(["support.warm_ranks"])
     path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *([path] if path else [])])
     try:
         context.Process(target=os.getpid).start()
     finally:

@@ -43,7 +43,7 @@ class Races:
     """Races on one run, and a replica that watches all the time."""
 
     def __init__(self, nursery: Nursery, server: Any, place: Path, name: str, seed: int, tally: Tally) -> None:
-        from servers import BUCKET
+        from support.servers import BUCKET
 
         place.mkdir(parents=True, exist_ok=True)
         self._nursery, self._place, self._seed, self.tally = nursery, place, seed, tally

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 180.0
 
 
 class Stuck(Exception):

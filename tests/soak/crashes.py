@@ -72,7 +72,7 @@ class World:
     """One run with its three processes."""
 
     def __init__(self, nursery: Nursery, server: Any, place: Path, name: str, seed: int, tally: Tally) -> None:
-        from servers import BUCKET
+        from support.servers import BUCKET
 
         place.mkdir(parents=True)
         self.tally, self.chance = tally, random.Random(f"{seed} {name}")

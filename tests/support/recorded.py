@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-DATA = Path(__file__).parent / "data"
+from support import ROOT
+
+DATA = ROOT / "benchmarks" / "data"
 RECORDINGS = ("rl-lr1e-6", "rl-lr3e-6")
 
 Bits = npt.NDArray[np.uint16]

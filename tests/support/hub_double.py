@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from hub_cas import Cas, Rejected
+from support.hub_cas import Cas, Rejected
 
 TREE_PAGE = 1000
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from click.testing import CliRunner
 
-from chains import copy_of, make_weights, same, step
 from deltawire import DeltawireError, Publisher, Replica
 from deltawire.cli import main
 from deltawire.signing import generate_key
 from deltawire.weights import Tensor
+from support.chains import copy_of, make_weights, same, step
 
 SHAPES = {"embed": (40, 16), "layer.weight": (16, 16), "norm": (16,), "scale": ()}
 NUM_VERSIONS = 6

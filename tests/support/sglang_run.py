@@ -5,14 +5,13 @@ import time
 from contextlib import contextmanager
 
 import httpx
-import pytest
 from safetensors.torch import save_file
 
-from chains import fresh_url
 from deltawire import Publisher, Replica
 from deltawire.engines.sglang.client import SglangEngine
 from deltawire.engines.target import EngineTarget
-from sglang_double import PROMPT, Double, Trainer
+from support.chains import fresh_url
+from support.sglang_double import PROMPT, Double, Trainer
 
 
 class Run:
@@ -80,18 +79,3 @@ class Run:
             self.replica.close()
         self.publisher.close()
         self.server.stop()
-
-
-@pytest.fixture
-def start(tmp_path):
-    runs = []
-
-    def make(**options):
-        runs.append(Run(tmp_path, **options))
-        runs[-1].publish()
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
-        assert run.server.ended is None

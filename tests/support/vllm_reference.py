@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).parent
+from support import ROOT
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    "DELTAWIRE_CPU_UNPACKED": "1", "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+    "DELTAWIRE_CPU_UNPACKED": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}",
 }  # fmt: skip
 PADDING = 64
 
@@ -77,8 +77,8 @@ class Fresh:
     def __init__(self, log):
         environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, HERE / "fresh_vllm.py"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=log, text=True,
+            [sys.executable, ROOT / "tests/support/fresh_vllm.py"], env=environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
 
     def ask(self, model, prompts, num_tokens=8):

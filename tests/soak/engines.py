@@ -20,10 +20,10 @@ from deltawire.engines.torch import TorchEngine
 from deltawire.engines.vllm.client import VllmEngine
 from deltawire.errors import StoreError
 from deltawire.store import open_store
-from servers import BUCKET, S3Server, free_ports
 from soak.processes import Stuck, wait_until
 from soak.report import Tally
-from vllm_server import Trainer, Vllm, make_model
+from support.servers import BUCKET, S3Server, free_ports
+from support.vllm_server import Trainer, Vllm, make_model
 
 # A server takes its time to start, more so when both cores are busy.
 SERVER_SECONDS = 300.0
@@ -123,7 +123,7 @@ def kills(
     trainer.publish(density=0)
     with ExitStack() as stack:
         vllm = Vllm(place / "base", log=place / "vllm.log")
-        stack.callback(lambda: vllm.close())
+        stack.callback(vllm.close)
         vllm.wait(SERVER_SECONDS)
         agent = AgentProcess(url, vllm, place / "mirror", server.environment)
         stack.callback(lambda: agent.kill(signal.SIGTERM))
@@ -141,9 +141,7 @@ def kills(
                 agent.start()
             elif victim == "server":
                 vllm.kill()
-                port = vllm.port
-                vllm.close()
-                vllm = Vllm(place / "base", log=place / "vllm.log", port=port)
+                vllm.start()
                 vllm.wait(SERVER_SECONDS)
             else:
                 server.kill()

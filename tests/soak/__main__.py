@@ -1,7 +1,7 @@
 """Kills, faults and races on a real S3 server, many of each.
 
-    python benchmarks/soak --crashes 200 --syncs 500 --races 100 --report benchmarks/results/soak.md
-    python benchmarks/soak --parts engines --report benchmarks/results/soak_engines.md
+    python tests/soak --crashes 200 --syncs 500 --races 100 --report benchmarks/results/soak.md
+    python tests/soak --parts engines --report benchmarks/results/soak_engines.md
 
 Ends with 1 if any weights were wrong, anything was stuck or any version was lost.
 """
@@ -12,13 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)
-sys.path.append(str(HERE.parents[1] / "tests"))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from servers import BUCKET, seaweedfs  # noqa: E402
 from soak import crashes, faults, races, report  # noqa: E402
 from soak.processes import nursery  # noqa: E402
+from support.servers import BUCKET, seaweedfs  # noqa: E402
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Weights as raw bit patterns, for the property tests: every dtype, odd shapes, and the patterns that numbers hide."""
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from deltawire.dtypes import DTYPES, Bits, DType
@@ -9,6 +10,11 @@ from deltawire.dtypes import DTYPES, Bits, DType
 CORNERS = [0, 1, 2, 0x7F, 0x80, 0x3F80, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF, 0x8000, 0x8001, 0xBF80, 0xFF80, 0xFFFF]
 
 DENSITIES = st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.5, 0.9, 1.0])
+
+
+def examples(number):
+    """For a test with so many examples, or as many times more as the profile has."""
+    return settings(max_examples=number * settings().max_examples // settings.get_profile("test").max_examples)
 
 
 @st.composite

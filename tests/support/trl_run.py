@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 VOCABULARY = 304
@@ -31,7 +31,7 @@ def save_policy(folder):
     from transformers import PreTrainedTokenizerFast
 
     from deltawire.demo.wordle.words import WORDS
-    from vllm_server import make_model
+    from support.vllm_server import make_model
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*SPECIAL, *letters]

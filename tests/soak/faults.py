@@ -31,7 +31,7 @@ OBJECTS = "deltas/|anchors/"
 
 def schedule(chance: random.Random) -> list[Any]:
     """Some faults for what comes next, each for a few requests."""
-    from fault_proxy import Rule
+    from support.fault_proxy import Rule
 
     def some() -> dict[str, Any]:
         return {"count": chance.randint(1, 3), "probability": chance.choice([0.3, 1.0])}
@@ -56,7 +56,7 @@ class Lane:
     """One run: a publisher, a replica in memory and a mirror, each with a connection of its own."""
 
     def __init__(self, server: Any, proxy: Any, place: Path, name: str, seed: int, tally: Tally) -> None:
-        from servers import BUCKET
+        from support.servers import BUCKET
 
         self.tally, self.seed, self.chance, self.proxy = tally, seed, random.Random(f"{seed} {name}"), proxy
         self._url, self._config = f"s3://{BUCKET}/{name}", server.config
@@ -182,7 +182,7 @@ class Lane:
 
 def run(server: Any, place: Path, tally: Tally, *, num_syncs: int, seed: int, progress: Progress) -> None:
     """All syncs, in several lanes at once."""
-    from fault_proxy import FaultProxy
+    from support.fault_proxy import FaultProxy
 
     place.mkdir(parents=True)
     done = itertools.count(1)

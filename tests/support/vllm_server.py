@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltawire import Publisher
-from servers import free_ports
-from vllm_reference import ENVIRONMENT, checksums
+from support.servers import free_ports
+from support.vllm_reference import ENVIRONMENT, checksums
 
+# A start takes its time, more so where others need the cores.
+PATIENCE = 300
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
 SMALL = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -80,11 +82,11 @@ class Trainer:
 class Vllm:
     """A server that is running."""
 
-    def __init__(self, model, *, tp=1, port=None, environment=None, arguments=(), extension=EXTENSION, log=None):
-        self.port = port or free_ports(1)[0]
+    def __init__(self, model, *, tp=1, environment=None, arguments=(), extension=EXTENSION, log=None):
+        (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
-        command = [
+        self._command = [
             str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", "tiny",
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager",
             "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
@@ -92,19 +94,23 @@ class Vllm:
             "--weight-transfer-config", json.dumps({"backend": "deltawire"}), *arguments,
         ]  # fmt: skip
         if extension:
-            command += ["--worker-extension-cls", extension]
+            self._command += ["--worker-extension-cls", extension]
         own = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         self._log = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115
+        self._environment = {**os.environ, **own, **(environment or {})}
+        self.start()
+
+    def start(self):
+        """Also again, after a kill: with the weights that it had at first."""
         self._process = subprocess.Popen(
-            command, env={**os.environ, **own, **(environment or {})}, stdout=self._log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+            self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
     @property
     def pid(self):
         return self._process.pid
 
-    def wait(self, seconds=180):
+    def wait(self, seconds=PATIENCE):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -133,6 +139,14 @@ class Vllm:
     def checksums(self):
         answer = self.client.post("/weight_checker", json={"action": "checksum"}).raise_for_status()
         return answer.json()["checksums"]
+
+    def is_in_order(self):
+        """Whether it runs and answers requests."""
+        if self._process.poll() is not None:
+            return False
+        with suppress(httpx.HTTPError):
+            return not self.client.get("/is_paused").raise_for_status().json()["is_paused"]
+        return False
 
     def kill(self):
         """As when the machine goes away."""

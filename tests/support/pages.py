@@ -1,0 +1,17 @@
+"""What the tests of the feed and of the dashboard share."""
+
+import json
+
+
+def read_all(feed):
+    while feed.poll():
+        pass
+    return feed
+
+
+def log_file(tmp_path, *events):
+    path = tmp_path / "events.jsonl"
+    with path.open("a") as log:
+        for number, event in enumerate(events):
+            log.write(json.dumps({"time": 1000.0 + number, **event}) + "\n")
+    return path

@@ -1,0 +1,41 @@
+"""vLLM servers that tests share: a start takes longer than most tests."""
+
+from contextlib import contextmanager
+
+from support.vllm_server import EXTENSION, Vllm, make_model, save_model
+
+
+class Pool:
+    """One server for each way to start one, when it is first asked for.
+
+    It has whatever weights the test before has left: each test follows a run of its own.
+    """
+
+    def __init__(self, folder):
+        self._folder, self._servers = folder, {}
+
+    @contextmanager
+    def server(self, kind="dense", *, tied=False, tp=1, extension=EXTENSION):
+        """A server in order. One that is not so afterwards is closed, and the next test gets another."""
+        way = (kind, tied, tp, extension)
+        kept = False
+        try:
+            if way not in self._servers:
+                self._start(*way)
+            yield self._servers[way]
+            kept = self._servers[way].is_in_order()
+        finally:
+            if not kept and way in self._servers:
+                self._servers.pop(way).close()
+
+    def _start(self, kind, tied, tp, extension):
+        base = self._folder / f"{kind}-{tied}"
+        if not base.exists():
+            save_model(make_model(kind, tied=tied), base)
+        server = Vllm(base, tp=tp, extension=extension, log=self._folder / "log")
+        self._servers[kind, tied, tp, extension] = server
+        server.wait()
+
+    def close(self):
+        for server in self._servers.values():
+            server.close()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.store import Store, open_store
 from support.browser import FLAGS, opened
 from support.command_line import save_steps, told
 from support.hub_double import hub_double
 from support.servers import BUCKET, S3Server, Server, azurite, azurite_missing, seaweedfs
-from support.warm_up import warm_up
 
 # Kernels ask for this when they are first imported.
 if not torch.cuda.is_available():

@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from deltawire import Publisher
 from deltawire.kernels.cpu.warmup import warm_up
+from deltawire.runs import Run
 from deltawire.store import Store, open_store
+from support import trl_layout
 from support.browser import FLAGS, opened
 from support.command_line import save_steps, told
 from support.hub_double import hub_double
@@ -170,3 +173,17 @@ def start(tmp_path):
     for run in runs:
         run.close()
         assert run.server.ended is None
+
+
+@pytest.fixture
+def trl_run(tmp_path):
+    """A run of six versions, the last but one without a change, and what its weights were."""
+    weights, history = trl_layout.model(), []
+    with Publisher(tmp_path / "run", weights, anchors=3) as publisher:
+        for version in range(6):
+            if version not in (0, 4):
+                trl_layout.train(weights, version)
+            publisher.publish(anchor=version == 5)
+            history.append(trl_layout.bits(weights))
+        publisher.flush()
+    return Run(tmp_path / "run"), history

@@ -186,7 +186,9 @@ def test_odd_tensors_stay_on_the_host():
     module.register_parameter("frozen", torch.nn.Parameter(torch.randn(4), requires_grad=False))
     weights = module_source(module)()
     assert isinstance(weights, ModuleWeights)
-    assert {name for name in weights if is_kept(weights, name)} == {"floats", "doubles"}
+    assert {name for name in weights if is_kept(weights, name)} == {"floats", "doubles", "frozen"}
+    promised = module_source(module, frozen=["frozen"])()
+    assert not is_kept(promised, "frozen")
     full = {name: is_kept(module_source(module, dtype="F32")(), name) for name in weights}
     assert not any(full.values())
 

@@ -199,7 +199,7 @@ EVERYTHING = ("openenv", "httpx", "pydantic", "starlette", "uvicorn", "prometheu
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
-        (["demo"], "demo,torch"),
+        (["demo"], "demo"),
         (["dashboard", "{url}"], "dashboard"),
         (["attach", "--engine", "vllm", "--url", "http://127.0.0.1:1", "--from", "{url}"], "agent"),
         (["attach", "--engine", "sglang", "--url", "http://127.0.0.1:1", "--from", "{url}", "--listen", "0"], "agent"),

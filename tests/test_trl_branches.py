@@ -16,9 +16,7 @@ from deltawire import Publisher
 from deltawire.cli import main
 from deltawire.errors import BrokenChain, UnsupportedFormat
 from deltawire.interop.trl import TrlBucket, export_trl
-from test_trl_layout import SIZE, bits, run, steps, write_anchor, write_delta
-
-__all__ = ["run"]
+from support.trl_layout import SIZE, bits, steps, write_anchor, write_delta
 
 
 def opened(path):
@@ -83,10 +81,10 @@ READERS = {"v1": ReaderV1, "v2": ReaderV2, "v3": ReaderV3}
 
 
 @pytest.mark.parametrize("branch", READERS)
-def test_each_branch_reads_what_is_exported_for_it(run, tmp_path, branch):
-    keys = export_trl(run[0], tmp_path, branch=branch, anchor_every=3)
+def test_each_branch_reads_what_is_exported_for_it(trl_run, tmp_path, branch):
+    keys = export_trl(trl_run[0], tmp_path, branch=branch, anchor_every=3)
     reader, bucket = READERS[branch](), TrlBucket(tmp_path)
-    for version, expected in enumerate(run[1]):
+    for version, expected in enumerate(trl_run[1]):
         for key in (f"anchors/step_{version:06}.safetensors", f"deltas/step_{version:06}.safetensors"):
             if key in keys:
                 reader.apply(tmp_path / key)
@@ -98,14 +96,14 @@ def test_each_branch_reads_what_is_exported_for_it(run, tmp_path, branch):
 
 
 @pytest.mark.parametrize(("branch", "other"), [("v1", "v2"), ("v2", "v1"), ("v3", "v1")])
-def test_a_branch_finds_nothing_in_the_deltas_of_another(run, tmp_path, branch, other):
+def test_a_branch_finds_nothing_in_the_deltas_of_another(trl_run, tmp_path, branch, other):
     """Why there is a choice to be made."""
-    export_trl(run[0], tmp_path, branch=branch)
+    export_trl(trl_run[0], tmp_path, branch=branch)
     reader = READERS[other]()
     with suppress(KeyError):
         reader.apply(tmp_path / "anchors/step_000000.safetensors")
         reader.apply(tmp_path / "deltas/step_000001.safetensors")
-    assert bits(reader.weights) != run[1][1]
+    assert bits(reader.weights) != trl_run[1][1]
 
 
 def test_gaps_take_the_width_they_need(tmp_path):
@@ -161,13 +159,13 @@ def test_what_a_branch_does_not_take_is_refused(tmp_path):
         export_trl(publisher.run, tmp_path / "v4", branch="v4")
 
 
-def test_the_commands_know_the_branches(run, tmp_path):
+def test_the_commands_know_the_branches(trl_run, tmp_path):
     def told(*arguments):
         result = CliRunner().invoke(main, [*map(str, arguments)])
         assert result.exit_code == 0, result.output
         return result
 
-    folder = run[0].store.url
+    folder = trl_run[0].store.url
     told("export", folder, "--to", tmp_path / "bucket", "--layout", "trl", "--branch", "v3")
     result = told("pull", tmp_path / "bucket", "--to", tmp_path / "out", "--layout", "trl", "--format", "json")
     assert json.loads(result.stdout)["unwritten"] == [[4, 4]]

@@ -26,93 +26,45 @@ from deltawire.errors import (
 from deltawire.interop.trl import TrlBucket, export_trl, pull_trl
 from deltawire.interop.trl_files import check_carried
 from deltawire.runs import Run
-from deltawire.weights import view
-
-SIZE = 200_000
-
-
-def model(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "embed": torch.randn(SIZE // 4, 4, generator=generator).to(torch.bfloat16),
-        "norm": torch.randn(7, generator=generator),
-        "scalar": torch.tensor(1.5, dtype=torch.bfloat16),
-        "empty": torch.zeros(0, 3, dtype=torch.bfloat16),
-        "quantised": torch.randn(33, generator=generator).to(torch.float8_e4m3fn),
-        "frozen": torch.arange(5),
-    }
-
-
-def train(weights, seed):
-    """One step: some elements of each tensor get new bits, NaN and -0.0 among them."""
-    generator = np.random.default_rng(seed)
-    for name in ("embed", "norm", "quantised"):
-        flat = weights[name].view(-1)
-        at = torch.from_numpy(generator.choice(len(flat), max(len(flat) // 50, 1), replace=False))
-        flat[at] = torch.randn(len(at), generator=torch.Generator().manual_seed(seed)).to(flat.dtype)
-    weights["embed"].view(-1)[seed * 3] = float("nan")
-    weights["embed"].view(-1)[seed * 3 + 1] = -0.0
-
-
-def bits(weights):
-    return {
-        name: (tensor.dtype.name, tensor.shape, tensor.bits.tobytes())
-        for name in weights
-        for tensor in [view(name, weights[name])]
-    }
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run of six versions, the last but one without a change, and what its weights were."""
-    weights, history = model(), []
-    with Publisher(tmp_path / "run", weights, anchors=3) as publisher:
-        for version in range(6):
-            if version not in (0, 4):
-                train(weights, version)
-            publisher.publish(anchor=version == 5)
-            history.append(bits(weights))
-        publisher.flush()
-    return Run(tmp_path / "run"), history
-
+from support.trl_layout import bits, facts, steps, write_anchor, write_delta
 
 # Writing
 
 
-def test_every_version_survives_the_round_trip(run, tmp_path):
+def test_every_version_survives_the_round_trip(trl_run, tmp_path):
     seen = []
-    keys = export_trl(run[0], tmp_path / "bucket", progress=lambda *at: seen.append(at))
+    keys = export_trl(trl_run[0], tmp_path / "bucket", progress=lambda *at: seen.append(at))
     assert keys == ["anchors/step_000000.safetensors", *(f"deltas/step_{step:06}.safetensors" for step in range(1, 6))]
     assert seen == [(done, 6) for done in range(1, 7)]
     bucket = TrlBucket(tmp_path / "bucket")
     assert [f"{each.kind}s/step_{each.step:06}.safetensors" for each in bucket.steps()] == keys
-    for version, expected in enumerate(run[1]):
+    for version, expected in enumerate(trl_run[1]):
         pulled = {}
-        with Replica(run[0].store, pulled) as replica:
+        with Replica(trl_run[0].store, pulled) as replica:
             replica.pull(version)
         assert bits(bucket.load(version)) == bits(pulled) == expected
-    assert bits(bucket.load()) == run[1][-1]
+    assert bits(bucket.load()) == trl_run[1][-1]
 
 
-def test_export_of_a_part_with_further_anchors(run, tmp_path):
-    keys = export_trl(run[0], f"memory:{tmp_path}", first=1, last=4, anchor_every=2)
+def test_export_of_a_part_with_further_anchors(trl_run, tmp_path):
+    keys = export_trl(trl_run[0], f"memory:{tmp_path}", first=1, last=4, anchor_every=2)
     assert keys == [
         f"{kind}s/step_{step:06}.safetensors"
         for kind, step in (("anchor", 1), ("delta", 2), ("delta", 3), ("anchor", 3), ("delta", 4))
     ]
     bucket = TrlBucket(f"memory:{tmp_path}")
     for version in range(1, 5):
-        assert bits(bucket.load(version)) == run[1][version]
+        assert bits(bucket.load(version)) == trl_run[1][version]
     # Either will do to go on from, also when the other is gone.
     for key in ("anchors/step_000003.safetensors", "deltas/step_000003.safetensors"):
         was = bucket.store.get(key)
         bucket.store.delete([key])
-        assert bits(bucket.load(4)) == run[1][4]
+        assert bits(bucket.load(4)) == trl_run[1][4]
         bucket.store.put(key, was)
 
 
-def test_files_open_with_safetensors_and_a_small_reader(run, tmp_path):
-    export_trl(run[0], tmp_path)
+def test_files_open_with_safetensors_and_a_small_reader(trl_run, tmp_path):
+    export_trl(trl_run[0], tmp_path)
     with safe_open(tmp_path / "anchors/step_000000.safetensors", framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for step in range(1, 6):
@@ -123,7 +75,7 @@ def test_files_open_with_safetensors_and_a_small_reader(run, tmp_path):
                 # As bytes, since index_copy_ does not know fp8.
                 flat = weights[name].view(-1).view(torch.uint8).view(-1, values.element_size())
                 flat.index_copy_(0, indices.long(), values.view(torch.uint8).view(-1, values.element_size()))
-        assert bits(weights) == run[1][step]
+        assert bits(weights) == trl_run[1][step]
 
 
 def test_bf16_by_index_copy_and_the_metadata(tmp_path):
@@ -182,91 +134,37 @@ def test_a_dtype_that_readers_may_not_know_is_refused(tmp_path):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_export_refuses_a_place_that_is_taken(run, tmp_path):
-    export_trl(run[0], tmp_path / "bucket", last=2)
+def test_export_refuses_a_place_that_is_taken(trl_run, tmp_path):
+    export_trl(trl_run[0], tmp_path / "bucket", last=2)
     with pytest.raises(Conflict, match="step_000001"):
-        export_trl(run[0], tmp_path / "bucket", first=1)
+        export_trl(trl_run[0], tmp_path / "bucket", first=1)
     with pytest.raises(ValueError, match="holds the run itself"):
-        export_trl(run[0], tmp_path / "run")
-    export_trl(run[0], tmp_path / "bucket", first=3)
-    assert bits(TrlBucket(tmp_path / "bucket").load()) == run[1][-1]
+        export_trl(trl_run[0], tmp_path / "run")
+    export_trl(trl_run[0], tmp_path / "bucket", first=3)
+    assert bits(TrlBucket(tmp_path / "bucket").load()) == trl_run[1][-1]
 
 
-def test_export_refuses_versions_that_are_not_there(run, tmp_path):
+def test_export_refuses_versions_that_are_not_there(trl_run, tmp_path):
     with pytest.raises(ValueError, match="no versions from 4 to 2"):
-        export_trl(run[0], tmp_path / "bucket", first=4, last=2)
+        export_trl(trl_run[0], tmp_path / "bucket", first=4, last=2)
     with pytest.raises(ValueError, match="anchor_every"):
-        export_trl(run[0], tmp_path / "bucket", anchor_every=0)
+        export_trl(trl_run[0], tmp_path / "bucket", anchor_every=0)
     with pytest.raises(BrokenChain, match="version 6 does not exist"):
-        export_trl(run[0], tmp_path / "bucket", last=9)
-    run[0].store.delete(["manifests/00000002.json"])
+        export_trl(trl_run[0], tmp_path / "bucket", last=9)
+    trl_run[0].store.delete(["manifests/00000002.json"])
     with pytest.raises(BrokenChain, match="version 2 does not exist or was removed"):
-        export_trl(run[0], tmp_path / "bucket")
+        export_trl(trl_run[0], tmp_path / "bucket")
     Run(f"memory:{tmp_path}").start("new")
     with pytest.raises(ObjectMissing, match="no version yet"):
         export_trl(Run(f"memory:{tmp_path}"), tmp_path / "bucket")
 
 
-def test_export_checks_the_signatures_of_the_run_it_was_given(run, tmp_path):
+def test_export_checks_the_signatures_of_the_run_it_was_given(trl_run, tmp_path):
     with pytest.raises(SignatureMismatch):
-        export_trl(Run(run[0].store, public_key="00" * 32), tmp_path / "bucket", first=0, last=1)
+        export_trl(Run(trl_run[0].store, public_key="00" * 32), tmp_path / "bucket", first=0, last=1)
 
 
 # Reading what TRL's branches have written
-
-
-def write_anchor(folder, step, weights, **stated):
-    (folder / "anchors").mkdir(parents=True, exist_ok=True)
-    metadata = facts(step, False, weights, sum(w.numel() for w in weights.values())) | stated
-    save_file(
-        {name: w.to(torch.bfloat16) for name, w in weights.items()},
-        folder / f"anchors/step_{step:06d}.safetensors", metadata=metadata,
-    )  # fmt: skip
-
-
-def facts(step, sparse, names, changed):
-    return {
-        "format": "sparse_weight_patch",
-        "version": "1",
-        "sparse": str(sparse),
-        "model_version": str(step),
-        "num_changed_params": str(len(names)),
-        "total_changed_elements": str(changed),
-    }
-
-
-def write_delta(folder, step, before, after, encoding=None):
-    """As the post's code does: masks, positions, new values; v1 without an encoding, v2 and v3 with one."""
-    (folder / "deltas").mkdir(parents=True, exist_ok=True)
-    tensors, names, changed = {}, [], 0
-    for name in before:
-        index = (before[name].view(-1) != after[name].view(-1)).nonzero().view(-1)
-        if len(index):
-            names.append(name)
-            changed += len(index)
-            where, what = (".indices", ".values") if encoding is None else (".idx", ".val")
-            tensors[name + what] = after[name].view(-1)[index]
-            tensors[name + where] = gaps(index) if encoding == "gap_delta" else index.to(torch.int32)
-    metadata = facts(step, True, names, changed)
-    metadata |= {"changed_params": json.dumps(names)} if encoding is None else {"encoding": encoding}
-    save_file(tensors, folder / f"deltas/step_{step:06d}.safetensors", metadata=metadata)
-    return tensors
-
-
-def gaps(index):
-    gap = index - torch.cat([torch.tensor([-1]), index[:-1]]) - 1
-    return gap.to(torch.uint16 if gap.max() <= 0xFFFF else torch.uint32)
-
-
-def steps(count):
-    """The weights of some steps, bf16: `near` changes in many places, `far` with a gap of more than 16 bits."""
-    found = [{"near": torch.randn(300, 5).to(torch.bfloat16), "far": torch.zeros(SIZE, dtype=torch.bfloat16)}]
-    for step in range(1, count):
-        after = {name: w.clone() for name, w in found[-1].items()}
-        after["near"].view(-1)[step::7] += 1.0
-        after["far"][[step, step + 1, SIZE - step]] = float(step)
-        found.append(after)
-    return found
 
 
 @pytest.mark.parametrize("encoding", [None, "raw", "gap_delta"])

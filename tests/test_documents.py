@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,28 +15,15 @@ import deltawire
 from deltawire import Publisher, Replica
 from deltawire.audit import audit
 from deltawire.checkpoint import Checkpoint, save_anchor
-from deltawire.cli import main
 from deltawire.errors import CorruptObject
 from deltawire.keys import MOST_VERSION, manifest_key
 from deltawire.plain import MOST_DEPTH, MOST_METADATA_BYTES
 from deltawire.runs import Run
 from deltawire.store import open_store
-from support.chains import fresh_url, make_run, make_weights, seal, unsealed
+from support.chains import fresh_url, make_run, make_weights, pulled, seal, unsealed
+from support.command_line import told
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32), "v": np.ones(2, np.float32)}
-
-
-def pull(url, **options):
-    with Replica(url, {}, heartbeat_seconds=None, **options) as replica:
-        replica.pull()
-        return dict(replica.target.weights())
-
-
-def ls(url):
-    """What `deltawire ls` prints; in this process, so that it sees stores in memory."""
-    result = CliRunner().invoke(main, ["ls", str(url), "--format", "json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def looped():
@@ -142,7 +128,7 @@ def test_metadata_that_no_reader_would_take(metadata, match):
             publisher.publish(metadata=metadata)
         assert publisher.run.versions() == []
         publisher.publish(metadata={"ok": nested(MOST_DEPTH - 1)}).wait(30)
-    assert pull(publisher.run.store).keys() == WEIGHTS.keys()
+    assert pulled(publisher.run.store).keys() == WEIGHTS.keys()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +190,7 @@ def test_files_beside_a_checkpoint_that_no_document_could_name_stay_there(tmp_pa
     with Publisher(url, Checkpoint(tmp_path / "checkpoint")) as publisher:
         publisher.publish()
     assert [each.file for each in Run(url).manifest(0).way.beside] == ["config.json"]
-    assert pull(url).keys() == WEIGHTS.keys()
+    assert pulled(url).keys() == WEIGHTS.keys()
 
 
 def test_versions_end(monkeypatch):
@@ -235,7 +221,7 @@ def test_a_long_path_is_left_out_of_manifests(monkeypatch):
     monkeypatch.setattr("deltawire.upkeep.MOST_OBJECTS", 3)
     url, states = make_run(8, anchors=None, skips=())
     assert [len(Run(url).manifest(version).path) for version in range(8)] == [0, 1, 2, 3, 0, 0, 0, 0]
-    found = pull(url)
+    found = pulled(url)
     assert all(np.array_equal(found[name].bits, bits) for name, bits in states[-1].items())
 
 
@@ -405,11 +391,11 @@ def test_whatever_publish_accepts_readers_accept(names, tied, step, metadata, ru
     assert manifest.metadata == as_read(metadata or {})
     assert manifest.step == (None if step is None else int(step))
     assert run is None or manifest.run == run
-    found = pull(url)
+    found = pulled(url)
     # Tied names arrive too; two that are given different weights were refused.
     assert {name: tensor.bits.tobytes() for name, tensor in found.items()} == {
         name: weights[end_of(name, tied)].tobytes() for name in {*weights, *tied}
     }
-    assert ls(url)["num_versions"] == 2
+    assert told("ls", url)["num_versions"] == 2
     report = audit(Run(url))
     assert (report.ok, report.num_proven) == (True, 2)

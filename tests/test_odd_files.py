@@ -20,10 +20,12 @@ from deltawire.keys import manifest_key
 from deltawire.manifest import MOST_BYTES
 from deltawire.runs import Run
 from deltawire.store import open_store
-from support.chains import make_run
-from test_documents import WEIGHTS, ls, pull
+from support.chains import make_run, pulled
+from support.command_line import told
 
 # Bounded reads
+
+WEIGHTS = {"w": np.arange(6, dtype=np.float32), "v": np.ones(2, np.float32)}
 
 
 def test_a_huge_manifest_takes_no_memory(tmp_path):
@@ -32,7 +34,7 @@ def test_a_huge_manifest_takes_no_memory(tmp_path):
     with (tmp_path / "run" / manifest_key(2)).open("wb") as file:
         file.truncate(3_000_000_000)
     with pytest.raises(LimitExceeded, match="3000000000 bytes"):
-        pull(url)
+        pulled(url)
     assert [problem.error for problem in audit(Run(url)).problems] == ["LimitExceeded"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
 
@@ -70,9 +72,9 @@ def test_huge_files_of_a_mirror_and_a_checkpoint(tmp_path):
 
 def test_heartbeats_that_say_odd_things():
     url, _ = make_run(1)
-    for number, told in enumerate((b'{"error": true, "version": []}', b"[]", b"{", b'{"version": 1e400}')):
-        open_store(url).put(f"replicas/{number}.json", told)
-    assert [row["error"] for row in ls(url)["replicas"]] == ["True", None]
+    for number, text in enumerate((b'{"error": true, "version": []}', b"[]", b"{", b'{"version": 1e400}')):
+        open_store(url).put(f"replicas/{number}.json", text)
+    assert [row["error"] for row in told("ls", url)["replicas"]] == ["True", None]
     assert CliRunner().invoke(main, ["ls", url], catch_exceptions=False).exit_code == 0
 
 
@@ -99,18 +101,18 @@ def test_only_regular_files_of_a_store_are_read(kind, tmp_path, monkeypatch):
     (tmp_path / "run" / "replicas").mkdir(exist_ok=True)
     for key in ("manifests/00000003.json", "manifests/00000001.anchor.json", "replicas/one.json", "deltas/odd"):
         odd(tmp_path / "run" / key, kind)
-    found = pull(url)
+    found = pulled(url)
     assert all(np.array_equal(found[name].bits, bits) for name, bits in states[-1].items())
-    assert ls(url)["num_versions"] == 3
+    assert told("ls", url)["num_versions"] == 3
     assert audit(Run(url)).ok
     assert plan_gc(Run(url)).removals == ()
     delta = Run(url).manifest(2).way.objects[0].key
     odd(tmp_path / "run" / delta, kind)
     with pytest.raises(ObjectMissing):
-        pull(url)
+        pulled(url)
     odd(tmp_path / "run" / "run.json", kind)
     with pytest.raises((ObjectMissing, DeltawireError)):
-        pull(url)
+        pulled(url)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
@@ -166,7 +168,7 @@ ONLY_ON_DISKS = [
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_strange_keys_are_nobodys(where, tmp_path):
     url, states = make_run(3, None if where == "memory" else tmp_path / "run")
-    clean = ls(url), audit(Run(url)), plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
+    clean = told("ls", url), audit(Run(url)), plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
     manifest = open_store(url).get(manifest_key(1))
     for key in STRANGE:
         open_store(url).put(key, manifest)
@@ -174,10 +176,10 @@ def test_strange_keys_are_nobodys(where, tmp_path):
         path = tmp_path / "run" / key
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(manifest)
-    found = pull(url)
+    found = pulled(url)
     assert all(np.array_equal(found[name].bits, bits) for name, bits in states[-1].items())
-    told, report, plan = ls(url), audit(Run(url)), plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
-    assert [row["version"] for row in told["versions"]] == [row["version"] for row in clean[0]["versions"]]
-    assert told["replicas"] == []
+    found, report, plan = told("ls", url), audit(Run(url)), plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
+    assert [row["version"] for row in found["versions"]] == [row["version"] for row in clean[0]["versions"]]
+    assert found["replicas"] == []
     assert (report.problems, report.num_versions) == ((), clean[1].num_versions)
     assert plan.removals == clean[2].removals

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from deltawire import Publisher
+from deltawire import Publisher, Replica
 from deltawire.dtypes import DTYPES
 from deltawire.store import open_store
 from deltawire.weights import Tensor, view
@@ -57,6 +57,13 @@ def same(weights, expected):
     return weights.keys() == expected.keys() and all(
         np.array_equal(view(name, weights[name]).bits, expected[name]) for name in expected
     )
+
+
+def pulled(url, **options):
+    """The weights of the newest version."""
+    with Replica(url, {}, heartbeat_seconds=None, **options) as replica:
+        replica.pull()
+        return dict(replica.target.weights())
 
 
 def make_run(num_versions, url=None, **options):

@@ -357,7 +357,7 @@ def test_the_site_in_a_browser(site, open_page):
             assert page.evaluate("document.documentElement.scrollWidth") <= 360
         with open_page(address + "getting-started/") as page:
             page.locator("input.md-search__input").click()
-            page.locator("input.md-search__input").fill("EngineBroken")
+            page.locator("input.md-search__input").press_sequentially("EngineBroken")
             page.locator(".md-search-result__item").first.wait_for()
     finally:
         server.shutdown()

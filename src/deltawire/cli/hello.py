@@ -76,7 +76,7 @@ def _line(hello: "Hello", event: dict[str, Any]) -> str | None:
 
 
 def _summary(hello: "Hello") -> str:
-    names = ", ".join(hello.sha256)
+    names = ", ".join(sorted(hello.sha256, key=["trainer", "memory", "folder"].index))
     mean = sum(hello.step_bytes) / len(hello.step_bytes)
     held = "\n".join(f"{name} {digest}" for name, digest in hello.sha256.items())
     weights = f"{names}: SHA-256 {next(iter(hello.sha256.values()))}" if hello.ok else f"DIFFERENT\n{held}"

@@ -11,6 +11,7 @@ from deltawire import Replica
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.client import VllmEngine
 from deltawire.errors import EngineBroken, EngineRejected
+from deltawire.runs import Run
 from deltawire.store import open_store
 from support.servers import BUCKET
 from support.vllm_reference import fresh_vllm
@@ -78,7 +79,9 @@ class Load:
 
 @contextmanager
 def following(store, server, mirror=None, **options):
-    with Replica(store, EngineTarget(VllmEngine(server.url, **options), mirror), heartbeat_seconds=None) as replica:
+    # The server has served another test's run before, so this one is named.
+    target = EngineTarget(VllmEngine(server.url, **options), mirror)
+    with Replica(store, target, run=Run(store).id, heartbeat_seconds=None) as replica:
         yield replica
 
 

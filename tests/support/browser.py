@@ -48,6 +48,6 @@ def opened(chromium, url, *, width=1440, theme="light", height=900, reduced_moti
         yield page
     finally:
         context.close()
-    assert not problems
+    assert not problems, problems
     away = [each for each in asked if urlsplit(each).hostname not in (None, "127.0.0.1")]
     assert not away, "the page asks another machine"

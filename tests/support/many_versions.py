@@ -1,10 +1,11 @@
 """A run of very many versions, made quickly: documents as a publisher writes them, deltas that repeat."""
 
 from dataclasses import replace
+from hashlib import sha256
 
 import numpy as np
 
-from deltawire import Publisher
+from deltawire import Delta, Publisher
 from deltawire.runs import Run
 from support.chains import make_weights, step
 
@@ -19,12 +20,18 @@ def make_many(url, num_versions):
             publisher.publish(step=version).wait(30)
             step(weights, rng, density=0.01 + 0.002 * version)
     run = Run(url)
-    likes = [(like := run.manifest(version), run.store.get(like.way.objects[0].key)) for version in range(1, NUM_REAL)]
+    likes = [(run.manifest(version), delta_of(run, version)) for version in range(1, NUM_REAL)]
     for version in range(NUM_REAL, num_versions):
-        like, data = likes[(version // 50 + int(rng.integers(3))) % len(likes)]
+        like, delta = likes[(version // 50 + int(rng.integers(3))) % len(likes)]
         key = f"deltas/{version:08}-from-{version - 1:08}-{version:016x}.safetensors"
-        way = replace(like.way, version=version, base=version - 1, objects=(replace(like.way.objects[0], key=key),))
+        data = Delta(replace(delta.facts, version=version, base_version=version - 1), delta.entries).to_bytes()
+        stored = replace(like.way.objects[0], key=key, num_bytes=len(data), sha256=sha256(data).hexdigest())
+        way = replace(like.way, version=version, base=version - 1, objects=(stored,))
         manifest = replace(like, version=version, step=version, way=way, path=likes[0][0].path)
         run.store.put(key, data)
         run.commit(run.sign(manifest), manifest)
     return url
+
+
+def delta_of(run, version):
+    return Delta.from_bytes(run.store.get(run.manifest(version).way.objects[0].key))

@@ -17,6 +17,7 @@ HELP = {
     "publish/waiting": "Versions that are staged and not committed yet",
     "publish/version": "The last version that was committed",
     "publish/diff_seconds": "How long publish held the trainer to find what changed",
+    "publish/check_seconds": "How long live weights were copied and measured again",
     "publish/encode_seconds": "How long the last version took to encode",
     "publish/upload_seconds": "How long the last version took to upload",
     "publish/commit_seconds": "How long the last version's commit took",

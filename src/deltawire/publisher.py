@@ -234,11 +234,13 @@ class Publisher(BasePublisher):
                 fresh = as_bits(weights, self._dtype, before.tied)
                 before.stage(version, fresh, workers, self._fixed(weights))
                 job = Job(version, step, metadata, [publication], False, before, None)
+                started = time.perf_counter()
                 try:
                     job.copied = self._recheck.copy(weights, before)
                 except BaseException:
                     before.roll_back(version)
                     raise
+                job.stats["check_seconds"] = time.perf_counter() - started
         self._next = version + 1
         return job
 
@@ -318,12 +320,14 @@ class Publisher(BasePublisher):
             facts, entries, gains = encode_delta(
                 job.history, self.run.id, base, job.version, self._making.allowed, workers
             )
+        encoded = time.perf_counter()
         job.digests = advanced(self._recheck.expected, gains)
         self._recheck.compare(job.copied, job.digests, job.history)
         job.copied = []
-        encoded = time.perf_counter()
+        checked = time.perf_counter()
+        job.stats["check_seconds"] += checked - encoded
         way = put_delta(self.run.store, facts, entries, self._making.max_file_bytes)
-        job.stats |= {"encode_seconds": encoded - started, "upload_seconds": time.perf_counter() - encoded}
+        job.stats |= {"encode_seconds": encoded - started, "upload_seconds": time.perf_counter() - checked}
         return way
 
     def _upload_anchor(self, job: Job, started: float) -> Way:

@@ -125,8 +125,10 @@ class Run(Generic[E]):
 
     def settle(self) -> None:
         """Wait until the weights as they are now are in the store."""
-        self.publisher.flush()
+        for publication in self._untold:
+            publication.join()
         self.tell_published()
+        self.publisher.flush()
         if self.publisher.version != self.version:
             self.publisher.publish(step=self.progress.step).wait()
             self.version = self.publisher.version or 0
@@ -143,7 +145,8 @@ class Run(Generic[E]):
             say(event="published", version=publication.version, step=publication.step, density=stats["density"],
                 changed=stats["num_changed"], bytes=stats["num_bytes"], full_bytes=stats["full_bytes"],
                 diff_seconds=stats["diff_seconds"], encode_seconds=stats["encode_seconds"],
-                upload_seconds=stats["upload_seconds"], commit_seconds=stats["commit_seconds"])  # fmt: skip
+                upload_seconds=stats["upload_seconds"], commit_seconds=stats["commit_seconds"],
+                check_seconds=stats.get("check_seconds", 0.0))  # fmt: skip
 
     def train(self) -> None:
         """All steps that are left, or as many as there is time for."""

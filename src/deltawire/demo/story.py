@@ -205,6 +205,7 @@ class Story:
             "bytes_per_change": sum(each["bytes"] for each in deltas) / max(sum(each["changed"] for each in deltas), 1)
             if deltas else None,
             "publish_blocked_seconds": mean([each["diff_seconds"] for each in deltas]),
+            "check_seconds": mean([each.get("check_seconds", 0.0) for each in deltas]),
             "digest": done.get("digest"),
             "faults": self.num_faults,
             "replicas": [

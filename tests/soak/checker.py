@@ -11,6 +11,7 @@ from deltawire.errors import ObjectMissing
 from deltawire.keys import MANIFESTS, manifest_key, read_document_key
 from deltawire.manifest import Manifest, Way, read_manifest, read_way
 from deltawire.store import Stat, Store
+from deltawire.weights import view
 from soak import model
 from soak.report import Tally
 
@@ -118,7 +119,7 @@ class Checker:
                 continue
             wanted = model.weights(self.seed, self.manifests[version].step or 0)
             same = held.keys() == wanted.keys() and all(
-                np.array_equal(held[name].bits, array.reshape(-1)) for name, array in wanted.items()
+                np.array_equal(view(name, held[name]).bits, array.reshape(-1)) for name, array in wanted.items()
             )
             self.num_checked += 1
             if not same or replica.version != version:

@@ -6,6 +6,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 SHAPES = {
     "embed": (400, 128),
@@ -55,10 +56,12 @@ def advance(held: Mapping[str, np.ndarray], seed: int, step: int) -> None:
 
 
 def fingerprint(held: Mapping[str, Any]) -> str:
-    """SHA-256 of all names and bits, by none of deltawire's own means; arrays or deltawire's tensors."""
+    """SHA-256 of all names and bits, by none of deltawire's own means; arrays, torch's tensors or deltawire's."""
     digest = sha256()
     for name in sorted(held):
         bits = getattr(held[name], "bits", held[name])
+        if hasattr(bits, "detach"):
+            bits = bits.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(f"{name} {bits.nbytes}\n".encode())
         digest.update(np.ascontiguousarray(bits).view(np.uint8).data)
     return digest.hexdigest()

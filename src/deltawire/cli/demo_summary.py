@@ -64,8 +64,8 @@ def training_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
                     "most"),
         ("a delta", f"{size_text(payload)}, 1/{full / payload:.0f} of all weights, "
                     f"{summary['bytes_per_change']:.2f} bytes a change" if payload else "none: nothing was published"),
-        ("blocked", f"{pause_text(summary['publish_blocked_seconds'])} of a step, while what changed is found; "
-                    f"{pause_text(summary['check_seconds'])} to measure live weights again"),
+        ("blocked", f"{pause_text(summary['publish_blocked_seconds'])} of a step, while what changed is found"),
+        ("checked", f"{pause_text(summary['check_seconds'])} of a step, to measure live weights again"),
         ("staleness", f"{number(summary['staleness'], 2)} versions, {summary['max_staleness']} at most; "
                       f"{summary['dropped_groups']} groups of {words['episodes']} were too old"),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ SETUP := $(VENV)/installed
 TORCH := torch==2.13.0
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup demo check test test-all lint types fuzz bench soak docs clean
+.PHONY: setup demo check test test-all lint types fuzz bench soak mutants docs clean
 
 setup: $(SETUP)
 
@@ -64,6 +64,7 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/density.py
 	$(BIN)/python benchmarks/chain.py
+	$(BIN)/python benchmarks/recheck.py
 	$(BIN)/python benchmarks/vllm_updates.py
 	$(BIN)/python benchmarks/charts.py
 
@@ -71,6 +72,11 @@ soak: setup           ## crashes, faults and races on a real S3 server, in full;
 	$(BIN)/python tests/soak --report benchmarks/results/soak.md
 	$(BIN)/python tests/soak --parts engines --report benchmarks/results/soak_engines.md
 	$(BIN)/python -m pytest tests/test_handover.py -k exact_or_an_error --hypothesis-profile soak
+
+mutants: setup        ## hours: how many wrong changes to the publishing and following code the tests would notice
+	$(BIN)/python -m pip install --quiet mutmut==3.8.0
+	$(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 docs: setup           ## the generated pages, then the site in site/
 	$(BIN)/python docs/generate.py

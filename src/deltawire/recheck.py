@@ -29,7 +29,7 @@ CHECK_SHARE = 0.01
 FIRST_RATE = 2e8
 
 # Tensors are counted as more expensive than the last ones were, so that the share is kept and not only met.
-CAUTION = 1.25
+CAUTION = 1.5
 
 Digests = Mapping[str, Digest]
 

@@ -131,6 +131,10 @@ Where a delta's time goes, in seconds: {phases}
 
 The part of `publish` that blocks the caller takes {blocking} times `np.flatnonzero(old != new)` on the same weights,
 and the publisher needs {memory} % of the model's size beyond weights and snapshot, while it also makes skip deltas.
+
+Measuring live weights again takes {check_percent} % of the time where {check_weights:.0f} M weights are published every
+{check_seconds:.1f} s, and has seen all of them after {check_versions} versions
+([`recheck.csv`](../benchmarks/results/recheck.csv), `python benchmarks/recheck.py --versions 25`).
 {vllm}{gpu}{grpo}
 ## Where it does not help
 
@@ -332,6 +336,7 @@ def performance_page() -> str:
         "decode",
     ]
     chain, publish = read("chain.csv")[1], read("publish.csv")[1][0]
+    check = read("recheck.csv")[1][-1]
     chain_rows = [
         [row["line"], f"{int(row['full_bytes']):,}", row["full_seconds"], f"{int(row['delta_bytes']):,}",
          row["delta_seconds"], row["times_fewer_bytes"], row["times_faster"]]
@@ -355,6 +360,10 @@ def performance_page() -> str:
         phases="; ".join(f"{row['line']}: {row['phases_seconds'].replace(' ', ' ')}" for row in chain),
         blocking=publish["ratio_to_flatnonzero"],
         memory=f"{100 * float(publish['memory_beyond']):.1f}",
+        check_percent=check["check, % of the time"],
+        check_weights=int(check["weights"]) / 1e6,
+        check_seconds=float(check["seconds a version"]),
+        check_versions=check["versions until all tensors were measured"],
         conditions=f"Machine: {notes['machine']}, 2 cores.",
         sizes=markdown_table(["encoding", "used by", "lr 1e-6", "lr 3e-6"], size_rows),
         speeds=markdown_table(["operation", "used by", "x flatnonzero", "GB/s of model", "two threads"], speeds),

@@ -108,7 +108,7 @@ def change_document(data, rng, documents):
     try:
         fields = json.loads(data)
         fields.pop("sha256", None)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return data
     for _ in range(rng.integers(1, 4)):
         spots = list(places(fields))

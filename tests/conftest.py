@@ -32,11 +32,10 @@ settings.register_profile("soak", settings.get_profile("test"), max_examples=200
 settings.load_profile("test")
 
 STORES = [
-    "memory", "local", pytest.param("s3", marks=pytest.mark.process), pytest.param("azure", marks=pytest.mark.process),
-    "hub",
+    "memory", "local", *(pytest.param(kind, marks=pytest.mark.process) for kind in ("s3", "azure", "hub")),
 ]  # fmt: skip
-# Whoever asks for one of these talks to another process.
-PROCESSES = {"s3_server", "azure_server", "chromium", "vllm_pool"}
+# Whoever asks for one of these talks to another process, or to a server over loopback.
+PROCESSES = {"s3_server", "azure_server", "hub_server", "hub", "start", "chromium", "vllm_pool"}
 
 _numbers = itertools.count()
 

@@ -99,6 +99,7 @@ def test_a_disk_that_fills_keeps_nothing_and_says_so(folder, monkeypatch, caplog
     assert "cannot be kept" in caplog.text
 
 
+@pytest.mark.process
 def test_an_unwritable_machine_publishes_and_pulls(tmp_path):
     """The whole program, without a folder that it can write: no traceback, one line."""
     (tmp_path / "file").touch()
@@ -144,6 +145,7 @@ def triple(x):
 """
 
 
+@pytest.mark.process
 def test_another_process_waits_for_the_one_that_compiles(folder, monkeypatch):
     """It is started while this one compiles, says that it waits, and then has nothing to compile."""
     own = folder / f"deltawire-{'0' * 16}"
@@ -212,6 +214,7 @@ print(json.dumps(sorted(forms() - warm)))
 """
 
 
+@pytest.mark.process
 def test_warm_kernels_are_all_that_publish_and_pull_use():
     done = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []

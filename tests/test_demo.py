@@ -223,8 +223,8 @@ def required(extra):
 
 
 def test_the_extra_has_all_that_the_demo_needs():
-    found = set(required("demo"))
-    assert not [name for name in NEEDED if found.isdisjoint(map(canonicalize_name, packages_distributions()[name]))]
+    found, distributions = set(required("demo")), packages_distributions()
+    assert not [name for name in NEEDED if found.isdisjoint(map(canonicalize_name, distributions[name]))]
 
 
 def test_everything_that_was_uploaded():

@@ -36,7 +36,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(module, "CHUNK_LOG2", 13, raising=False)
         monkeypatch.setattr(module, "CHUNK", 1 << 13, raising=False)
     monkeypatch.setattr(part_module, "LEAST_BLOCKS", 3)
-    monkeypatch.setattr(part_module, "LEAST_CHANGES", 500)
+    monkeypatch.setattr(part_module, "LEAST_CHANGES", 100)
 
 
 def module_of(**tensors: torch.Tensor) -> torch.nn.Module:
@@ -108,7 +108,7 @@ def test_many_tensors_some_unchanged():
     old = {
         name: patterns(count, i) for i, (name, count) in enumerate([("a", 20_001), ("b", 9), ("c", 4096), ("d", 9000)])
     }
-    new = {name: stepped(tensor, 0.02, 7) for name, tensor in old.items()}
+    new = {name: stepped(tensor, 0.005, 7) for name, tensor in old.items()}
     new["a"][8192:16384] = old["a"][8192:16384]
     new["b"], new["c"] = old["b"], old["c"]
     chosen = assert_same(module_of(**old), new, ["context"])
@@ -246,7 +246,7 @@ def test_publish_and_pull():
             assert publisher.publish().wait().version == version
             assert equal()
             with torch.no_grad():
-                module.a += 1e-3 * torch.randn(30, 64, device=DEVICE)
+                module.a[:3] += 1e-3 * torch.randn(3, 64, device=DEVICE)
         commit = publisher.run.commit
 
         def fail(*_: object) -> None:

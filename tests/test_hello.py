@@ -12,6 +12,7 @@ from deltawire.cli import main
 from deltawire.hello import FULL_BYTES, Hello, hash_of
 
 
+@pytest.mark.process
 def test_what_it_says_is_what_lies_in_the_store(tmp_path):
     url = tmp_path / "run"
     result = CliRunner().invoke(main, ["hello", "--to", str(url), "--steps", "8", "--format", "json", "--quiet"])
@@ -34,6 +35,7 @@ def test_what_it_says_is_what_lies_in_the_store(tmp_path):
     assert "something is there already" in again.stderr
 
 
+@pytest.mark.process
 def test_for_people_through_a_pipe():
     done = subprocess.run(
         [sys.executable, "-m", "deltawire.cli", "hello", "--steps", "8"], capture_output=True, text=True, check=True

@@ -13,6 +13,7 @@ from deltawire.audit import audit
 from deltawire.runs import Run
 from support.chains import seal, unsealed
 from support.command_line import bits, program, run, told
+from support.waiting import PATIENCE
 
 WRONG_KEY = "5866666666666666666666666666666666666666666666666666666666666666"
 
@@ -291,7 +292,7 @@ def test_watch_goes_on_when_the_disk_has_room_again(store, steps, small_disk):
     assert "fault: " in (line := watching.stderr.readline())
     assert "the disk is full" in line
     taken.unlink()
-    _, err = watching.communicate(timeout=60)
+    _, err = watching.communicate(timeout=PATIENCE)
     assert watching.returncode == 0, err
     assert bits(folder) == bits(steps / "step-5")
 

@@ -23,6 +23,7 @@ from deltawire.runs import Run
 from deltawire.store import open_store
 from support.chains import Hooked, make_run, make_weights
 from support.pages import log_file, read_all
+from support.waiting import PATIENCE
 
 
 def client_of(feed, **options):
@@ -167,7 +168,7 @@ def test_the_stream_resumes_and_starts_over():
     again = events_of(feed, last_id)
     assert [name for name, _, _ in again] == ["state", "tick"], "nothing twice"
     with Publisher(url, make_weights(3)) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     read_all(feed)
     more = events_of(feed, last_id)
     assert [record["version"] for name, _, data in more if name == "records" for record in data["records"]] == [4]

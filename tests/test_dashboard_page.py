@@ -21,7 +21,7 @@ from support.browser import PATIENCE_SECONDS, THEMES, WIDTHS, fits, serious_prob
 from support.chains import fresh_url, make_run, make_weights, step
 from support.demo_run import processes, started, step_of
 from support.many_versions import make_many
-from support.waiting import eventually
+from support.waiting import PATIENCE, eventually
 
 NUM_MANY = 10_000
 VERSION = "document.querySelector('#figures .main')?.textContent"
@@ -276,10 +276,11 @@ def test_with_the_keyboard_alone(varied, open_page):
         page.wait_for_selector("#anatomy-body:not([hidden])")
         page.focus("#versions-chart")
         page.keyboard.press("Home")
-        assert page.get_attribute("#versions-chart", "aria-valuetext").startswith("version 0")
+        chart = "document.getElementById('versions-chart')"
+        until(page, f"{chart}.getAttribute('aria-valuetext').startsWith('version 0')")
         for _ in range(12):
             page.keyboard.press("ArrowRight")
-        assert page.get_attribute("#versions-chart", "aria-valuenow") == "12"
+        until(page, f"{chart}.getAttribute('aria-valuenow') === '12'")
         page.keyboard.press("Enter")
         until(page, text_of("anatomy-facts") + ".startsWith('11 → 12')")
         assert not page.is_checked("#anatomy-follow")
@@ -302,11 +303,11 @@ def test_empty_and_away_are_said(tmp_path, open_page):
         assert serious_problems(page) == []
         weights = make_weights()
         with Publisher(str(folder), weights) as publisher:
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
             until(page, f"{VERSION} === '0'")
             assert page.is_hidden("#banner")
             step(weights, np.random.default_rng(0))
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
         until(page, f"{VERSION} === '1'")
         page.wait_for_selector("#anatomy-body:not([hidden])")
         until(page, "document.querySelectorAll('#chain-table td')[5]?.textContent === '1'")

@@ -22,6 +22,7 @@ from deltawire.runs import Run
 from deltawire.store import open_store
 from support.chains import fresh_url, make_run, make_weights, pulled, seal, unsealed
 from support.command_line import told
+from support.waiting import PATIENCE
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32), "v": np.ones(2, np.float32)}
 
@@ -57,7 +58,7 @@ class Kind(str, Enum):  # noqa: UP042 - as older programs write it
 def test_steps_are_the_numbers_they_are(given_step, expected):
     url = fresh_url()
     with Publisher(url, WEIGHTS) as publisher:
-        assert publisher.publish(step=given_step).wait(30).step == expected
+        assert publisher.publish(step=given_step).wait(PATIENCE).step == expected
     step = Run(url).manifest(0).step
     assert step == expected
     assert type(step) in (int, type(None))
@@ -71,7 +72,7 @@ def test_steps_that_are_no_whole_numbers(step):
         with pytest.raises((TypeError, ValueError), match="step"):
             publisher.publish(step=step)
         assert publisher.run.versions() == []
-        publisher.publish(step=1).wait(30)
+        publisher.publish(step=1).wait(PATIENCE)
 
 
 def test_metadata_of_numpy_and_torch():
@@ -127,7 +128,7 @@ def test_metadata_that_no_reader_would_take(metadata, match):
         with pytest.raises((TypeError, ValueError), match=match):
             publisher.publish(metadata=metadata)
         assert publisher.run.versions() == []
-        publisher.publish(metadata={"ok": nested(MOST_DEPTH - 1)}).wait(30)
+        publisher.publish(metadata={"ok": nested(MOST_DEPTH - 1)}).wait(PATIENCE)
     assert pulled(publisher.run.store).keys() == WEIGHTS.keys()
 
 
@@ -145,7 +146,7 @@ def test_names_that_no_file_can_hold(name, tmp_path):
             use()
     later = dict(WEIGHTS)
     with Publisher(fresh_url(), later) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         later.update(weights)
         with pytest.raises((TypeError, ValueError), match="name"):
             publisher.publish(anchor=True)
@@ -195,7 +196,7 @@ def test_files_beside_a_checkpoint_that_no_document_could_name_stay_there(tmp_pa
 
 def test_versions_end(monkeypatch):
     with Publisher(fresh_url(), WEIGHTS) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         publisher._next = MOST_VERSION + 1
         with pytest.raises(ValueError, match="start a new run"):
             publisher.publish()
@@ -206,7 +207,7 @@ def test_more_files_than_a_manifest_holds():
     weights = {f"w{number}": np.full(1, number % 256, np.uint8) for number in range(10_001)}
     with Publisher(fresh_url(), weights, max_file_bytes=1, skips=(), anchors=None) as publisher:
         with pytest.raises(ValueError, match="larger max_file_bytes"):
-            publisher.publish().wait(60)
+            publisher.publish().wait(PATIENCE)
         assert [stat.key for stat in publisher.run.store.list("anchors/")] == []
 
 
@@ -378,7 +379,7 @@ def test_whatever_publish_accepts_readers_accept(names, tied, step, metadata, ru
     try:
         with Publisher(url, weights, run=run, tied=tied, encoding=encoding, skips=(), anchors=None) as publisher:
             for _ in range(2):
-                publisher.publish(step=step, metadata=metadata).wait(30)
+                publisher.publish(step=step, metadata=metadata).wait(PATIENCE)
                 committed += 1
                 weights[names[0]][3] += 1
             weights[names[0]][3] -= 1

@@ -9,6 +9,7 @@ from deltawire.errors import Fenced
 from deltawire.gc import collect, plan_gc
 from deltawire.runs import Run
 from support.chains import copy_of, make_weights, same, step
+from support.waiting import PATIENCE
 
 
 def test_a_run(any_store, tmp_path):
@@ -19,7 +20,7 @@ def test_a_run(any_store, tmp_path):
         Replica(any_store, tmp_path / "mirror") as second,
     ):
         for _ in range(9):
-            publisher.publish().wait(60)
+            publisher.publish().wait(PATIENCE)
             states.append(copy_of(weights))
             publisher.flush()
             for replica in (first, second):
@@ -43,14 +44,14 @@ def test_a_run(any_store, tmp_path):
 def test_the_second_writer_is_fenced(any_store):
     rng, mine, theirs = np.random.default_rng(0), make_weights(), make_weights()
     with Publisher(any_store, mine) as first:
-        first.publish().wait(60)
+        first.publish().wait(PATIENCE)
         with Publisher(any_store, theirs) as second:
             assert second.resumed
             step(theirs, rng)
-            second.publish().wait(60)
+            second.publish().wait(PATIENCE)
             step(mine, rng)
             with pytest.raises(Fenced):
-                first.publish().wait(60)
+                first.publish().wait(PATIENCE)
             with pytest.raises(Fenced):
                 first.publish()
     with Replica(any_store, {}, heartbeat_seconds=None) as replica:

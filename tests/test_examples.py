@@ -7,13 +7,14 @@ import sys
 import pytest
 
 from support import ROOT
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.process
 
 
 def test_the_pytorch_loop(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "pytorch_loop.py"), "--store", str(tmp_path / "run")]
-    done = subprocess.run([*command, "--steps", "3"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--steps", "3"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^ +(\d+) +(\d+) +[\d,]+ +([\d.]+)% +[\d,]+ +1/\d+$", done.stdout, re.MULTILINE)
     assert [(int(version), int(step)) for version, step, _ in rows] == [(0, 0), (1, 1), (2, 2), (3, 3)]
@@ -25,6 +26,6 @@ def test_the_pytorch_loop(tmp_path):
 def test_trl_wordle_says_how_it_is_used():
     # What it trains is in test_trl_async.py.
     command = [sys.executable, str(ROOT / "examples" / "trl_wordle.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert {"--model", "--store", "--server", "--agent", "--env"} <= set(re.findall(r"--[a-z-]+", done.stdout))

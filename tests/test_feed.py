@@ -19,7 +19,7 @@ from deltawire.runs import Run
 from deltawire.store import Stat, open_store
 from support.chains import Hooked, fresh_url, make_run, make_weights, seal, step, unsealed
 from support.pages import log_file, read_all
-from support.waiting import eventually
+from support.waiting import PATIENCE, eventually
 
 
 def beat(name, told, age_seconds=0.0):
@@ -37,13 +37,13 @@ def url(request, tmp_path):
 def test_a_run_and_its_replica_are_followed(url):
     weights, rng = make_weights(), np.random.default_rng(0)
     with Publisher(url, weights, run="demo") as publisher:
-        publisher.publish(step=10).wait(30)
+        publisher.publish(step=10).wait(PATIENCE)
         feed = read_all(Feed(url))
         (row,) = feed.versions((None, 10))["versions"]
         assert (row["version"], row["step"], row["kind"], row["ratio"]) == (0, 10, "anchor", 1.0)
         assert feed.state()["replicas"] == []
         step(weights, rng, density=0.05)
-        publisher.publish(step=11).wait(30)
+        publisher.publish(step=11).wait(PATIENCE)
         with Replica(url, {}, name="one") as replica:
             replica.pull(0)
             read_all(feed)
@@ -130,7 +130,7 @@ def test_a_store_that_is_away_for_a_while():
     assert "the network is gone" in state["store"]["error"]
     assert len(feed.versions((None, 10))["versions"]) == 3, "what was read stays"
     with Publisher(url, make_weights(1)) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     store.before = lambda verb, key: None
     read_all(feed)
     assert feed.state()["store"]["ok"]
@@ -164,7 +164,7 @@ def test_a_store_that_says_nothing_is_late(monkeypatch):
     polling = Polling(Feed(store), 0.05)
     try:
         eventually(lambda: polling.feed.answered)
-        store.before = lambda verb, key: may_answer.wait(30)
+        store.before = lambda verb, key: may_answer.wait(PATIENCE)
         eventually(lambda: polling.feed.is_late)
         may_answer.set()
         eventually(lambda: not polling.feed.is_late)
@@ -202,7 +202,7 @@ def test_another_run_at_the_same_place_begins_anew():
     epoch, store = feed.epoch, open_store(url)
     store.delete([stat.key for stat in store.list()])
     with Publisher(url, make_weights(), run="other") as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     feed.poll()
     read_all(feed)
     assert feed.epoch != epoch

@@ -10,6 +10,7 @@ from deltawire.gc import collect, plan_gc
 from deltawire.runs import Run
 from deltawire.store import open_store
 from support.chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
+from support.waiting import PATIENCE
 
 
 def keys(url):
@@ -53,7 +54,7 @@ def test_a_publisher_goes_on_after_gc():
     with Publisher(url, weights) as publisher:
         assert publisher.resumed
         step(weights, np.random.default_rng(1))
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     with Replica(url, {}, heartbeat_seconds=None) as late:
         late.pull()
         assert same(late.target.weights(), copy_of(weights))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.servers import free_ports
 from support.vllm_reference import ENVIRONMENT, checksums
 from support.vllm_server import make_model, save_model
+from support.waiting import PATIENCE
 
 GUIDES = Path(__file__).parent.parent / "docs/guides"
 
@@ -90,4 +91,4 @@ def test_vllm_guide(tmp_path):
     finally:
         for process in reversed(started):
             os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
+            process.wait(PATIENCE)

@@ -13,6 +13,7 @@ from deltawire import DeltawireError, Publisher, Replica
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from support.chains import fresh_url
 from support.handover import OnAccess, OneKept, Sink, Source, cast_of, content
+from support.waiting import PATIENCE
 
 REFUSALS = (DeltawireError, ValueError, TypeError)
 
@@ -47,7 +48,7 @@ def test_exact_or_an_error(data):
                 for _ in range(data.draw(st.integers(1, 5))):
                     expected = source.expected()
                     try:
-                        version = publisher.publish(anchor=data.draw(st.booleans())).wait(60).version
+                        version = publisher.publish(anchor=data.draw(st.booleans())).wait(PATIENCE).version
                         published[version] = expected
                     except REFUSALS:
                         pass
@@ -111,7 +112,7 @@ def test_what_is_tied_for_real_is_sent_once_and_arrives_under_both_names():
     with Publisher(url, {"a": w, "b": w[:]}) as publisher:
         publisher.publish()
         w[2] = 7
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         assert publisher.run.manifest(0).tied == {"b": "a"}
     copy = {}
     with Replica(url, copy) as replica:
@@ -139,7 +140,7 @@ def test_a_dictionary_that_was_empty_follows_ties_that_come_and_go():
     weights, copy, url = {"a": w, "b": w}, {}, fresh_url()
     with Publisher(url, weights) as publisher, Replica(url, copy) as replica:
         for weights["b"] in (w, w + 1, w):
-            publisher.publish(anchor=True).wait(30)
+            publisher.publish(anchor=True).wait(PATIENCE)
             replica.pull()
             assert all_equal(copy, weights)
 
@@ -205,7 +206,7 @@ def test_tensors_that_took_the_place_of_those_that_were_written(replace):
     target = torch.nn.Linear(4, 4).bfloat16()
     target = target if replace == "module" else dict(target.state_dict())
     with Publisher(url, model) as publisher, Replica(url, target) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         replica.pull()
         if replace == "module":
             target.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
@@ -236,10 +237,10 @@ def test_integers_that_stand_for_bf16_come_back():
     with Publisher(url, {"w": bits}, dtype="BF16") as publisher, Replica(
         url, copy := {"w": np.zeros(6, np.uint16)}, dtype="BF16"
     ) as replica:  # fmt: skip
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         replica.pull()
         bits[3] += 1
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         assert not replica.pull().anchor
     assert np.array_equal(copy["w"], bits)
     with pytest.raises(ShapeMismatch, match='pass dtype="BF16"'), Replica(url, {"w": bits}) as replica:

@@ -13,6 +13,7 @@ from deltawire.routing import Route
 from deltawire.signing import generate_key
 from deltawire.weights import Tensor
 from support.chains import Hooked, copy_of, fresh_url, make_weights, same, step
+from support.waiting import PATIENCE
 
 
 def pulled(url, version=None, **options):
@@ -34,7 +35,7 @@ def test_versions_are_what_the_weights_were(rng):
             states.append(copy_of(weights))
             step(weights, rng)  # the weights may move as soon as publish has returned
             assert publication.version == number
-        assert publication.wait(30).done()
+        assert publication.wait(PATIENCE).done()
         assert publisher.version == 9
         stats = publication.stats
         assert stats["num_elements"] == sum(len(tensor.bits) for tensor in weights.values())
@@ -52,7 +53,7 @@ def test_a_version_without_changes():
     url, weights = fresh_url(), make_weights()
     with Publisher(url, weights) as publisher:
         publisher.publish()
-        assert publisher.publish().wait(30).stats["num_changed"] == 0
+        assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 0
     assert same(pulled(url), copy_of(weights))
 
 
@@ -63,20 +64,20 @@ def test_nothing_is_visible_before_the_manifest(rng):
     def hold(verb, key):
         if verb == "create" and key == "manifests/00000001.json":
             committing.set()
-            assert go_on.wait(30)
+            assert go_on.wait(PATIENCE)
 
     store.before = hold
     with Publisher(store, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         before = copy_of(weights)
         step(weights, rng)
         publication = publisher.publish()
-        assert committing.wait(30)
+        assert committing.wait(PATIENCE)
         assert any(stat.key.startswith("deltas/00000001") for stat in store.list("deltas/"))
         assert same(pulled(url), before)
         assert not publication.done()
         go_on.set()
-        publication.wait(30)
+        publication.wait(PATIENCE)
     assert same(pulled(url), copy_of(weights))
 
 
@@ -85,7 +86,7 @@ def test_a_failed_publish_is_covered_by_the_next(rng, fault):
     url, weights = fresh_url(), make_weights()
     store = Hooked(url)
     with Publisher(store, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
 
         def fail(verb, key):
             if verb == fault and "00000001" in key:
@@ -95,13 +96,13 @@ def test_a_failed_publish_is_covered_by_the_next(rng, fault):
         step(weights, rng)
         lost = publisher.publish()
         with pytest.raises(StoreUnavailable, match="no answer"):
-            lost.wait(30)
+            lost.wait(PATIENCE)
         assert isinstance(lost.error, StoreUnavailable)
         assert publisher.version == 0
         assert same(pulled(url), first)
         store.before = lambda verb, key: None
         step(weights, rng)
-        assert publisher.publish().wait(30).version == 1
+        assert publisher.publish().wait(PATIENCE).version == 1
     assert same(pulled(url), copy_of(weights))
 
 
@@ -111,11 +112,11 @@ def test_a_failure_undoes_what_was_staged_after_it(rng):
 
     def fail(verb, key):
         if verb == "put" and key.startswith("deltas/00000001"):
-            assert staged.wait(30)
+            assert staged.wait(PATIENCE)
             raise StoreUnavailable("no answer")
 
     with Publisher(store, weights, queue_size=3) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         store.before = fail
         lost = []
         for _ in range(3):
@@ -124,9 +125,9 @@ def test_a_failure_undoes_what_was_staged_after_it(rng):
         staged.set()
         for publication in lost:
             with pytest.raises(StoreUnavailable):
-                publication.wait(30)
+                publication.wait(PATIENCE)
         store.before = lambda verb, key: None
-        assert publisher.publish().wait(30).version == 1
+        assert publisher.publish().wait(PATIENCE).version == 1
         assert publisher.metrics()["deltawire/publish/failed"] == 3
     assert same(pulled(url), copy_of(weights))
 
@@ -142,7 +143,7 @@ def test_a_commit_whose_answer_is_lost_is_settled_by_the_next_publish(rng, writt
             raise StoreUnavailable("the answer was lost", uncertain=True)
 
     with Publisher(store, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         if written:
             store.after = lose
         else:
@@ -151,9 +152,9 @@ def test_a_commit_whose_answer_is_lost_is_settled_by_the_next_publish(rng, writt
         first = copy_of(weights)
         unsure = publisher.publish()
         with pytest.raises(StoreUnavailable, match="lost"):
-            unsure.wait(30)
+            unsure.wait(PATIENCE)
         step(weights, rng)
-        assert publisher.publish().wait(30).version == 2
+        assert publisher.publish().wait(PATIENCE).version == 2
         assert publisher.version == 2
     assert same(pulled(url, 1), first)
     assert same(pulled(url), copy_of(weights))
@@ -162,7 +163,7 @@ def test_a_commit_whose_answer_is_lost_is_settled_by_the_next_publish(rng, writt
 def test_an_unsettled_commit_is_settled_at_the_end(rng):
     store, weights = Hooked(fresh_url()), make_weights()
     with Publisher(store, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
 
         def lose(verb, key):
             if verb == "create" and key == "manifests/00000001.json":
@@ -182,11 +183,11 @@ def test_a_full_queue_waits_or_coalesces(rng):
 
         def hold(verb, key, held=held):
             if verb == "put" and key.startswith("deltas/00000001"):
-                assert held.wait(30)
+                assert held.wait(PATIENCE)
 
         store.before = hold
         with Publisher(store, weights, when_full=policy, queue_size=1) as publisher:
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
             publications = []
             for number in range(6):
                 if policy == "wait" and number == 2:
@@ -196,7 +197,7 @@ def test_a_full_queue_waits_or_coalesces(rng):
                 states[number] = copy_of(weights)
             held.set()
             for publication in publications:
-                publication.wait(30)
+                publication.wait(PATIENCE)
             versions = [publication.version for publication in publications]
             if policy == "wait":
                 assert versions == [1, 2, 3, 4, 5, 6]
@@ -218,7 +219,7 @@ def test_a_restarted_trainer_goes_on(rng):
         assert publisher.resumed
         assert (publisher.version, publisher.run.id) == (4, "demo")
         step(weights, rng)
-        assert publisher.publish().wait(30).version == 5
+        assert publisher.publish().wait(PATIENCE).version == 5
         assert publisher.run.manifest(5).way.base == 4
         assert publisher.run.manifest(5).path[0].base is None
     assert same(pulled(url), copy_of(weights))
@@ -231,10 +232,10 @@ def test_a_trainer_with_other_weights_starts_with_an_anchor(rng):
     step(weights, rng)
     with Publisher(url, weights) as publisher:
         assert not publisher.resumed
-        assert publisher.publish().wait(30).version == 1
+        assert publisher.publish().wait(PATIENCE).version == 1
         assert publisher.run.manifest(1).way.base is None
         step(weights, rng)
-        assert publisher.publish().wait(30).version == 2
+        assert publisher.publish().wait(PATIENCE).version == 2
         assert publisher.run.manifest(2).way.base == 1
     assert same(pulled(url), copy_of(weights))
 
@@ -247,7 +248,7 @@ def test_base_weights_make_a_delta_of_it(rng):
     step(weights, rng)
     with Publisher(url, weights, base=base) as publisher:
         assert publisher.resumed
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         assert publisher.run.manifest(1).way.base == 0
     assert same(pulled(url), copy_of(weights))
 
@@ -257,40 +258,40 @@ def test_a_second_writer_is_fenced(rng, conditional):
     """Also where the store cannot decide itself: the newest writer has the lease."""
     store, weights, other = Hooked(fresh_url(), conditional), make_weights(), make_weights()
     with Publisher(store, weights) as first:
-        first.publish().wait(30)
+        first.publish().wait(PATIENCE)
         with Publisher(Hooked(store.url, conditional), other) as second:
             assert second.resumed
             step(other, rng)
-            second.publish().wait(30)
+            second.publish().wait(PATIENCE)
             step(weights, rng)
             lost = first.publish()
             with pytest.raises(Fenced, match="another writer"):
-                lost.wait(30)
+                lost.wait(PATIENCE)
             with pytest.raises(Fenced, match="another writer"):
                 first.publish()
             step(other, rng)
-            assert second.publish().wait(30).version == 2
+            assert second.publish().wait(PATIENCE).version == 2
     assert same(pulled(store.url), copy_of(other))
 
 
 def test_changed_shapes_need_an_anchor(rng):
     url, weights = fresh_url(), make_weights()
     with Publisher(url, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         old = weights["norm"]
         weights["norm"] = Tensor(old.dtype, (32,), old.bits[:32].copy())
         with pytest.raises(ShapeMismatch, match="anchor=True"):
             publisher.publish()
-        assert publisher.publish(anchor=True).wait(30).version == 1
+        assert publisher.publish(anchor=True).wait(PATIENCE).version == 1
         step(weights, rng)
-        assert publisher.publish().wait(30).version == 2
+        assert publisher.publish().wait(PATIENCE).version == 2
     assert same(pulled(url), copy_of(weights))
 
 
 def test_a_failed_anchor_leaves_the_history_as_it_was(rng):
     store, weights = Hooked(fresh_url()), make_weights()
     with Publisher(store, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
 
         def fail(verb, key):
             if verb == "put" and key.startswith("anchors/00000001"):
@@ -299,8 +300,8 @@ def test_a_failed_anchor_leaves_the_history_as_it_was(rng):
         store.before = fail
         step(weights, rng)
         with pytest.raises(StoreUnavailable):
-            publisher.publish(anchor=True).wait(30)
-        assert publisher.publish().wait(30).version == 1
+            publisher.publish(anchor=True).wait(PATIENCE)
+        assert publisher.publish().wait(PATIENCE).version == 1
         assert publisher.run.manifest(1).way.base == 0
     assert same(pulled(store.url), copy_of(weights))
 
@@ -357,7 +358,7 @@ def test_a_torch_module_with_tied_weights():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with Publisher(url, model) as publisher, Replica(url, other) as replica:
         for _ in range(4):
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
             replica.pull()
             for mine, theirs in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
                 assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
@@ -414,7 +415,7 @@ def test_a_failure_that_nobody_looked_at_is_raised(how, caplog):
     weights = make_weights()
     store, fail = broken_store(fresh_url())
     publisher = Publisher(store, weights)
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     store.before = fail
     for _ in range(3):
         publisher.publish()
@@ -431,7 +432,7 @@ def test_a_failure_that_was_seen_is_not_raised_again():
     for waits in (False, True):
         store.before = lambda verb, key: None
         with Publisher(store, make_weights()) as publisher:
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
             store.before = fail
             publications = [publisher.publish() for _ in range(2)]
             assert [each.join() for each in publications] == [False, False]
@@ -446,7 +447,7 @@ def test_a_failure_that_a_later_version_covers_is_not_raised(rng):
     weights, url = make_weights(), fresh_url()
     store, fail = broken_store(url)
     with Publisher(store, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         store.before = fail
         step(weights, rng)
         publisher.publish().join()

@@ -11,11 +11,12 @@ from deltawire.recheck import Recheck
 from deltawire.weights import Viewed
 from deltawire.workers import SERIAL
 from support.chains import fresh_url, make_weights, step
+from support.waiting import PATIENCE
 
 
 def new_publisher(weights, **options):
     publisher = Publisher(fresh_url(), weights, **{"check_share": 1.0, **options})
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     return publisher
 
 
@@ -23,7 +24,7 @@ def refused(publisher):
     """The tensor that the next version fails for; the publisher is closed, and nothing was committed."""
     before = publisher.version
     with pytest.raises(SnapshotMismatch) as caught:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     with pytest.raises(SnapshotMismatch):
         publisher.publish()
     publisher.close()
@@ -83,7 +84,7 @@ def test_weights_that_change_while_they_are_published():
 
     publisher = Publisher(fresh_url(), Restless(a=np.zeros(4, np.float32)))
     with pytest.raises(SnapshotMismatch, match="changed while publish ran"):
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     publisher.close()
 
 
@@ -109,14 +110,14 @@ def test_a_copy_that_fails_leaves_the_snapshot_where_it_was():
     weights, url = {"a": np.zeros(8, np.float32)}, fresh_url()
 
     with Publisher(url, weights, check_share=1.0) as publisher, Replica(url, copy := {}) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         weights["a"][0] = 1
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("deltawire.recheck._copy", _no_memory)
             with pytest.raises(MemoryError):
                 publisher.publish()
         weights["a"][1] = 2
-        assert publisher.publish().wait(30).stats["num_changed"] == 2
+        assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 2
         replica.pull()
     assert np.array_equal(copy["a"], weights["a"])
 

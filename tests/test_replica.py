@@ -22,6 +22,7 @@ from deltawire.store import open_store
 from deltawire.target import MemoryTarget
 from deltawire.weights import Tensor, view
 from support.chains import BF16, Hooked, copy_of, fresh_url, make_run, make_weights, same, seal, step, unsealed
+from support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ def test_a_dictionary_that_was_empty_follows_the_names_of_the_run():
     with Publisher(url, lambda: published) as publisher, replica_of(url, got) as replica:
         for shapes in ({"a": (4,), "b": (2,)}, {"a": (4,)}, {"a": (3,), "c": (5,)}):
             published = make_weights(shapes=shapes)
-            publisher.publish(anchor=True).wait(30)
+            publisher.publish(anchor=True).wait(PATIENCE)
             replica.pull()
             assert same(got, copy_of(published))
 
@@ -240,11 +241,11 @@ def test_watch_follows_and_tells(rng):
     url, weights = fresh_url(), make_weights()
     seen = []
     with Publisher(url, weights) as publisher, Replica(url, {}, name="one", heartbeat_seconds=0.05) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         with replica.watching(seen.append, poll_seconds=0.02):
             for _ in range(5):
                 step(weights, rng)
-                version = publisher.publish().wait(30).version
+                version = publisher.publish().wait(PATIENCE).version
                 replica.nudge()
                 assert replica.wait(version, timeout=30) >= version
             assert same(replica.target.weights(), copy_of(weights))
@@ -262,7 +263,7 @@ def test_watch_follows_and_tells(rng):
 def test_watch_outlives_a_store_that_is_away(rng):
     store, weights = Hooked(fresh_url()), make_weights()
     with Publisher(store.url, weights) as publisher, replica_of(store) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         with replica.watching(poll_seconds=0.01):
             replica.wait(0, 30)
 
@@ -277,7 +278,7 @@ def test_watch_outlives_a_store_that_is_away(rng):
             assert "nobody" in str(replica.error)
             assert replica.version == 0
             step(weights, rng)
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
             store.before = lambda verb, key: None
             replica.nudge()
             assert replica.wait(1, 30) == 1
@@ -288,7 +289,7 @@ def test_watch_outlives_a_store_that_is_away(rng):
 def test_wait_pulls_where_nobody_watches(rng):
     url, weights = fresh_url(), make_weights()
     with Publisher(url, weights) as publisher, replica_of(url) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         threading.Timer(0.1, publisher.publish).start()
         assert replica.wait(1, 30) == 1
 
@@ -362,7 +363,7 @@ def test_a_caught_up_replica_asks_little(rng):
     """One listing to look, and for one new version its manifest and its object."""
     url, weights = fresh_url(), make_weights()
     with Publisher(url, weights) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         store = Hooked(url)
         with replica_of(store) as replica:
             replica.pull()
@@ -370,7 +371,7 @@ def test_a_caught_up_replica_asks_little(rng):
             replica.pull()
             assert store.calls == [("list", "manifests/")]
             step(weights, rng)
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
             store.calls.clear()
             replica.pull()
             assert sorted(verb for verb, _ in store.calls) == ["get", "get_range", "list"]

@@ -15,6 +15,7 @@ from deltawire.chain import Plan
 from deltawire.errors import UnknownParameter, UnsupportedPlacement
 from deltawire.routing import Route
 from support.processes import change, gathered, once, run_ranks, same_bits, sharded_model, train_step
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.process
 
@@ -55,7 +56,7 @@ def train(rank, folder):
                 if number in (0, 50) or rng.random() < 0.25:
                     publication = publisher.publish(step=number)
                     states[kind].append(gathered(model))
-            assert publication.wait(60).version == publisher.version == len(states[kind]) - 1
+            assert publication.wait(PATIENCE).version == publisher.version == len(states[kind]) - 1
             assert publication.stats["num_changed"] > 0
             publisher.flush(60)
     return states
@@ -176,15 +177,15 @@ def go_on(rank, url):
             train_step(model, optimizer, rank, number)
         with torch.no_grad():
             model(torch.arange(5))
-        publisher.publish(step=4).wait(30)
+        publisher.publish(step=4).wait(PATIENCE)
         handle.remove()
         model.extra = torch.nn.Parameter(torch.full((3,), float(rank)))
         with pytest.raises(UnknownParameter, match="extra"):
-            publisher.publish().wait(30)
-        publisher.publish(anchor=True).wait(30)
+            publisher.publish().wait(PATIENCE)
+        publisher.publish(anchor=True).wait(PATIENCE)
         assert publisher.metrics()["deltawire/publish/failed"] == 1
         change(model, 1)
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         publisher.flush(30)
         # No skip delta starts before the anchor: nobody knows those weights any more.
         assert rank != 0 or publisher._leader.ways.error is None

@@ -16,6 +16,7 @@ from deltawire.chain import Link
 from deltawire.errors import BrokenChain, Fenced, RankFailed, StoreUnavailable
 from support.chains import Hooked
 from support.processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.process
 
@@ -46,17 +47,17 @@ def fail_uploads(rank, url, broken):
         store.before = fail
         for _ in range(2):  # an anchor, and then another one that covers it
             with pytest.raises(StoreUnavailable, match="no answer"):
-                publisher.publish().wait(30)
+                publisher.publish().wait(PATIENCE)
         store.before = nothing
-        assert publisher.publish().wait(30).version == 0
+        assert publisher.publish().wait(PATIENCE).version == 0
         change(model, 1)
         store.before = fail
         with pytest.raises(StoreUnavailable, match="no answer"):
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
         assert publisher.version == 0
         store.before = nothing
         change(model, 2)
-        assert publisher.publish().wait(30).version == 1
+        assert publisher.publish().wait(PATIENCE).version == 1
         assert publisher.metrics()["deltawire/publish/failed"] == 3
     return gathered(model)
 
@@ -84,18 +85,18 @@ def lose_rank_1(rank, url, checkpoint):
 
     store.before = die
     publisher = ShardedPublisher(store, model, timeout=TIMEOUT, run="demo")
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     dcp.save(checkpointed(model, optimizer), checkpoint_id=checkpoint)
     change(model, 1)
     started = time.monotonic()
     publication = publisher.publish()
     with pytest.raises(RankFailed, match="rank 1") as caught:
-        publication.wait(60)
+        publication.wait(PATIENCE)
     took = time.monotonic() - started
     assert caught.value.rank == 1
     assert publisher.version == 0
     with pytest.raises(RankFailed, match="rank 1"):
-        publisher.publish().wait(60)
+        publisher.publish().wait(PATIENCE)
     publisher.close()
     return took, time.monotonic() - started
 
@@ -110,7 +111,7 @@ def go_on(rank, url, checkpoint):
     with ShardedPublisher(url, model, timeout=20) as publisher:
         assert (publisher.resumed, publisher.version, publisher.run.id) == (True, 0, "demo")
         train_step(model, optimizer, rank, 1)
-        assert publisher.publish().wait(30).version == 1
+        assert publisher.publish().wait(PATIENCE).version == 1
     return gathered(model)
 
 
@@ -134,12 +135,12 @@ def lose_rank_0(rank, url, port, timeout):
 
     store.before = die
     publisher = ShardedPublisher(store, model, timeout=timeout, rank_store=ranks_store)
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     change(model, 1)
     started = time.monotonic()
     publication = publisher.publish()
     with pytest.raises(RankFailed, match="rank 0"):
-        publication.wait(60)
+        publication.wait(PATIENCE)
     publisher.close()
     return time.monotonic() - started
 
@@ -158,26 +159,26 @@ def test_rank_0_killed_before_its_commit(tmp_path, holds_store):
 def come_late(rank, url):
     model = sharded_model()
     with ShardedPublisher(url, model, timeout=1.0) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         for late in (1, 0):
             change(model, late)
             dist.barrier()
             if rank != late:
                 with pytest.raises(RankFailed, match=f"rank {late}: it has not called publish"):
-                    publisher.publish().wait(30)
+                    publisher.publish().wait(PATIENCE)
             dist.barrier()
             if rank == late:
                 publication = publisher.publish()
                 # What rank 0 publishes late is published after all: the others have staged it.
                 if rank == 0:
-                    publication.wait(30)
+                    publication.wait(PATIENCE)
                 else:
                     with pytest.raises(RankFailed, match="rank 1: it has not called"):
-                        publication.wait(30)
+                        publication.wait(PATIENCE)
             dist.barrier()
             publisher.flush(30)
             change(model, 5 + late)
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
         assert publisher.version == 3
         assert publisher.num_failed == 1 + rank  # also what it was too late for
     return gathered(model)
@@ -203,9 +204,9 @@ def fail_to_stage(rank, url, broken):
                 publisher._holder._read = read
             else:
                 with pytest.raises(RankFailed, match="no memory"):
-                    publisher.publish(anchor=anchor).wait(30)
+                    publisher.publish(anchor=anchor).wait(PATIENCE)
             change(model, number)
-            assert publisher.publish().wait(30).version == number
+            assert publisher.publish().wait(PATIENCE).version == number
             states.append(gathered(model))
     return states
 
@@ -227,15 +228,15 @@ def lose_the_commit(rank, url, written):
             raise StoreUnavailable("the answer was lost", uncertain=True)
 
     with ShardedPublisher(store, model, timeout=20) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         setattr(store, "after" if written else "before", lose)
         change(model, 1)
         states.append(gathered(model))
         with pytest.raises(StoreUnavailable, match="lost"):
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
         change(model, 2)
         states.append(gathered(model))
-        assert publisher.publish().wait(30).version == publisher.version == 2
+        assert publisher.publish().wait(PATIENCE).version == publisher.version == 2
     return states
 
 
@@ -251,25 +252,25 @@ def test_a_commit_whose_answer_is_lost_is_settled_by_the_next_publish(tmp_path, 
 def fence(rank, url):
     model = sharded_model()
     first = ShardedPublisher(url, model, timeout=20)
-    first.publish().wait(30)
+    first.publish().wait(PATIENCE)
     with ShardedPublisher(url, model, timeout=20) as second:
         assert second.resumed
         change(model, 1)
-        second.publish().wait(30)
+        second.publish().wait(PATIENCE)
         lost = first.publish()
         with pytest.raises(Fenced, match="another writer"):
-            lost.wait(30)
+            lost.wait(PATIENCE)
         with pytest.raises(Fenced, match="another writer"):
             first.publish()
         first.close()
         change(model, 2)
-        assert second.publish().wait(30).version == 2
+        assert second.publish().wait(PATIENCE).version == 2
     with ShardedPublisher(url, model, timeout=20) as third:
         assert third.resumed
     change(model, 3)
     with ShardedPublisher(url, model, timeout=20) as fourth:
         assert not fourth.resumed
-        assert fourth.publish().wait(30).version == 3
+        assert fourth.publish().wait(PATIENCE).version == 3
     return gathered(model)
 
 
@@ -302,7 +303,7 @@ def repeat_uploads(rank, url):
     store.before = fail
     with ShardedPublisher(store, model, timeout=20, anchors=3) as publisher:
         for number in range(9):
-            publisher.publish().wait(30)
+            publisher.publish().wait(PATIENCE)
             publisher.flush(30)
             state = gathered(model)
             change(model, number)
@@ -324,7 +325,7 @@ def test_uploads_that_are_repeated_and_upkeep_that_fails(tmp_path):
 def refuse_arguments(rank, url):
     model = sharded_model()
     with ShardedPublisher(url, model, timeout=20) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         change(model, 1)
         for wrong, said in (({"metadata": {"loss": float("nan")}}, "JSON"), ({"step": 1.5}, "whole number")):
             if rank == 0:
@@ -332,9 +333,9 @@ def refuse_arguments(rank, url):
                     publisher.publish(**wrong)
             else:
                 with pytest.raises(RankFailed, match=said):
-                    publisher.publish().wait(30)
+                    publisher.publish().wait(PATIENCE)
         change(model, 2)
-        assert publisher.publish(step=np.int64(2)).wait(30).version == 1
+        assert publisher.publish(step=np.int64(2)).wait(PATIENCE).version == 1
         assert publisher.num_failed == 2
     return gathered(model)
 
@@ -358,14 +359,14 @@ def fail_for_long(rank, url):
             for number in range(8):
                 change(model, number)
                 with pytest.raises(StoreUnavailable, match="no answer"):
-                    publisher.publish().wait(30)
+                    publisher.publish().wait(PATIENCE)
             dist.barrier()
             assert len(publisher._holder._held) <= 4
             assert all(len(held.history._records) <= 3 for held in publisher._holder._held.values())
             store.before = nothing
-            assert publisher.publish().wait(30).version == version
+            assert publisher.publish().wait(PATIENCE).version == version
         change(model, 9)
-        assert publisher.publish().wait(30).version == 2
+        assert publisher.publish().wait(PATIENCE).version == 2
     return gathered(model)
 
 
@@ -383,16 +384,16 @@ def settle_late(rank, url):
             raise StoreUnavailable("the answer was lost", uncertain=True)
 
     with ShardedPublisher(store, model, timeout=20) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         store.after = lose
         for number in range(3):
             change(model, number)
             with pytest.raises(StoreUnavailable, match="lost"):
-                publisher.publish().wait(30)
+                publisher.publish().wait(PATIENCE)
         store.after = nothing
-        assert publisher.publish().wait(30).version == 2
+        assert publisher.publish().wait(PATIENCE).version == 2
         change(model, 4)
-        assert publisher.publish().wait(30).version == 3
+        assert publisher.publish().wait(PATIENCE).version == 3
     return gathered(model)
 
 
@@ -405,7 +406,7 @@ def stop_early(rank, url):
     """Rank 0 stops while another one is taking its weights; that one is not left waiting, nor later ones."""
     model = sharded_model()
     publisher = ShardedPublisher(url, model, timeout=TIMEOUT)
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     dist.barrier()
     if rank == 0:
         publisher.close()
@@ -419,7 +420,7 @@ def stop_early(rank, url):
     publisher._holder._read = read_slowly
     publication = publisher.publish()
     with pytest.raises(RankFailed, match="rank 0 has stopped"):
-        publication.wait(30)
+        publication.wait(PATIENCE)
     with pytest.raises(RankFailed, match="rank 0 has stopped"):
         publisher.publish()
     publisher.close()
@@ -433,7 +434,7 @@ def break_down(rank, url):
     """What nobody has thought of, in the thread of rank 0."""
     model = sharded_model()
     publisher = ShardedPublisher(url, model, timeout=TIMEOUT)
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     if rank == 0:
 
         def fail(manifest, call):
@@ -442,7 +443,7 @@ def break_down(rank, url):
         publisher._leader.note = fail
     change(model, 1)
     with pytest.raises(RankFailed, match="a mistake" if rank == 0 else "rank 0 has stopped"):
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     with pytest.raises(RankFailed, match="a mistake" if rank == 0 else "rank 0 has stopped"):
         publisher.publish()
     publisher.close()
@@ -455,7 +456,7 @@ def test_a_thread_that_breaks_down_leaves_nobody_waiting(tmp_path):
 def close_after_a_pause(rank, url):
     model = sharded_model()
     publisher = ShardedPublisher(url, model, timeout=TIMEOUT)
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     publisher.flush(30)
     dist.barrier()
     time.sleep(1.5 * TIMEOUT + (0.5 * TIMEOUT if rank == 0 else 0))
@@ -472,11 +473,11 @@ def test_a_rank_that_closes_after_a_pause_waits_for_rank_0(tmp_path):
 def leave_out_a_call(rank, url):
     model = sharded_model()
     with ShardedPublisher(url, model, timeout=TIMEOUT) as publisher:
-        publisher.publish(step=0).wait(30)
+        publisher.publish(step=0).wait(PATIENCE)
         change(model, 1)
         reason = r"rank 1: its 2\. call of publish was for step 2, that of rank 0 for step 1"
         with pytest.raises(RankFailed, match=reason):
-            publisher.publish(step=1 if rank == 0 else 2).wait(30)
+            publisher.publish(step=1 if rank == 0 else 2).wait(PATIENCE)
 
 
 def test_weights_of_different_steps_are_never_one_version(tmp_path):

@@ -9,6 +9,7 @@ from deltawire import Publisher, Replica
 from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
 from deltawire.sources import module_source, plain_name
 from support.chains import fresh_url
+from support.waiting import PATIENCE
 
 
 class Model(torch.nn.Module):
@@ -81,7 +82,7 @@ def test_every_published_version_is_torchs_own_cast(kind, master):
                 optimizer.zero_grad()
             if rng.random() < 0.6:
                 expected = published_bits(model)
-                publisher.publish().wait(30)
+                publisher.publish().wait(PATIENCE)
                 replica.pull()
                 assert same(replica, expected)
         assert publisher.run.manifest(0).tied == {"head.weight": "embed.weight"}
@@ -116,14 +117,14 @@ def test_odd_bits_are_not_missed():
         model.weight[0] = torch.tensor([0.0, -0.0, float("nan"), 1.0, float("inf"), 1e-40, -1e-40, 1e38])
     url = fresh_url()
     with Publisher(url, model) as publisher, Replica(url, {}) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         before = published_bits(model)["weight"]
         with torch.no_grad():
             model.weight[0, 0], model.weight[0, 1], model.weight[0, 5] = -0.0, 0.0, 0.0
             model.weight.view(torch.int32)[0, 2] ^= -(2**31)  # the sign of a NaN
         changed = np.flatnonzero(before != published_bits(model)["weight"])
         assert {0, 1, 5} <= set(changed)
-        assert publisher.publish().wait(30).stats["num_changed"] == len(changed)
+        assert publisher.publish().wait(PATIENCE).stats["num_changed"] == len(changed)
         replica.pull()
         assert same(replica, published_bits(model))
 
@@ -141,7 +142,7 @@ def test_parameters_that_do_not_train_are_compared_all_the_same():
             lambda: setattr(model.layer, "weight", torch.nn.Parameter(torch.randn(16, 16), requires_grad=False)),
         ):
             change()
-            assert publisher.publish().wait(30).stats["num_changed"] > 0
+            assert publisher.publish().wait(PATIENCE).stats["num_changed"] > 0
             replica.pull()
             assert same(replica, published_bits(model))
 
@@ -149,11 +150,11 @@ def test_parameters_that_do_not_train_are_compared_all_the_same():
 def test_what_is_promised_to_be_frozen_is_in_anchors_and_not_compared():
     model, url = Model(), fresh_url()
     with Publisher(url, model, frozen=["embed.*", "layer.weight"], check_share=0) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         with torch.no_grad():
             model.layer.weight.add_(1.0)
             model.layer.bias.add_(1.0)
-        assert publisher.publish().wait(30).stats["num_changed"] == 16
+        assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 16
     with Replica(url, {}) as replica:
         replica.pull()
         assert replica.target.weights()["embed.weight"].bits.any()
@@ -165,11 +166,11 @@ def test_what_is_promised_to_be_frozen_is_in_anchors_and_not_compared():
 def test_a_broken_promise_stops_the_publisher():
     model = Model()
     publisher = Publisher(fresh_url(), model, frozen=["layer.*"], check_share=1)
-    publisher.publish().wait(30)
+    publisher.publish().wait(PATIENCE)
     with torch.no_grad():
         model.layer.bias.add_(1.0)
     with pytest.raises(SnapshotMismatch, match="frozen") as caught:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
     assert caught.value.tensor == "layer.bias"
     with pytest.raises(SnapshotMismatch):
         publisher.publish()
@@ -188,7 +189,7 @@ def test_buffers_are_published_as_they_are():
         publisher.publish()
         model.scale.mul_(3)
         model.steps.add_(1)
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         replica.pull()
         assert same(replica, published_bits(model))
 
@@ -208,7 +209,7 @@ def test_elements_in_two_dtypes_are_two_tensors():
     model, url = torch.nn.Linear(4, 4, bias=False), fresh_url()
     model.register_buffer("exact", model.weight.detach())
     with Publisher(url, model) as publisher, Replica(url, {}) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         replica.pull()
         assert same(replica, published_bits(model))
 
@@ -255,33 +256,33 @@ def test_parameters_that_come_go_or_change():
     model, url = Model(), fresh_url()
     model.empty = torch.nn.Parameter(torch.zeros(0, 4))
     with Publisher(url, model) as publisher, Replica(url, {}) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         model.extra = torch.nn.Parameter(torch.ones(3))
         with pytest.raises(UnknownParameter, match="extra"):
             publisher.publish()
-        publisher.publish(anchor=True).wait(30)
+        publisher.publish(anchor=True).wait(PATIENCE)
         del model.extra
         with pytest.raises(UnknownParameter, match="extra"):
             publisher.publish()
         model.extra = torch.nn.Parameter(torch.ones(4))
         with pytest.raises(ShapeMismatch, match="extra"):
             publisher.publish()
-        publisher.publish(anchor=True).wait(30)
+        publisher.publish(anchor=True).wait(PATIENCE)
         replica.pull()
         assert same(replica, published_bits(model))
         model.embed.bfloat16()  # published as before, so nothing has changed
         model.layer.bfloat16()
-        assert publisher.publish().wait(30).stats["num_changed"] == 0
+        assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 0
 
 
 def test_non_contiguous_parameters():
     model, url = torch.nn.Linear(6, 4, bias=False), fresh_url()
     model.weight = torch.nn.Parameter(torch.randn(6, 4).t())
     with Publisher(url, model) as publisher, Replica(url, {}) as replica:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         with torch.no_grad():
             model.weight[2, 3] += 1
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         replica.pull()
         assert same(replica, {"weight": model.weight.detach().contiguous().to(torch.bfloat16).view(torch.int16)
                               .numpy().view(np.uint16).reshape(-1)})  # fmt: skip

@@ -13,6 +13,7 @@ from deltawire.errors import Conflict, LimitExceeded, ObjectMissing, StoreUnavai
 from deltawire.store import open_store
 from deltawire.store.keys import check_key
 from support.servers import BUCKET
+from support.waiting import PATIENCE
 
 MIB = 1 << 20
 ODD_KEYS = ["a b", "a%20b", "%41", "ü/é", "a+b", "a~b", "a:b", "a?b", "a*b", "a=b&c", "it's", '"q"', "{a}", "[1]",
@@ -149,7 +150,7 @@ def test_a_create_race_has_one_winner(any_store):
     def write(writer):
         won = []
         for number in range(rounds):
-            barrier.wait(30)
+            barrier.wait(PATIENCE)
             try:
                 any_store.create(f"race/{number}", f"writer {writer}".encode())
                 won.append((number, writer))

@@ -18,6 +18,7 @@ from deltawire.target import State
 from deltawire.weights import form
 from support.chains import fresh_url
 from support.fused_model import bits_of
+from support.waiting import PATIENCE
 
 
 class Model(torch.nn.Module):
@@ -62,7 +63,7 @@ class Run:
     def publish(self, density=0.02, **options):
         if self.states:
             train(self.model, self.rng, density)
-        self.publisher.publish(**options).wait(30)
+        self.publisher.publish(**options).wait(PATIENCE)
         self.states.append(bits_by_name(self.model))
 
     def __enter__(self):
@@ -279,7 +280,7 @@ def test_readers_never_see_a_mix():
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     with Publisher(url := fresh_url(), trained, skips=(), anchors=None) as publisher:
-        publisher.publish().wait(30)
+        publisher.publish().wait(PATIENCE)
         with Replica(url, EngineTarget(engine), heartbeat_seconds=None) as replica:
             replica.pull()
             for reader in readers:
@@ -287,7 +288,7 @@ def test_readers_never_see_a_mix():
             for version in range(1, 9):
                 for parameter in trained.parameters():
                     parameter.data.view(torch.int16).fill_(version)
-                publisher.publish().wait(30)
+                publisher.publish().wait(PATIENCE)
                 replica.pull()
             done.set()
             for reader in readers:

@@ -17,6 +17,7 @@ from support.servers import BUCKET
 from support.trl_run import save_policy
 from support.vllm_reference import ENVIRONMENT, checksums
 from support.vllm_server import serving
+from support.waiting import PATIENCE
 
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
@@ -115,7 +116,7 @@ def test_the_wordle_example(tmp_path, server, policy, s3_server):
         told = training.train(3)
     finally:
         games.terminate()
-        games.wait(30)
+        games.wait(PATIENCE)
         games.stdout.close()
     # The server may have the weights of another run at first.
     assert training.is_served()

@@ -14,6 +14,7 @@ from deltawire import Replica
 from deltawire.errors import Fenced, StoreUnavailable
 from deltawire.trainers.trl import DeltawireTransfer
 from support.chains import Hooked, fresh_url
+from support.waiting import PATIENCE
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -88,7 +89,7 @@ def test_every_sync_is_a_version_with_the_models_bits(trl_trainer):
         loop.sync()
         states.append(loop.bits())
         loop.train()
-    assert transfer.last.wait(30).stats["density"] < 0.25
+    assert transfer.last.wait(PATIENCE).stats["density"] < 0.25
     transfer.destroy()
     assert (transfer.version, loop.model_version) == (5, 6)
     assert "lm_head.weight" not in states[0]  # tied, so it is not sent
@@ -108,7 +109,7 @@ def test_syncs_do_not_wait_for_uploads(trl_trainer):
 
     def hold(verb, key):
         if verb == "put" and key.startswith("deltas/"):
-            assert held.wait(30)
+            assert held.wait(PATIENCE)
 
     store.before = hold
     for _ in range(6):  # returns although not one delta is uploaded
@@ -142,7 +143,7 @@ def test_a_restarted_training_takes_up_its_run(trl_trainer):
     transfer.destroy()
     loop.train()
     loop.sync()  # a second train() on the same trainer
-    transfer.last.wait(30)
+    transfer.last.wait(PATIENCE)
     transfer.destroy()
     run = transfer.publisher.run
     assert [run.manifest(version).way.base for version in run.versions()] == [None, 0, 1, 2, 3, 4, None]
@@ -170,9 +171,9 @@ def test_the_iterator_is_followed_to_its_end_whatever_happens(trl_trainer):
     assert len(reached) == 2
     with pytest.raises(ValueError, match="no weights"):
         transfer.send_weights(iter(()))
-    assert transfer.last.wait(30).version == 0
+    assert transfer.last.wait(PATIENCE).version == 0
     loop.sync()
-    assert transfer.last.wait(30).version == 1
+    assert transfer.last.wait(PATIENCE).version == 1
     assert same(arrived(url), loop.bits())
     transfer.destroy()
 
@@ -189,13 +190,13 @@ def test_a_version_that_fails_is_covered_by_the_next_or_at_the_end(trl_trainer):
     store.before = fail
     loop.sync()
     transfer = loop.weight_transfer
-    transfer.last.wait(30)
+    transfer.last.wait(PATIENCE)
     for _ in range(3):
         failures.append(StoreUnavailable("down"))
         loop.train()
         loop.sync()
         with pytest.raises(StoreUnavailable):
-            transfer.last.wait(30)
+            transfer.last.wait(PATIENCE)
         assert transfer.version == 0
     transfer.destroy()
     assert transfer.version == 1
@@ -207,7 +208,7 @@ def test_an_interrupted_sync_is_not_published_at_the_end(trl_trainer):
     loop = Loop(trl_trainer, DeltawireTransfer(store))
     loop.sync()
     transfer, before = loop.weight_transfer, loop.bits()
-    transfer.last.wait(30)
+    transfer.last.wait(PATIENCE)
 
     def fail(verb, key):
         raise StoreUnavailable("down")
@@ -216,7 +217,7 @@ def test_an_interrupted_sync_is_not_published_at_the_end(trl_trainer):
     loop.train()
     loop.sync()
     with pytest.raises(StoreUnavailable):
-        transfer.last.wait(30)
+        transfer.last.wait(PATIENCE)
     store.before = lambda verb, key: None
     loop.train()
     with pytest.raises(AttributeError):
@@ -236,12 +237,12 @@ def test_parameters_that_freeze_come_and_go(trl_trainer):
     loop.train()
     tower["vision.weight"].add_(1)  # what is said to be frozen is not compared
     loop.sync()
-    assert transfer.last.wait(30).stats["num_changed"] > 0
+    assert transfer.last.wait(PATIENCE).stats["num_changed"] > 0
     assert same(arrived(url), loop.bits() | fixed)
     fixed["vision.weight"] = bits_of(tower["vision.weight"])
     loop.model.model.norm.weight.requires_grad_(False)  # TRL no longer sends it
     loop.sync()
-    assert transfer.last.wait(30).stats["density"] == 1
+    assert transfer.last.wait(PATIENCE).stats["density"] == 1
     expected = loop.bits() | fixed
     assert same(arrived(url), {name: bits for name, bits in expected.items() if name != "model.norm.weight"})
     transfer.destroy()
@@ -251,16 +252,16 @@ def test_another_writer_is_not_ignored(trl_trainer):
     url = fresh_url()
     loop = Loop(trl_trainer, DeltawireTransfer(url))
     loop.sync()
-    loop.weight_transfer.last.wait(30)
+    loop.weight_transfer.last.wait(PATIENCE)
     other = Loop(trl_trainer, DeltawireTransfer(url))
     other.train()
     other.sync()
-    other.weight_transfer.last.wait(30)
+    other.weight_transfer.last.wait(PATIENCE)
     other.weight_transfer.destroy()
     loop.train()
     loop.sync()
     with pytest.raises(Fenced):
-        loop.weight_transfer.last.wait(30)
+        loop.weight_transfer.last.wait(PATIENCE)
     loop.train()
     with pytest.raises(Fenced):
         loop.sync()
@@ -319,7 +320,7 @@ def test_ranks_gather_together_and_one_publishes(tmp_path):
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=120)
+            _, errors = rank.communicate(timeout=PATIENCE)
             assert rank.returncode == 0, errors
     finally:
         for rank in ranks:

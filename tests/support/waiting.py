@@ -2,7 +2,7 @@
 
 import time
 
-PATIENCE = 180
+PATIENCE = 300
 
 
 def eventually(check, what="it to come true", *, seconds=PATIENCE):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from deltawire import Publisher
 from deltawire.kernels.cpu.warmup import warm_up
@@ -29,6 +29,10 @@ if not torch.cuda.is_available():
 settings.register_profile("test", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("all", settings.get_profile("test"), max_examples=500)
 settings.register_profile("soak", settings.get_profile("test"), max_examples=2000)
+# For `make mutants`: a failure is enough, nobody reads it.
+settings.register_profile(
+    "mutants", settings.get_profile("test"), max_examples=30, phases=[Phase.explicit, Phase.generate], derandomize=True
+)
 settings.load_profile("test")
 
 STORES = [

@@ -1,7 +1,6 @@
 """Weights beside a version of a run, fetched anew: which tensors differ, whatever anybody says of them."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from deltawire.fetch import Fetcher, Progress
 from deltawire.replay import Replay
 from deltawire.routing import find_route
 from deltawire.runs import Run
-from deltawire.weights import DTypeChoice, Weights, form, view
+from deltawire.weights import Weights, form, view
 from deltawire.workers import Workers
 
 
@@ -18,8 +17,6 @@ def differing_names(
     version: int,
     weights: Weights,
     *,
-    dtype: DTypeChoice = None,
-    scratch: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
@@ -30,7 +27,7 @@ def differing_names(
     manifest = run.manifest(version)
     route = find_route(run, None, manifest)
     differing: dict[str, int] = {}
-    fetcher = Fetcher(run.store, None if scratch is None else scratch / "deltawire-downloads")
+    fetcher = Fetcher(run.store, None)
     try:
         with fetcher.fetch(route.ways, progress) as fetched, Workers(threads) as workers:
             replay = Replay(fetched[0].checkpoint(run.id), [each.delta(run.id) for each in fetched[1:]], workers)
@@ -38,7 +35,7 @@ def differing_names(
             for name in replay.base:
                 bits = replay.bits_of(name)
                 for each in names.pop(name):
-                    found = view(each, weights[each], dtype) if each in weights else None
+                    found = view(each, weights[each]) if each in weights else None
                     if found is None or (found.dtype.name, found.shape) != form(replay.base, name):
                         differing[each] = len(bits)
                     elif num := int(np.count_nonzero(found.bits != bits)):
@@ -48,7 +45,7 @@ def differing_names(
     finally:
         fetcher.close()
     known = {*replay.base, *manifest.tied}
-    return differing | {name: view(name, weights[name], dtype).bits.size for name in weights if name not in known}
+    return differing | {name: view(name, weights[name]).bits.size for name in weights if name not in known}
 
 
 def _names(base: Weights, tied: Mapping[str, str], weights: Weights) -> dict[str, list[str]]:

@@ -71,7 +71,7 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 soak: setup           ## crashes, faults and races on a real S3 server, in full; the report goes to benchmarks/results
 	$(BIN)/python tests/soak --report benchmarks/results/soak.md
 	$(BIN)/python tests/soak --parts engines --report benchmarks/results/soak_engines.md
-	$(BIN)/python -m pytest tests/test_handover.py -k exact_or_an_error --hypothesis-profile soak
+	$(BIN)/python -m pytest tests/publish/test_handover.py -k exact_or_an_error --hypothesis-profile soak
 
 mutants: setup        ## hours: how many wrong changes to the publishing and following code the tests would notice
 	$(BIN)/python -m pip install --quiet mutmut==3.8.0

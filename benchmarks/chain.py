@@ -27,12 +27,12 @@ import numpy as np
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire import Publisher, Replica
-from deltawire.container import header_bytes, lay_out, raw
-from deltawire.dtypes import DTYPES
+from deltawire.format.container import header_bytes, lay_out, raw
 from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.store import open_store
 from deltawire.store.transfer import Measured, download
-from deltawire.weights import Tensor
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.weights import Tensor
 from measure import peak_beyond, write_csv
 from support.fault_proxy import FaultProxy
 from support.recorded import recorded_like

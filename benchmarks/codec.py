@@ -15,11 +15,11 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from deltawire.boxes import Box
 from deltawire.codec import ENCODINGS, decode, encode
-from deltawire.dtypes import DTYPES
 from deltawire.kernels.cpu.warmup import warm_up
-from deltawire.state import box_digest, change_digest, tensor_key
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import box_digest, change_digest, tensor_key
+from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import Workers
 from measure import ratios, write_csv
 from peers import available_peers

@@ -19,16 +19,16 @@ import numpy as np
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire import Publisher, Replica
-from deltawire.chain import plan
 from deltawire.codec import encode
 from deltawire.codec.tiled import kernel_layout, read_tiles
-from deltawire.dtypes import DTYPES
 from deltawire.kernels.cpu.blocks import NUM_CLASSES, changed_positions, class_ranks
 from deltawire.kernels.cpu.decode import stream_words
 from deltawire.kernels.cpu.groups import MEMBERS, PARAMETER, get_header, members_to_gaps
 from deltawire.kernels.cpu.steps import steps_between
-from deltawire.runs import Run
-from deltawire.weights import Tensor
+from deltawire.run.planner import cheapest_route
+from deltawire.run.run import Run
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.weights import Tensor
 from deltawire.workers import Workers
 from measure import RESULTS, read_csv
 from support.recorded import RECORDINGS, recorded_steps
@@ -148,24 +148,27 @@ def bucket_of(recording):
         with Replica(store, {}, heartbeat_seconds=None) as replica:
             replica.pull()
             assert all(np.array_equal(replica.target.weights()[name].bits, live[name].bits) for name in live)
-    links = sorted(Run(store).links(), key=lambda link: (link.version, link.base is None, link.base or 0))
-    names = {link: number for number, link in enumerate(links)}
+    hops = sorted(Run(store).hops(), key=lambda hop: (hop.version, hop.base is None, hop.base or 0))
+    names = {hop: number for number, hop in enumerate(hops)}
     plans = {}
     for skips in (False, True):
         for anchors in (False, True):
             allowed = [
-                link
-                for link in links
-                if (skips or link.base is None or link.version - link.base == 1)
-                and (anchors or link.base is not None or link.version == 0)
+                hop
+                for hop in hops
+                if (skips or hop.base is None or hop.version - hop.base == 1)
+                and (anchors or hop.base is not None or hop.version == 0)
             ]
             plans[f"skips={int(skips)} anchors={int(anchors)}"] = [
-                [names[link] for link in plan(None, want, [each for each in allowed if each.version <= want]).links]
+                [
+                    names[hop]
+                    for hop in cheapest_route(None, want, [each for each in allowed if each.version <= want]).hops
+                ]
                 for want in range(len(steps) + 1)
             ]
     return {
         "weights": sum(len(each.old) for each in steps[0].values()),
-        "links": [{"version": link.version, "base": link.base, "bytes": link.num_bytes} for link in links],
+        "hops": [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in hops],
         "plans": plans,
     }
 
@@ -189,7 +192,7 @@ def measured():
             "phases": {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)},
         }  # fmt: skip
 
-    vllm, notes = {row["way"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
+    vllm, notes = {row["hop"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
     publishes = {(row["model"], row["method"]): row for row in read_csv("gpu_publish.csv")}
     devices = {row["work"]: float(row["milliseconds"]) / 1000 for row in read_csv("gpu.csv")}
     demo = json.loads((RESULTS / "demo.json").read_text())["runs"][0]

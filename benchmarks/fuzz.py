@@ -19,8 +19,8 @@ import numpy as np
 
 import deltawire
 from deltawire import Delta, DeltawireError
-from deltawire.dtypes import DTYPES
-from deltawire.inspection import check_structure, inspect_entry
+from deltawire.format.inspection import check_structure, inspect_entry
+from deltawire.tensors.dtypes import DTYPES
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -47,23 +47,23 @@ def damage(data, rng):
     """One of many ways to break a file."""
     broken = bytearray(data)
     header_end = 8 + int.from_bytes(data[:8], "little")
-    way = rng.integers(8)
-    if way == 0:
+    hop = rng.integers(8)
+    if hop == 0:
         for at in rng.integers(0, len(broken), rng.integers(1, 8)):
             broken[at] ^= 1 << rng.integers(8)
-    elif way == 1:
+    elif hop == 1:
         for at in rng.integers(header_end, max(len(broken), header_end + 1), rng.integers(1, 20)):
             if at < len(broken):
                 broken[at] = rng.integers(256)
-    elif way == 2:
+    elif hop == 2:
         del broken[rng.integers(len(broken)) :]
-    elif way == 3:
+    elif hop == 3:
         start = int(rng.integers(len(broken)))
         del broken[start : start + int(rng.integers(1, 50))]
-    elif way == 4:
+    elif hop == 4:
         start = int(rng.integers(len(broken)))
         broken[start:start] = rng.bytes(int(rng.integers(1, 50)))
-    elif way == 5:
+    elif hop == 5:
         header = json.loads(data[8:header_end])
         fields = header["__metadata__"]
         key = str(rng.choice(sorted(fields)))
@@ -75,7 +75,7 @@ def damage(data, rng):
         fields[key] = " ".join(parts)
         text = json.dumps(header).encode()
         broken = bytearray(len(text).to_bytes(8, "little") + text + data[header_end:])
-    elif way == 6 and len(broken) > header_end:
+    elif hop == 6 and len(broken) > header_end:
         at = int(rng.integers(header_end, len(broken)))
         broken[at : at + 8] = rng.integers(0, 1 << 63).tobytes()[: len(broken) - at]
     else:

@@ -18,14 +18,14 @@ import torch
 import gpu_receive
 from deltawire import Publisher, Replica
 from deltawire.codec.tiled import read_tiles
-from deltawire.device import DeviceHistory
-from deltawire.history import History
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
-from deltawire.sources import ModuleWeights, module_source
-from deltawire.upload import advanced, box_digests, encode_changes
+from deltawire.publish.device import DeviceHistory
+from deltawire.publish.history import History
+from deltawire.publish.sources import ModuleWeights, module_source
+from deltawire.publish.upload import advanced, box_digests, encode_changes
 from deltawire.workers import Workers
 from gpu_receive import Row, Timer, timed
 from measure import write_csv

@@ -18,15 +18,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deltawire.boxes import Box
-from deltawire.dtypes import dtype_named
-from deltawire.engines.engine import Change
+from deltawire.engines.engine import EngineChange
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import EngineRejected
-from deltawire.patches import Patch
-from deltawire.state import Digest, change_digest, tensor_key
-from deltawire.target import State
-from deltawire.weights import Tensor, form, torch_view
+from deltawire.format.patches import Patch
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, WeightVersion, change_digest, tensor_key
+from deltawire.tensors.dtypes import dtype_named
+from deltawire.tensors.weights import Tensor, spec, torch_view
 from measure import write_csv
 
 DENSITY = 0.01
@@ -81,19 +80,19 @@ def host_weights(module: torch.nn.Module) -> dict[str, Tensor]:
 def opened(module: torch.nn.Module) -> TorchEngine:
     engine = TorchEngine(module)
     weights = {name: value.detach() for name, value in module.named_parameters()}
-    engine.open({name: form(Forms(weights), name) for name in weights})
-    engine.adopt(State("bench", 0, engine.digest()))
+    engine.bind({name: spec(Forms(weights), name) for name in weights})
+    engine.mark(WeightVersion("bench", 0, engine.digest()))
     return engine
 
 
 class Forms(dict[str, torch.Tensor]):
     """Tensors whose dtypes and shapes are known without a copy to the host."""
 
-    def form(self, name: str) -> tuple[str, tuple[int, ...]]:
+    def spec(self, name: str) -> tuple[str, tuple[int, ...]]:
         return dtype_named(str(self[name].dtype).removeprefix("torch.")).name, tuple(self[name].shape)
 
 
-def random_change(module: torch.nn.Module, old: dict[str, Tensor], base: State, density: float) -> Change:
+def random_change(module: torch.nn.Module, old: dict[str, Tensor], base: WeightVersion, density: float) -> EngineChange:
     """Some elements of every tensor get another lowest bit."""
     patches, reached = [], base.digest
     for name, value in module.named_parameters():
@@ -103,7 +102,7 @@ def random_change(module: torch.nn.Module, old: dict[str, Tensor], base: State, 
         after = before ^ before.dtype.type(1)
         patches.append(Patch(name, tensor.dtype.name, Box.whole(tensor.shape), after, where))
         reached += change_digest(tensor_key(name, tensor.dtype, tensor.shape), where, before, after)
-    return Change(base, State(base.run, base.version + 1, reached), patches, old)
+    return EngineChange(base, WeightVersion(base.run, base.version + 1, reached), patches, old)
 
 
 # Checks
@@ -136,12 +135,12 @@ def check(device: torch.device) -> None:
         base = engines[0].state
         assert base is not None
         change = random_change(host, old, base, density)
-        wrong = Change(base, State("bench", 99, Digest(1, 2)), change.patches, old)
+        wrong = EngineChange(base, WeightVersion("bench", 99, Digest(1, 2)), change.patches, old)
         for engine in engines:
-            for refused in (wrong, Change(wrong.state, change.state, change.patches, old)):
+            for refused in (wrong, EngineChange(wrong.state, change.state, change.patches, old)):
                 try:
                     engine.stage(refused)
-                    engine.switch(refused)
+                    engine.commit(refused)
                 except EngineRejected:
                     continue
                 raise AssertionError("a wrong change was written")
@@ -150,7 +149,7 @@ def check(device: torch.device) -> None:
         for engine in engines:
             for _ in range(2):
                 engine.stage(change)
-                engine.switch(change)
+                engine.commit(change)
         same()
         assert engines[0].digest() == engines[1].digest() == change.state.digest
         old = host_weights(host)
@@ -175,7 +174,7 @@ def measure(name: str, shapes: dict[str, tuple[int, ...]], device: torch.device,
     for patch in forth.patches:
         back_patches.append(Patch(patch.name, patch.dtype, patch.box, old[patch.name].bits[patch.where], patch.where))
         new[patch.name].bits[patch.where] = patch.bits
-    back = Change(forth.state, base, back_patches, new)
+    back = EngineChange(forth.state, base, back_patches, new)
     changed = forth.num_changed
     print(f"{name}: {total:,} weights, {changed:,} changes, {len(shapes)} tensors", flush=True)
 
@@ -195,7 +194,7 @@ def measure(name: str, shapes: dict[str, tuple[int, ...]], device: torch.device,
         wait(device)
         seconds = time.perf_counter() - started
         extra = held_bytes(device) - before
-        pause = engine.switch(change)
+        pause = engine.commit(change)
         if i >= 2:
             stages.append(1000 * seconds)
             pauses.append(1000 * pause)

@@ -14,12 +14,12 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from deltawire.boxes import Box
 from deltawire.codec.tiled import encode_payload, read_tiles
-from deltawire.dtypes import DTYPES, DType
 from deltawire.kernels.gpu.decode import MOST_ELEMENTS, Decoded, apply, decode, tile_table
-from deltawire.kernels.gpu.digest import Runs, box_sum, change_sum
-from deltawire.state import Digest, TensorKey, box_digest
+from deltawire.kernels.gpu.sums import Runs, box_sum, change_sum
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, TensorKey, box_digest
+from deltawire.tensors.dtypes import DTYPES, DType
 from deltawire.workers import Workers
 from support.recorded import recorded_like, recorded_steps
 

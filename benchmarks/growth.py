@@ -18,8 +18,8 @@ import numpy as np
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire.codec import allowed_encodings, decode, encode
-from deltawire.dtypes import DTYPES
 from deltawire.kernels.cpu.warmup import warm_up
+from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import Workers
 from measure import peak_beyond, seconds, write_csv
 from support.recorded import recorded_like

@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deltawire import Publisher, Replica
-from deltawire.weights import torch_view
+from deltawire.tensors.weights import torch_view
 from measure import RESULTS, machine, write_csv
 
 ROOT = RESULTS.parent.parent

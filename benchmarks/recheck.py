@@ -15,7 +15,7 @@ from pathlib import Path
 from chain import make_model, set_to
 from deltawire import Publisher
 from deltawire.kernels.cpu.warmup import warm_up
-from deltawire.weights import Tensor
+from deltawire.tensors.weights import Tensor
 
 RESULTS = Path(__file__).parent / "results" / "recheck.csv"
 

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
-from deltawire.engines.vllm.client import PAUSES, VllmEngine
+from deltawire.engines.vllm.adapter import PAUSES, VllmEngine
 from measure import write_csv
 from support.vllm_reference import checksums
 from support.vllm_server import make_model, save_model, serving
@@ -126,7 +126,7 @@ class Bench:
         pause = self.engine.load(mirror.weights(), mirror.folder, mirror.state())
         rise = memory.rise()
         self.check()
-        self.replica.target.look()
+        self.replica.target.refresh()
         return self.rpc("bench_seconds")["seconds"], pause, "", rise, sum(map(len, changed.values()))
 
     def _bring_mirror(self, server=True):
@@ -137,8 +137,8 @@ class Bench:
         self.replica.target = target
         if server:
             self.engine.digest()
-            self.engine.adopt(target.mirror.state())
-            target.look()
+            self.engine.mark(target.mirror.state())
+            target.refresh()
 
 
 def main() -> None:
@@ -166,19 +166,19 @@ def main() -> None:
             bench = Bench(folder, server, replica, publisher, weights)
             results = {"deltawire": [], "patch API": [], "reload": []}
             for i in range(options.rounds):
-                for number, (way, work) in enumerate(
+                for number, (hop, work) in enumerate(
                     {"deltawire": bench.deltawire, "patch API": bench.patch_api, "reload": bench.reload}.items()
                 ):
-                    results[way].append(work(1 + 3 * i + number))
-                    print(way, results[way][-1], flush=True)
+                    results[hop].append(work(1 + 3 * i + number))
+                    print(hop, results[hop][-1], flush=True)
     rows = []
     base = {}
-    for way, measured in results.items():
+    for hop, measured in results.items():
         apply, pause, rise = (statistics.median(each[i] for each in measured) for i in (0, 1, 3))
-        served = statistics.median(each[2] for each in measured) if way == "deltawire" else ""
+        served = statistics.median(each[2] for each in measured) if hop == "deltawire" else ""
         base = base or {"apply": apply, "pause": pause}
         rows.append([
-            way, f"{1000 * apply:.1f}", f"{apply / base['apply']:.2f}", f"{1000 * pause:.1f}",
+            hop, f"{1000 * apply:.1f}", f"{apply / base['apply']:.2f}", f"{1000 * pause:.1f}",
             f"{pause / base['pause']:.2f}", f"{1000 * served:.0f}" if served else "", f"{rise / (2 * total):.3f}",
         ])  # fmt: skip
         print(*rows[-1])

@@ -1,9 +1,11 @@
 """Writes the parts of the documentation that come from the program and from the benchmarks: `make docs`."""
 
 import csv
+import re
 from pathlib import Path
 from statistics import median
 
+import rooms
 from click.testing import CliRunner
 
 from deltawire.cli import main
@@ -28,7 +30,7 @@ as `deltawire/publish/num_bytes`. For Prometheus the same numbers have the names
 asks; nothing is kept in between.
 
 - An [agent](guides/agent.md) with `--listen` has those of its replica under `/metrics`.
-- In a program of your own, put publishers and replicas into a registry, and serve it or hand it to what you have:
+- In a program of your own, put publishers and replicas into a registry, and serve it or pass it to your own exporter:
 
 ```python
 import numpy as np
@@ -46,7 +48,7 @@ with Publisher("memory:metrics", weights) as publisher, Replica("memory:metrics"
 
 That needs `pip install 'deltawire[metrics]'`. Each metric has the label `run`, those of replicas also `replica`.
 Counters end in `_total`. A number that is not known (the lag of a replica that has not seen the store, say) is left out
-rather than told as 0.
+rather than reported as 0.
 
 ## Of a publisher
 
@@ -130,7 +132,7 @@ and the server on the same two cores. "All weights" is one file put and fetched 
 Where a delta's time goes, in seconds: {phases}
 
 The part of `publish` that blocks the caller takes {blocking} times `np.flatnonzero(old != new)` on the same weights,
-and the publisher needs {memory} % of the model's size beyond weights and snapshot, while it also makes skip deltas.
+and the publisher needs {memory} % of the model's size beyond weights and snapshot, while it also writes skip deltas.
 
 Measuring live weights again takes {check_percent} % of the time where {check_weights:.0f} M weights are published every
 {check_seconds:.1f} s, and has seen all of them after {check_versions} versions
@@ -151,8 +153,8 @@ Measuring live weights again takes {check_percent} % of the time where {check_we
 VLLM = """
 ## In a live vLLM server
 
-One update of a vLLM {vllm} server on the CPU, {weights:,} bf16 weights, {density} of them changed, in three ways in
-the same server and run: by deltawire, by vLLM's own `load_checkpoint_weight_patches` (its patches read before the
+One update of a vLLM {vllm} server on the CPU, {weights:,} bf16 weights, {density} of them changed, by three methods
+in the same server and run: by deltawire, by vLLM's own `load_checkpoint_weight_patches` (its patches read before the
 pause), and by its layerwise reload of the whole checkpoint from a local folder. "Written" is the time inside the
 worker, "pause" from `/pause` sent to `/resume` answered. Memory is what the worker needs beyond what it has, as a part
 of the model.
@@ -175,10 +177,10 @@ include launches and waits. "Compare" is what `publish` waits for; the rest goes
 {publish}"""
 
 PUBLISH = """
-Whole `publish()` calls of bf16 models, beside the same work done in other ways in the same run. "Blocked" is how long
-the call holds the training loop; "in host memory" is when the finished bytes are there, ready to upload. TRL v1 stands
-for two copies of all weights to the host and a comparison there. Memory is what the device holds at most beyond the
-weights and their snapshot.
+Whole `publish()` calls of bf16 models, next to the same work done by other methods in the same run. "Blocked" is how
+long the call holds the training loop; "in host memory" is when the finished bytes are there, ready to upload. TRL v1
+stands for two copies of all weights to the host and a comparison there. Memory is what the device holds at most beyond
+the weights and their snapshot.
 
 {table}
 """
@@ -287,7 +289,7 @@ def vllm_section() -> str:
          f"{100 * float(row['memory_of_model']):.0f} %"]
         for row in rows
     ]  # fmt: skip
-    header = ["way", "written, ms", "times ours", "pause, ms", "times ours", "memory"]
+    header = ["method", "written, ms", "times ours", "pause, ms", "times ours", "memory"]
     return VLLM.format(
         vllm=notes["vllm"], weights=int(notes["weights"]), density=f"{100 * float(notes['density']):.0f} %",
         served=rows[0]["publish_to_served_ms"], table=markdown_table(header, lines),
@@ -372,12 +374,20 @@ def performance_page() -> str:
     )
 
 
+def architecture_page() -> str:
+    """ARCHITECTURE.md with the table of rooms as the imports are now."""
+    begin, end = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
+    text = (DOCS.parent / "ARCHITECTURE.md").read_text()
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}{rooms.table()}\n{end}", text, flags=re.DOTALL)
+
+
 def pages() -> dict[Path, str]:
     """The generated pages and what they must say."""
     return {
         DOCS / "cli.md": cli_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "performance.md": performance_page(),
+        DOCS.parent / "ARCHITECTURE.md": architecture_page(),
     }
 
 

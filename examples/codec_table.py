@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import deltawire
-from deltawire.cli.output import size_text, table
+from deltawire.terminal import size_text, table
 from support.recorded import RECORDINGS, recorded_steps
 
 ENCODINGS = ("dense", "coo", "gap", "context", "auto")

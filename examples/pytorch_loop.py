@@ -49,9 +49,9 @@ def show(publisher: deltawire.Publisher) -> None:
     print(ROW.format("version", "step", "changed", "density", "bytes", "of all weights"))
     for version in publisher.run.versions():
         manifest = publisher.run.manifest(version)
-        way = manifest.way
-        density, ratio = way.num_changed / manifest.num_elements, way.num_bytes / (2 * manifest.num_elements)
-        print(ROW.format(version, manifest.step, f"{way.num_changed:,}", f"{density:.2%}", f"{way.num_bytes:,}",
+        hop = manifest.hop
+        density, ratio = hop.num_changed / manifest.num_elements, hop.num_bytes / (2 * manifest.num_elements)
+        print(ROW.format(version, manifest.step, f"{hop.num_changed:,}", f"{density:.2%}", f"{hop.num_bytes:,}",
                          f"1/{1 / ratio:.0f}"))  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 The environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md), then the trainer:
 
-    python -m deltawire.demo.wordle --port 8001
+    python -m deltawire_demo.wordle --port 8001
     VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-1.7B --port 8000 --logprobs-mode processed_logprobs \\
       --max-model-len 4096 --weight-transfer-config '{"backend": "deltawire"}' \\
       --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension
@@ -34,7 +34,7 @@ class Wordle:
         self._seen = None
 
     def _connect(self):
-        from deltawire.demo.wordle.env import WordleEnv
+        from deltawire_demo.wordle.env import WordleEnv
 
         return WordleEnv(base_url=self._url).sync()
 
@@ -60,7 +60,7 @@ class Wordle:
         Returns:
             A mark for each letter, and how many guesses are left.
         """
-        from deltawire.demo.wordle.models import MAX_GUESS_CHARACTERS, WordleAction
+        from deltawire_demo.wordle.models import MAX_GUESS_CHARACTERS, WordleAction
 
         if self._seen.done:
             return "The game is over."

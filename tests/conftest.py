@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from deltawire import Publisher
 from deltawire.kernels.cpu.warmup import warm_up
-from deltawire.runs import Run
+from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 from support import trl_layout
 from support.browser import FLAGS, opened

@@ -14,16 +14,16 @@ import pytest
 from click.testing import CliRunner
 
 from deltawire import Publisher, Replica
-from deltawire.agent import Agent, _application
 from deltawire.cli import main
-from deltawire.cli.output import plain
+from deltawire.engines.agent import Agent, _application
 from deltawire.engines.server import Server
 from deltawire.errors import CorruptObject, RunMismatch
 from deltawire.hosts import answered_hosts
 from deltawire.redact import redacted
-from deltawire.runs import Run
-from deltawire.signing import generate_key, public_key_of, signer, verifier
+from deltawire.run.run import Run
+from deltawire.run.signing import generate_key, public_key_of, signer, verifier
 from deltawire.store import open_store
+from deltawire.terminal import plain
 from support.chains import copy_of, fresh_url, make_run, make_weights, same, step
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
@@ -159,7 +159,7 @@ def assert_plain(text):
 def test_nothing_that_others_wrote_moves_a_cursor(hostile, tmp_path):
     delta = next((Path(hostile) / "deltas").iterdir())
     commands = [
-        ["ls", hostile], ["info", hostile], ["status", hostile], ["plan", hostile], ["verify", hostile],
+        ["ls", hostile], ["info", hostile], ["status", hostile], ["route", hostile], ["verify", hostile],
         ["pull", hostile, "--to", tmp_path / "mirror"], ["inspect", delta], ["verify", delta],
         ["watch", hostile, "--to", tmp_path / "watched", "--until", 2, "--poll", 0.01],
         ["export", hostile, "--to", tmp_path / "out"], ["gc", hostile, "--plan"], ["compact", hostile],
@@ -254,7 +254,7 @@ def test_a_mirror_stays_with_its_run(swapped, tmp_path):
         assert "version 1 of run demo" in result.stderr
         assert "--run second" in result.stderr
         assert "another folder" in result.stderr
-    assert run("plan", url, "--to", mirror).exit_code == 3
+    assert run("route", url, "--to", mirror).exit_code == 3
     assert {file.name: file.read_bytes() for file in mirror.iterdir() if file.is_file()} == before
     assert run("pull", url, "--to", mirror, "--public-key", public, "--run", "second").exit_code == 0
     with Replica(url, mirror, public_key=public) as replica:

@@ -1,54 +1,21 @@
 """What users and contributors rely on: public names, layers, quick imports, help and documentation in step."""
 
-import ast
+import itertools
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import click
 import generate
 import pytest
+import rooms
 
 import deltawire
 from deltawire.cli import main
 from support import ROOT
 
 PACKAGE = ROOT / "src" / "deltawire"
-
-# Lowest first: a module imports only from the layers before its own, or from its own.
-LAYERS = [
-    ["errors"],
-    ["dtypes", "boxes", "workers", "disk", "names", "redact", "hosts"],
-    ["kernels"],
-    ["codec"],
-    ["weights"],
-    ["state"],
-    ["container"],
-    ["wire"],
-    ["parts", "checkpoint", "patches"],
-    ["delta"],
-    ["inspection", "replay", "history", "chain", "store", "plain"],
-    ["keys"],
-    ["files", "manifest", "sources"],
-    ["device_part", "signing", "upload"],
-    ["device"],
-    ["snapshots", "recheck"],
-    ["runs"],
-    ["target", "fetch", "heartbeat", "lease", "routing"],
-    ["comparison"],
-    ["mirror", "upkeep", "gc", "commits", "publication"],
-    ["publisher", "replica", "ranks"],
-    ["compact", "audit", "exchange"],
-    ["holder"],
-    ["leader"],
-    ["sharded"],
-    ["interop", "metrics", "engines"],
-    ["agent", "testing"],
-    ["trainers"],
-    ["demo", "hello"],
-    ["pages"],
-    ["cli"],
-]
 
 
 def commands(group=main, path=()):
@@ -90,36 +57,28 @@ def test_public_names():
         _ = deltawire.nothing
 
 
-def imports(file):
-    """The modules that a file imports, and the names from them, which may be modules, too."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+@pytest.mark.parametrize("room", [room for line in rooms.ROOMS for room in line])
+def test_a_room_imports_only_from_those_below_it(room):
+    below = list(itertools.takewhile(lambda line: room not in line, rooms.ROOMS))
+    assert rooms.imported_rooms(room) <= {each for line in below for each in line}
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_layers(file):
-    layer_of = {name: level for level, names in enumerate(LAYERS) for name in names}
-    own = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if own == "__init__":
-        return
-    assert own in layer_of, f"{own} is in no layer"
-    for module in imports(file):
-        target = module.split(".")[1:2]
-        if module.startswith("deltawire.") and target[0] in layer_of and target[0] != own:
-            assert layer_of[target[0]] < layer_of[own], f"{own} imports {module}"
+def test_every_module_is_in_a_room():
+    known = {room for line in rooms.ROOMS for room in line}
+    top = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert top - {"__init__"} == known - {"deltawire_demo"}
+    assert len(list(PACKAGE.glob("*.py"))) <= 12
+    names = Counter(file.name for file in (ROOT / "src").rglob("*.py") if not file.name.startswith("__"))
+    assert [name for name, count in names.items() if count > 2] == []
 
 
 def test_tests_import_no_benchmark_and_nobody_a_test():
     benchmarks = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
     for file in (ROOT / "tests").rglob("*.py"):
-        assert not benchmarks & {module.split(".")[0] for module in imports(file)}, file
+        assert not benchmarks & {module.split(".")[0] for module in rooms.imports(file)}, file
     for folder in ("tests", "benchmarks", "tools", "examples"):
         for file in (ROOT / folder).rglob("*.py"):
-            assert not any(module.startswith(("test_", "conftest")) for module in imports(file)), file
+            assert not any(module.startswith(("test_", "conftest")) for module in rooms.imports(file)), file
 
 
 @pytest.mark.process

@@ -22,7 +22,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from deltawire.cli import main
-from deltawire.demo.wordle.__main__ import main as wordle_main
+from deltawire_demo.wordle.__main__ import main as wordle_main
 from support import ROOT
 from support.servers import free_ports
 
@@ -128,7 +128,7 @@ def test_deltawire_commands_are_found():
 def test_the_wordle_command_is_known():
     (line,) = re.findall(r"^CMD (.*)$", (DEPLOY / "spaces/wordle/Dockerfile").read_text(), re.MULTILINE)
     python, flag, module, *arguments = json.loads(line)
-    assert (python, flag, module) == ("python", "-m", "deltawire.demo.wordle")
+    assert (python, flag, module) == ("python", "-m", "deltawire_demo.wordle")
     assert find_spec(module)
     parse(wordle_main, arguments)
 
@@ -174,13 +174,13 @@ def test_every_vllm_has_the_plugin_and_stays_on_the_loopback_interface():
         assert f"class {name}" in (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
 
 
-def test_the_stage_of_the_pod_is_shared_memory_and_its_probe_the_agents():
+def test_the_shared_folder_of_the_pod_is_shared_memory_and_its_probe_the_agents():
     deployment = documents(DEPLOY / "k8s/vllm.yaml")[0]["spec"]["template"]["spec"]
     containers = {each["name"]: each for each in deployment["containers"]}
     volumes = {each["name"]: each["emptyDir"] for each in deployment["volumes"]}
-    assert volumes["stage"]["medium"] == "Memory"
+    assert volumes["shared"]["medium"] == "Memory"
     for name in ("vllm", "agent"):
-        assert {"name": "stage", "mountPath": "/stage"} in containers[name]["volumeMounts"]
+        assert {"name": "shared", "mountPath": "/shared"} in containers[name]["volumeMounts"]
     agent = containers["agent"]
     assert agent["readinessProbe"]["httpGet"] == {"path": "/health", "port": "agent"}
     assert "livenessProbe" not in agent, "restarting the agent does not help a server that is away"

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 import deltawire
 from deltawire import Publisher, Replica, apply, diff, digest, open_store, save_anchor
 from deltawire.cli import main
-from deltawire.cli.output import need
-from deltawire.dtypes import dtype_named, empty_bits
 from deltawire.errors import MissingDependency, NotEnoughMemory, ObjectMissing, UnsupportedFormat
+from deltawire.tensors.dtypes import dtype_named, empty_bits
+from deltawire.terminal import need
 from deltawire.trainers.trl import DeltawireTransfer
 from support.chains import fresh_url, make_run
 
@@ -133,7 +133,7 @@ def test_commands_without_enough_memory(tmp_path, monkeypatch):
     def large(*_, **__):
         np.empty(1 << 46, np.float32)
 
-    monkeypatch.setattr("deltawire.runs.Run.__init__", large)
+    monkeypatch.setattr("deltawire.run.run.Run.__init__", large)
     result = CliRunner().invoke(main, ["ls", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: there is not enough memory: Unable to allocate 256. TiB")
@@ -221,7 +221,7 @@ def test_a_package_that_a_command_meets_by_itself(without, tmp_path, monkeypatch
     def broken(*_, **__):
         import openenv  # noqa: F401
 
-    monkeypatch.setattr("deltawire.runs.Run.__init__", broken)
+    monkeypatch.setattr("deltawire.run.run.Run.__init__", broken)
     without("openenv")
     result = CliRunner().invoke(main, ["ls", str(tmp_path)])
     assert (result.exit_code, result.stderr) == (1, "error: openenv is not installed: pip install 'deltawire[demo]'\n")

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from deltawire.demo.policy import Policy, save
-from deltawire.demo.shape import START
-from deltawire.demo.tokens import BEGIN, COLOURS, NUM_ALPHABET, answer_of, guess_of, letters_of
-from deltawire.demo.wordle.game import INVALID, NUM_LETTERS, feedback
-from deltawire.demo.wordle.words import WORDS
+from deltawire_demo.policy import Policy, save
+from deltawire_demo.shape import START
+from deltawire_demo.tokens import BEGIN, COLOURS, NUM_ALPHABET, answer_of, guess_of, letters_of
+from deltawire_demo.wordle.game import INVALID, NUM_LETTERS, feedback
+from deltawire_demo.wordle.words import WORDS
 
 REPEATS, TYPOS = 0.5, 0.2
 NUM_STEPS, LR, WARMUP_STEPS = 2500, 3e-3, 15

@@ -1,48 +1,48 @@
-"""deltawire ships RL weights as deltas through any bucket.
+"""deltawire ships RL weights as deltas through any object store.
 
-    publisher = deltawire.Publisher("s3://bucket/run", model)     # at the trainer
+    publisher = deltawire.Publisher("s3://bucket/run", model)     # in the trainer
     publisher.publish(step=1)
 
-    deltawire.Replica("s3://bucket/run", model).pull()            # anywhere else
+    deltawire.Replica("s3://bucket/run", model).pull()            # on the inference side
 
-Everything is loaded when it is first used, so that importing costs next to nothing.
+Public names are imported on first use, so that `import deltawire` stays fast.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltawire.boxes import Box
-    from deltawire.checkpoint import Checkpoint, save_anchor
-    from deltawire.delta import Delta, apply, diff
     from deltawire.errors import DeltawireError
-    from deltawire.patches import Patch
-    from deltawire.publication import Publication
-    from deltawire.publisher import Publisher
-    from deltawire.replica import Pull, Replica
-    from deltawire.sharded import ShardedPublisher
-    from deltawire.state import Digest, digest
+    from deltawire.follow.replica import Pull, Replica
+    from deltawire.format.checkpoint import Checkpoint, save_anchor
+    from deltawire.format.delta import Delta, apply, diff
+    from deltawire.format.patches import Patch
+    from deltawire.publish.publication import Publication
+    from deltawire.publish.publisher import Publisher
+    from deltawire.publish.sharded.publisher import ShardedPublisher
     from deltawire.store import open_store
+    from deltawire.tensors.boxes import Box
+    from deltawire.tensors.digest import Digest, digest
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Box": "boxes",
-    "Checkpoint": "checkpoint",
-    "Delta": "delta",
+    "Box": "tensors.boxes",
+    "Checkpoint": "format.checkpoint",
+    "Delta": "format.delta",
     "DeltawireError": "errors",
-    "Digest": "state",
-    "Patch": "patches",
-    "Publication": "publication",
-    "Publisher": "publisher",
-    "Pull": "replica",
-    "Replica": "replica",
-    "ShardedPublisher": "sharded",
-    "apply": "delta",
-    "diff": "delta",
-    "digest": "state",
+    "Digest": "tensors.digest",
+    "Patch": "format.patches",
+    "Publication": "publish.publication",
+    "Publisher": "publish.publisher",
+    "Pull": "follow.replica",
+    "Replica": "follow.replica",
+    "ShardedPublisher": "publish.sharded.publisher",
+    "apply": "format.delta",
+    "diff": "format.delta",
+    "digest": "tensors.digest",
     "open_store": "store",
-    "save_anchor": "checkpoint",
+    "save_anchor": "format.checkpoint",
 }
 
 __all__ = [

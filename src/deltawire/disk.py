@@ -1,4 +1,4 @@
-"""Files of others, opened with care: nothing is waited for, and nothing is read before its size is known."""
+"""Open untrusted files safely: never block on a pipe or device, and never read a file before its size is checked."""
 
 import os
 import stat
@@ -9,9 +9,9 @@ from deltawire.errors import LimitExceeded, ObjectMissing
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file for reading, or what a link to one leads to. A pipe, a socket or a folder is ObjectMissing."""
+    """Open a regular file (or a symlink to one) for reading; anything else, such as a pipe, is ObjectMissing."""
     try:
-        # Without it, opening a pipe would wait for whoever writes to it.
+        # Without O_NONBLOCK, opening a pipe blocks until somebody writes to it.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise ObjectMissing(f"{path} does not exist", path=str(path)) from None
@@ -31,7 +31,7 @@ def _not_regular(path: Path) -> ObjectMissing:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """A whole file that may have so many bytes."""
+    """Read a whole file of at most `limit` bytes; a larger one is LimitExceeded."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:

@@ -1,36 +1,36 @@
-"""Everything that can go wrong, on one page. Wrong arguments raise ValueError or TypeError instead.
+"""All exceptions of deltawire. Wrong arguments raise ValueError or TypeError instead.
 
 DeltawireError
 ├── StoreError
-│   ├── ObjectMissing           a file or object is not there
-│   ├── Conflict                it exists already, and may not be replaced
-│   └── StoreUnavailable        the store did not answer, or said no
+│   ├── ObjectMissing           a file or object does not exist
+│   ├── Conflict                it exists already and must not be replaced
+│   └── StoreUnavailable        the store did not answer, or refused
 ├── FormatError
-│   ├── UnsupportedFormat       a newer format, or not deltawire's
-│   ├── CorruptObject           bytes that say something impossible
-│   └── LimitExceeded           a size beyond what is allowed
+│   ├── UnsupportedFormat       a newer format, or not a deltawire file
+│   ├── CorruptObject           damaged or contradictory bytes
+│   └── LimitExceeded           a size or count above the limit
 ├── ChainError
-│   ├── MissingAnchor
-│   ├── BrokenChain
-│   └── Fenced
+│   ├── MissingAnchor           no anchor to start from
+│   ├── BrokenChain             a hop on the route is missing
+│   └── Fenced                  another publisher has taken over the run
 ├── MismatchError
-│   ├── BaseMismatch            these are not the weights the delta was made for
-│   ├── DigestMismatch          the weights are not what they were said to be
-│   ├── SnapshotMismatch        what would be published is not what the trainer has
-│   ├── SignatureMismatch
-│   └── RunMismatch             another run than the one that is followed
+│   ├── BaseMismatch            the weights are not the base of the delta
+│   ├── DigestMismatch          the weights do not have the stated digest
+│   ├── SnapshotMismatch        what would be published is not what the trainer holds
+│   ├── SignatureMismatch       not signed with the expected key
+│   └── RunMismatch             the store holds another run than the one being followed
 ├── EngineError
-│   ├── UnknownParameter        a tensor the target does not have
-│   ├── ShapeMismatch           it has another shape or dtype there
-│   ├── EngineRejected          it refused the update, and is as it was
-│   ├── EngineUnavailable       it does not answer
-│   ├── EngineBroken            its weights are a mix, so it must not serve: restart it
-│   └── EnginesBehind           engines serve older weights than the trainer allows
+│   ├── UnknownParameter        a tensor that the target does not have
+│   ├── ShapeMismatch           a tensor has another shape or dtype in the target
+│   ├── EngineRejected          the engine refused the update and is unchanged
+│   ├── EngineUnavailable       the engine does not answer
+│   ├── EngineBroken            the engine holds a mix of versions and must be restarted
+│   └── EnginesBehind           engines lag further behind than the trainer allows
 ├── TrainerError
-│   ├── UnsupportedPlacement    a parameter is spread over ranks in a way that has no boxes
-│   └── RankFailed              a rank of a sharded trainer failed, or gave no sign of life
-├── AddressUnavailable          the agent cannot listen there
-├── NotEnoughMemory             a tensor is larger than what is left
+│   ├── UnsupportedPlacement    a parameter is sharded in a way that boxes cannot describe
+│   └── RankFailed              a rank of a sharded trainer failed or stopped responding
+├── AddressUnavailable          the agent cannot listen on this address
+├── NotEnoughMemory             a tensor does not fit into memory
 └── MissingDependency           an optional package is not installed
 """
 
@@ -38,7 +38,12 @@ from typing import Any
 
 
 class DeltawireError(Exception):
-    """The base of all. What a program may want is in attributes: `tensor`, `version`, `expected`, `actual`, `path`."""
+    """Base class of all errors.
+
+    Args:
+        message: What happened, and what to do about it.
+        **fields: Details for programs, readable as attributes: `tensor`, `version`, `expected`, `actual`, `path`, ...
+    """
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -53,27 +58,27 @@ class DeltawireError(Exception):
 
 
 class StoreError(DeltawireError):
-    """Getting bytes from a place, or putting them there, failed."""
+    """Reading from the store, or writing to it, failed."""
 
 
 class ObjectMissing(StoreError):
-    """A file or object that was asked for is not there."""
+    """A file or object does not exist."""
 
 
 class Conflict(StoreError):
-    """Something is there already and may not be replaced."""
+    """The object exists already and must not be replaced."""
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer, or refused."""
+    """The store did not answer, or refused the request. With `uncertain`, a write may or may not have happened."""
 
 
 class FormatError(DeltawireError):
-    """Bytes that are not what they should be."""
+    """A file or document cannot be read as what it should be."""
 
 
 class UnsupportedFormat(FormatError):
-    """A format version, dtype or encoding that this release does not know."""
+    """A format version, dtype or encoding that this release does not support."""
 
 
 class CorruptObject(FormatError):
@@ -81,51 +86,51 @@ class CorruptObject(FormatError):
 
 
 class LimitExceeded(FormatError):
-    """A size or count beyond what is allowed, refused before memory was taken for it."""
+    """A size or count above the limit, refused before any memory is allocated for it."""
 
 
 class ChainError(DeltawireError):
-    """Versions that do not lead to one another."""
+    """No route leads to the requested version."""
 
 
 class MissingAnchor(ChainError):
-    """No anchor to start from."""
+    """There is no anchor to start from."""
 
 
 class BrokenChain(ChainError):
-    """A version that others build on is missing."""
+    """A hop that later versions depend on is missing."""
 
 
 class Fenced(ChainError):
-    """Another writer has taken over the run."""
+    """Another publisher has taken over the run."""
 
 
 class MismatchError(DeltawireError):
-    """A check of content failed; nothing was changed."""
+    """A content check failed; nothing was changed."""
 
 
 class BaseMismatch(MismatchError):
-    """The weights are not those that the delta was made for."""
+    """The weights are not the base of the delta."""
 
 
 class DigestMismatch(MismatchError):
-    """The weights, or what a delta makes of them, do not have the digest that was stated."""
+    """The weights, or the result of applying a delta to them, do not have the stated digest."""
 
 
 class SnapshotMismatch(MismatchError):
-    """What a version would publish is not what the trainer has: `tensor`. It was not committed."""
+    """What would be published differs from the trainer's weights in `tensor`. The version was not committed."""
 
 
 class SignatureMismatch(MismatchError):
-    """Not signed by the key that was given."""
+    """A document is not signed, or not with the expected key."""
 
 
 class RunMismatch(MismatchError):
-    """The store holds another run than the one that was named, or that the target follows."""
+    """The store holds another run than the expected one, or than the one that the target follows."""
 
 
 class EngineError(DeltawireError):
-    """The target cannot take the weights."""
+    """The target cannot load the weights."""
 
 
 class UnknownParameter(EngineError):
@@ -133,44 +138,44 @@ class UnknownParameter(EngineError):
 
 
 class ShapeMismatch(EngineError):
-    """A tensor has another shape or dtype at the target."""
+    """A tensor has another shape or dtype in the target."""
 
 
 class EngineRejected(EngineError):
-    """The engine refused the update, and is as it was."""
+    """The engine refused the update and is unchanged."""
 
 
 class EngineUnavailable(EngineError):
-    """The engine does not answer, or not in the way it should."""
+    """The engine does not answer, or gives an unexpected answer."""
 
 
 class EngineBroken(EngineError):
-    """An update failed half-way and could not be taken back: the engine was left paused, and must be restarted."""
+    """An update failed half-way and could not be rolled back: the engine stays paused and must be restarted."""
 
 
 class EnginesBehind(EngineError):
-    """Engines did not come near enough to the newest weights in time: `behind` says what is known of each."""
+    """Engines did not reach the allowed lag in time; `behind` has what is known of each."""
 
 
 class TrainerError(DeltawireError):
-    """The weights cannot be had from the trainer."""
+    """The weights cannot be read from the trainer."""
 
 
 class UnsupportedPlacement(TrainerError):
-    """A parameter is spread over ranks in a way that cannot be published."""
+    """A parameter is sharded over the ranks in a way that cannot be published."""
 
 
 class RankFailed(TrainerError):
-    """Another rank failed, or gave no sign of life: `rank`, and the `reason`."""
+    """Another rank failed or stopped responding: `rank`, and the `reason`."""
 
 
 class AddressUnavailable(DeltawireError):
-    """The host or port to listen on is taken, not allowed or not ours: `host`, `port`."""
+    """The address to listen on is in use, not permitted, or not one of this machine: `host`, `port`."""
 
 
 class NotEnoughMemory(DeltawireError):
-    """Memory for a tensor could not be had: `num_bytes` were needed."""
+    """Memory for a tensor could not be allocated: `num_bytes` were needed."""
 
 
 class MissingDependency(DeltawireError):
-    """An optional package is needed; the message holds the line that installs it."""
+    """An optional package is not installed; the message has the command that installs it."""

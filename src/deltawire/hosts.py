@@ -1,5 +1,5 @@
-"""Which names our web servers answer to: a page from elsewhere must not reach them under a name of its own, which its
-owner can point at this machine once a browser has loaded the page.
+"""Allowed `Host` names of our web servers, as protection against DNS rebinding: a foreign web page must not reach them
+through a host name that its owner later points at this machine.
 """
 
 import ipaddress
@@ -17,9 +17,9 @@ def is_loopback(host: str) -> bool:
 
 
 def answered_hosts(bound: str, names: Sequence[str] = ()) -> list[str]:
-    """The names to answer to, for a server that listens on `bound`: its own, those of this machine, and `names`.
+    """The host names that a server listening on `bound` accepts: `bound`, the loopback names, and `names`.
 
-    One that listens everywhere answers to all, unless names are given: nobody knows what it is called.
+    A server that listens on all interfaces accepts every name unless `names` are given, as its own name is unknown.
     """
     if isinstance(names, str):
         raise TypeError("allowed hosts are a list of names, not one text")

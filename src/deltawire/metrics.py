@@ -1,11 +1,11 @@
-"""What publishers and replicas say of themselves, for Prometheus: read when it asks, in a registry of its own."""
+"""Metrics of publishers and replicas for Prometheus: read when it scrapes, in a registry of their own."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from deltawire.errors import DeltawireError, MissingDependency
-from deltawire.publication import BasePublisher
-from deltawire.replica import Replica
+from deltawire.follow.replica import Replica
+from deltawire.publish.publication import BasePublisher
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -42,8 +42,8 @@ COUNTERS = {"publish/published", "publish/failed", "replica/pulls", "replica/fau
 
 
 def registry(*parts: BasePublisher | Replica) -> "CollectorRegistry":
-    """A registry with the metrics of some publishers and replicas: `deltawire/publish/num_bytes` becomes
-    `deltawire_publish_num_bytes`, and counts of what has happened end in `_total`.
+    """A registry with the metrics of publishers and replicas: `deltawire/publish/num_bytes` becomes
+    `deltawire_publish_num_bytes`, and counters end in `_total`.
 
     Each has the label `run` (empty while a replica has not found its run), those of replicas also `replica`.
     """
@@ -51,19 +51,19 @@ def registry(*parts: BasePublisher | Replica) -> "CollectorRegistry":
     labels = [_labels(part) for part in parts]
     for i, each in enumerate(labels):
         if each in labels[:i]:
-            raise ValueError(f"two parts would have the same labels: {each}")
+            raise ValueError(f"two parts would have the same labels, {each}: give replicas different names")
     found: CollectorRegistry = client.CollectorRegistry()
     found.register(_Collector(parts))
     return found
 
 
 def serve_metrics(registry: "CollectorRegistry", port: int, host: str = "127.0.0.1") -> "MetricsServer":
-    """Answer Prometheus over HTTP in a thread until the result is closed. Port 0 takes a free one."""
+    """Serve metrics over HTTP in a thread until the result is closed. Port 0 takes a free one."""
     return MetricsServer(*_client().start_http_server(port, addr=host, registry=registry))
 
 
 class MetricsServer:
-    """A server that is running."""
+    """A running server of metrics."""
 
     def __init__(self, server: Any, thread: Any) -> None:
         self._server, self._thread = server, thread

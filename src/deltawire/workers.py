@@ -1,11 +1,11 @@
-"""Threads for one operation. The kernels release the GIL, so tiles and tensors run side by side."""
+"""A thread pool for one operation. The kernels release the GIL, so tiles and tensors are processed in parallel."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-# A tensor of more elements is shared out tile by tile.
+# Tensors with more elements are split over the threads tile by tile.
 SMALL = 1 << 22
 
 Item = TypeVar("Item")
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Maps functions over items, in order, on up to `threads` threads (default: the cores this process may use).
+    """Map functions over items, in order, on up to `threads` threads (default: the cores this process may use).
 
     >>> with Workers(2) as workers:
     ...     workers.map(abs, [-1, 2, -3])
@@ -32,7 +32,7 @@ class Workers:
         if self._pool is None or len(items) < 2:
             return [function(item) for item in items]
         results: list[Any] = [None] * len(items)
-        # Each thread takes the next item when it is free; a step of this iterator cannot be cut in two.
+        # Each thread takes the next item when it is free; advancing this iterator is atomic.
         todo = iter(range(len(items)))
 
         def work() -> None:
@@ -43,7 +43,7 @@ class Workers:
         try:
             work()
         finally:
-            # Leave nothing running, also when this thread's own item has failed.
+            # Leave nothing running, even when this thread's own item failed.
             for _ in todo:
                 pass
             wait(others)
@@ -57,7 +57,7 @@ class Workers:
         num_elements: Callable[[Item], int],
         function: "Callable[[Item, Workers], Result]",
     ) -> Iterator[tuple[Item, Result]]:
-        """Items with their results, in order: small ones side by side, each large one with all workers to itself."""
+        """Yield items with their results, in order: small ones in parallel, each large one with all workers."""
         batch: list[Item] = []
 
         def finish_batch() -> Iterator[tuple[Item, Result]]:

@@ -8,10 +8,10 @@ import numpy as np
 
 from deltawire import DeltawireError, Replica
 from deltawire.errors import ObjectMissing
-from deltawire.keys import MANIFESTS, manifest_key, read_document_key
-from deltawire.manifest import Manifest, Way, read_manifest, read_way
+from deltawire.run.keys import MANIFESTS, manifest_key, read_document_key
+from deltawire.run.manifest import Manifest, StoredHop, read_hop, read_manifest
 from deltawire.store import Stat, Store
-from deltawire.weights import view
+from deltawire.tensors.weights import view
 from soak import model
 from soak.report import Tally
 
@@ -54,16 +54,16 @@ class Checker:
             self.tally.wrong.append(f"{self.store.url}: {key} is no document")
             return
         if not about[2]:
-            self._check_objects(key, read_way(data)[1])
+            self._check_objects(key, read_hop(data)[1])
             return
         manifest = read_manifest(data)
         self.manifests[about[0]] = manifest
-        for way in (*manifest.path, manifest.way):
-            self._check_objects(key, way)
+        for hop in (*manifest.route, manifest.hop):
+            self._check_objects(key, hop)
 
-    def _check_objects(self, key: str, way: Way) -> None:
+    def _check_objects(self, key: str, hop: StoredHop) -> None:
         """A version is visible, so all of it must be."""
-        for each in way.objects:
+        for each in hop.objects:
             if each.key in self._whole:
                 continue
             try:

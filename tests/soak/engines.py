@@ -17,7 +17,7 @@ import httpx
 from deltawire import Replica
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
-from deltawire.engines.vllm.client import VllmEngine
+from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import StoreError
 from deltawire.store import open_store
 from soak.processes import Stuck, wait_until

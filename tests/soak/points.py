@@ -26,14 +26,14 @@ TRAINER = (
     "anchor: after put",
     "manifest: before create",
     "manifest: after create",
-    "settle: before",
-    "settle: after",
+    "pack: before",
+    "pack: after",
     "upkeep: before delta",
     "upkeep: after delta",
     "upkeep: before anchor",
     "upkeep: after anchor",
-    "way: before create",
-    "way: after create",
+    "hop: before create",
+    "hop: after create",
 )
 REPLICA = (
     "fetch: before an object",
@@ -127,7 +127,7 @@ def _created(_store: Any, key: str, _data: bytes) -> str | None:
     if key == "run.json":
         return "run.json: {} create"
     if key.startswith("manifests/"):
-        return "way: {} create" if key.count(".") > 1 else "manifest: {} create"
+        return "hop: {} create" if key.count(".") > 1 else "manifest: {} create"
     return None
 
 
@@ -154,29 +154,29 @@ def install_store(points: Points) -> None:
 
 
 def install_trainer(points: Points) -> None:
-    import deltawire.upkeep
-    import deltawire.upload
-    from deltawire.history import History
+    import deltawire.publish.upkeep
+    import deltawire.publish.upload
     from deltawire.kernels.cpu import blocks
-    from deltawire.publisher import Publisher
+    from deltawire.publish.history import History
+    from deltawire.publish.publisher import Publisher
 
     install_store(points)
     points.around(Publisher, "_snapshot", "snapshot: before", "snapshot: after")
     points.around(History, "stage", "stage: before", "stage: after")
     points.around(blocks, "changed_positions", after="stage: a chunk")
-    points.around(deltawire.upload, "encode_box", after="encode: a tensor")
-    points.around(History, "settle", "settle: before", "settle: after")
-    points.around(deltawire.upkeep, "put_delta", "upkeep: before delta", "upkeep: after delta")
-    points.around(deltawire.upkeep, "put_anchor", "upkeep: before anchor", "upkeep: after anchor")
+    points.around(deltawire.publish.upload, "encode_box", after="encode: a tensor")
+    points.around(History, "pack", "pack: before", "pack: after")
+    points.around(deltawire.publish.upkeep, "put_delta", "upkeep: before delta", "upkeep: after delta")
+    points.around(deltawire.publish.upkeep, "put_anchor", "upkeep: before anchor", "upkeep: after anchor")
 
 
 def install_replica(points: Points) -> None:
-    import deltawire.mirror
-    import deltawire.target
-    from deltawire.fetch import Fetcher
-    from deltawire.mirror import Mirror
-    from deltawire.replay import Replay
-    from deltawire.target import MemoryTarget
+    import deltawire.follow.mirror
+    import deltawire.follow.target
+    from deltawire.follow.fetch import Fetcher
+    from deltawire.follow.mirror import Mirror
+    from deltawire.follow.target import MemoryTarget
+    from deltawire.format.replay import Replay
 
     install_store(points)
     points.around(Fetcher, "_one", "fetch: before an object", "fetch: after an object")
@@ -191,9 +191,9 @@ def install_replica(points: Points) -> None:
     Fetcher.fetch = fetching  # type: ignore[method-assign]
     points.around(Replay, "patches", "decode: before", "decode: after")
     points.around(Replay, "bits_of", after="load: a tensor")
-    points.around(deltawire.target, "write", after="write: a patch")
+    points.around(deltawire.follow.target, "write", after="write: a patch")
     points.around(MemoryTarget, "apply", after="write: all patches")
-    points.around(deltawire.mirror, "save", "journal: before", "journal: saved")
+    points.around(deltawire.follow.mirror, "save", "journal: before", "journal: saved")
     points.around(Mirror, "_finish_load", after="load: done")
     points.keyed(Path, "replace", _replaced)
     moved = Path.replace
@@ -217,11 +217,11 @@ def install_replica(points: Points) -> None:
         finish(mirror, each(), state)  # type: ignore[arg-type]
 
     Mirror._finish_apply = finishing  # type: ignore[method-assign]
-    tell = Mirror._tell
+    write_marker = Mirror._write_marker
 
     def telling(mirror: Mirror, folder: Path, state: Any) -> None:
         if folder == mirror.folder:
             points.hit("write: flushed")
-        tell(mirror, folder, state)
+        write_marker(mirror, folder, state)
 
-    Mirror._tell = telling  # type: ignore[method-assign]
+    Mirror._write_marker = telling  # type: ignore[method-assign]

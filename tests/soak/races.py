@@ -8,7 +8,7 @@ from typing import Any
 
 from deltawire import DeltawireError, Replica, open_store
 from deltawire.errors import Fenced
-from deltawire.keys import read_document_key
+from deltawire.run.keys import read_document_key
 from soak import model
 from soak.checker import Checker
 from soak.processes import Nursery, Stuck, Worker, wait_until

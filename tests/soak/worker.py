@@ -30,8 +30,8 @@ class Log:
     def __init__(self, path: str) -> None:
         self._file: TextIO = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the process
 
-    def __call__(self, **facts: Any) -> None:
-        self._file.write(json.dumps(facts) + "\n")
+    def __call__(self, **info: Any) -> None:
+        self._file.write(json.dumps(info) + "\n")
 
 
 def open_run(spec: Spec) -> Any:
@@ -42,7 +42,7 @@ def open_run(spec: Spec) -> Any:
 
 def last_step(store: Any) -> tuple[int | None, int]:
     """The last version of a run and its step, or those to begin with."""
-    from deltawire.runs import Run
+    from deltawire.run.run import Run
 
     run = Run(store)
     latest = run.latest() if run.exists() else None
@@ -119,7 +119,7 @@ def opener(spec: Spec, log: Log) -> int:
     import numpy as np
 
     from deltawire import Checkpoint
-    from deltawire.mirror import Mirror
+    from deltawire.follow.mirror import Mirror
     from soak import model
 
     mirror = Mirror(spec["folder"])
@@ -184,12 +184,12 @@ def warm() -> None:
     """Load what every worker needs, and nothing that a fork would break: no store is opened."""
     import numpy as np
 
-    import deltawire.gc
-    import deltawire.publisher
-    import deltawire.replica
+    import deltawire.follow.replica
+    import deltawire.maintain.gc
+    import deltawire.publish.publisher
     import deltawire.store.clouds
-    from deltawire.history import History
-    from deltawire.weights import Viewed
+    from deltawire.publish.history import History
+    from deltawire.tensors.weights import Viewed
     from deltawire.workers import SERIAL
     from soak import model
 
@@ -199,7 +199,7 @@ def warm() -> None:
         deltawire.apply(delta, {name: np.copy(array) for name, array in held.items()}, dtype=model.DTYPES, threads=1)
     history = History(Viewed(held, model.DTYPES), 0)
     history.stage(1, Viewed(model.weights(0, 1), model.DTYPES), SERIAL)
-    history.settle(1, SERIAL)
+    history.pack(1, SERIAL)
     history.at("embed", 0)[:10]
 
 

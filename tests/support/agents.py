@@ -48,7 +48,9 @@ class Server:
         self.engine = TorchEngine(self.model, threads=1)
 
     def go_away(self):
-        self.failing = dict.fromkeys(("look", "open", "digest", "stage"), EngineUnavailable("a server does not answer"))
+        self.failing = dict.fromkeys(
+            ("status", "bind", "digest", "stage"), EngineUnavailable("a server does not answer")
+        )
 
     def __getattr__(self, name):
         if error := self.failing.get(name):

@@ -7,9 +7,9 @@ from uuid import uuid4
 import numpy as np
 
 from deltawire import Publisher, Replica
-from deltawire.dtypes import DTYPES
 from deltawire.store import open_store
-from deltawire.weights import Tensor, view
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.weights import Tensor, view
 
 BF16 = DTYPES["BF16"]
 

@@ -18,13 +18,13 @@ from click.testing import CliRunner
 
 from deltawire import DeltawireError, Publisher, Replica
 from deltawire.cli import main
-from deltawire.signing import generate_key
-from deltawire.weights import Tensor
+from deltawire.run.signing import generate_key
+from deltawire.tensors.weights import Tensor
 from support.chains import copy_of, make_weights, same, step
 
 SHAPES = {"embed": (40, 16), "layer.weight": (16, 16), "norm": (16,), "scale": ()}
 NUM_VERSIONS = 6
-COMMANDS = (["ls"], ["status"], ["info"], ["plan"], ["verify"], ["gc", "--plan", "--keep-anchors", "1"])
+COMMANDS = (["ls"], ["status"], ["info"], ["route"], ["verify"], ["gc", "--plan", "--keep-anchors", "1"])
 FINE, MISMATCH = {0, 1}, 3
 
 ODD_VALUES = [
@@ -70,8 +70,8 @@ class SoundRun:
         self.documents = [json.loads(data) for key, data in self.objects.items() if key.startswith("manifests/")]
 
     def weights_at(self, version):
-        forms = make_weights(shapes=SHAPES)
-        return {name: Tensor(forms[name].dtype, forms[name].shape, bits.copy())
+        specs = make_weights(shapes=SHAPES)
+        return {name: Tensor(specs[name].dtype, specs[name].shape, bits.copy())
                 for name, bits in self.states[version].items()}  # fmt: skip
 
 
@@ -140,24 +140,24 @@ def damage(objects, rng, documents):
         return
     named = [key for key in keys if key.endswith(".json")]
     key = pick(rng, named if named and rng.random() < 0.6 else keys)
-    data, way = objects[key], rng.integers(10)
-    if way <= 2:
+    data, hop = objects[key], rng.integers(10)
+    if hop <= 2:
         objects[key] = change_document(data, rng, documents)
-    elif way == 3:
+    elif hop == 3:
         objects[pick(rng, STRANGE_KEYS)] = objects.pop(key)
-    elif way == 4:
+    elif hop == 4:
         objects[pick(rng, [*STRANGE_KEYS, *keys])] = data
-    elif way == 5:
+    elif hop == 5:
         other = pick(rng, keys)
         objects[key], objects[other] = objects[other], data
-    elif way == 6:
+    elif hop == 6:
         objects[key] = data[: rng.integers(len(data) + 1)]
-    elif way == 7 and data:
+    elif hop == 7 and data:
         flipped = bytearray(data)
         for at in rng.integers(0, len(data), rng.integers(1, 4)):
             flipped[at] ^= 1 << rng.integers(8)
         objects[key] = bytes(flipped)
-    elif way == 8:
+    elif hop == 8:
         del objects[key]
     else:
         objects[key] = pick(rng, [b"", b"{}", b"[" * 2000, b"\xff" * 40, rng.bytes(60), data + b" ", None])

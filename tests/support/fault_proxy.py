@@ -255,17 +255,17 @@ class FaultProxy:
             client.writer.close()
         return False
 
-    async def _count(self, way: Literal["up", "down"], block: bytes, num_bytes: int) -> None:
+    async def _count(self, hop: Literal["up", "down"], block: bytes, num_bytes: int) -> None:
         """Note the bytes, and wait until the line, which all connections share, has had time for them."""
-        if way == "up":
+        if hop == "up":
             self.stats.bytes_up += num_bytes
         else:
             self.stats.bytes_down += num_bytes
         rate = self.rate_bytes_per_second
         if rate:
             now = self._loop.time()
-            self._free_at[way] = max(now, self._free_at[way]) + len(block) / rate
-            await asyncio.sleep(self._free_at[way] - now)
+            self._free_at[hop] = max(now, self._free_at[hop]) + len(block) / rate
+            await asyncio.sleep(self._free_at[hop] - now)
 
 
 class Reset(Exception):

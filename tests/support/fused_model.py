@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece
-from deltawire.engines.live import LiveModel
+from deltawire.engines.live_weights import LiveModel
 from deltawire.engines.trace import flat_storages, trace
-from deltawire.weights import torch_view
+from deltawire.tensors.weights import torch_view
 
 HIDDEN, INNER, EXPERTS, VOCABULARY, PADDED = 8, 12, 2, 22, 32
 HEADS, HEAD = 4, 4
@@ -23,7 +23,7 @@ SHAPES = {
     **{f"experts.{i}.down": (HIDDEN, INNER) for i in range(EXPERTS)},
     "router": (HIDDEN, EXPERTS),
 }
-FORMS = {name: ("F32" if name == "router" else "BF16", shape) for name, shape in SHAPES.items()}
+SPECS = {name: ("F32" if name == "router" else "BF16", shape) for name, shape in SHAPES.items()}
 
 
 def random_bits(shape, dtype, rng):
@@ -99,9 +99,9 @@ class FusedModel(torch.nn.Module):
 
 
 def live_model(model):
-    def find(forms):
+    def find(specs):
         storages = flat_storages(model)
-        return trace(model.load_weights, storages, forms), storages
+        return trace(model.load_weights, storages, specs), storages
 
     return LiveModel(find, threads=2)
 

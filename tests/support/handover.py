@@ -127,8 +127,8 @@ class Source:
     def add(self, name):
         """A tensor of its own, or one that shares memory with another in some way."""
         others = [value for other, value in self.tensors.items() if other != name and value.ndim]
-        way = self.draw(st.sampled_from(["own", "own", "tied", "view", "turned", "slice", "step"])) if others else "own"
-        if way == "own":
+        hop = self.draw(st.sampled_from(["own", "own", "tied", "view", "turned", "slice", "step"])) if others else "own"
+        if hop == "own":
             self.tensors[name] = self.new()
             return
         other = self.draw(st.sampled_from(others))
@@ -140,7 +140,7 @@ class Source:
             "turned": turned,
             "slice": other[half:],
             "step": other[: 2 * half : 2],
-        }[way]
+        }[hop]
 
     def given(self):
         if self.kind == "module":
@@ -246,8 +246,8 @@ class Sink:
             self.tensors = flattened(self.tensors)
         elif self.kind == "empty":
             self.tensors = {}
-        self.holder = Source.__new__(Source)
-        self.holder.tensors, self.holder.kind = self.tensors, "module"
+        self.worker = Source.__new__(Source)
+        self.worker.tensors, self.worker.kind = self.tensors, "module"
         if self.kind == "module" and not all(isinstance(value, torch.Tensor) for value in self.tensors.values()):
             self.kind = "zeros"
 
@@ -255,7 +255,7 @@ class Sink:
         if self.kind == "folder":
             return self.folder
         if self.kind == "module":
-            return self.holder.module()
+            return self.worker.module()
         if self.kind == "copies":
             return OnAccess(self.tensors, lambda value: value.clone() if isinstance(value, torch.Tensor) else +value)
         return self.tensors
@@ -265,7 +265,7 @@ class Sink:
             weights = replica.target.weights()
             return {name: (tensor.shape, tensor.bits.tobytes()) for name, tensor in weights.items()}
         if self.kind == "module":
-            return {name: content(value) for name, value in self.holder.module().state_dict().items()}
+            return {name: content(value) for name, value in self.worker.module().state_dict().items()}
         return {name: value_content(value) for name, value in self.tensors.items()}
 
 

@@ -6,7 +6,7 @@ from hashlib import sha256
 import numpy as np
 
 from deltawire import Delta, Publisher
-from deltawire.runs import Run
+from deltawire.run.run import Run
 from support.chains import make_weights, step
 
 NUM_REAL = 16
@@ -24,14 +24,14 @@ def make_many(url, num_versions):
     for version in range(NUM_REAL, num_versions):
         like, delta = likes[(version // 50 + int(rng.integers(3))) % len(likes)]
         key = f"deltas/{version:08}-from-{version - 1:08}-{version:016x}.safetensors"
-        data = Delta(replace(delta.facts, version=version, base_version=version - 1), delta.entries).to_bytes()
-        stored = replace(like.way.objects[0], key=key, num_bytes=len(data), sha256=sha256(data).hexdigest())
-        way = replace(like.way, version=version, base=version - 1, objects=(stored,))
-        manifest = replace(like, version=version, step=version, way=way, path=likes[0][0].path)
+        data = Delta(replace(delta.info, version=version, base_version=version - 1), delta.entries).to_bytes()
+        stored = replace(like.hop.objects[0], key=key, num_bytes=len(data), sha256=sha256(data).hexdigest())
+        hop = replace(like.hop, version=version, base=version - 1, objects=(stored,))
+        manifest = replace(like, version=version, step=version, hop=hop, path=likes[0][0].path)
         run.store.put(key, data)
         run.commit(run.sign(manifest), manifest)
     return url
 
 
 def delta_of(run, version):
-    return Delta.from_bytes(run.store.get(run.manifest(version).way.objects[0].key))
+    return Delta.from_bytes(run.store.get(run.manifest(version).hop.objects[0].key))

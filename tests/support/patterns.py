@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from deltawire.dtypes import DTYPES, Bits, DType
+from deltawire.tensors.dtypes import DTYPES, Bits, DType
 
 # Zeros of both signs, one step around them, infinities, NaN payloads and subnormals, cut to each width below.
 CORNERS = [0, 1, 2, 0x7F, 0x80, 0x3F80, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF, 0x8000, 0x8001, 0xBF80, 0xFF80, 0xFFFF]

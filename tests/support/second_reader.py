@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 Bits = npt.NDArray[Any]  # flat, unsigned integers of the dtype's width
 Shape = tuple[int, ...]
-Form = tuple[str, Shape]  # dtype and shape
+TensorSpec = tuple[str, Shape]  # dtype and shape
 
 # dtype: width in bits, sign and magnitude, shift and mask of the exponent
 DTYPES: dict[str, tuple[int, bool, int, int]] = {
@@ -35,7 +35,7 @@ DTYPES: dict[str, tuple[int, bool, int, int]] = {
     **dict.fromkeys(("U64", "I64"), (64, False, 0, 0)),
 }
 NUMBERS = ("version", "base_version", "changed", "total")
-FACTS = ("format", "kind", "run", *NUMBERS, "base_digest", "digest", "part", "tied")
+HEADER = ("format", "kind", "run", *NUMBERS, "base_digest", "digest", "part", "tied")
 FILE = r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,254}"
 DELTA_KEY = r"deltas/[0-9]{8}-from-[0-9]{8}-[0-9a-f]{1,64}(-[0-9]{5}-of-[0-9]{5})?\.safetensors"
 ANCHOR_KEY = rf"anchors/[0-9]{{8}}-[0-9a-f]{{1,64}}/{FILE}"
@@ -80,7 +80,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict[str, Form]]:
+def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict[str, TensorSpec]]:
     """The metadata, the tensors as flat unsigned integers, and their dtypes and shapes."""
     size = int.from_bytes(data[:8], "little")
     body = 8 + size
@@ -91,7 +91,7 @@ def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict
     check(all(isinstance(value, str) for value in metadata.values()), "metadata that is not text")
     "".join([*header, *metadata, *metadata.values()]).encode()
     tensors: dict[str, Bits] = {}
-    forms: dict[str, Form] = {}
+    specs: dict[str, TensorSpec] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -102,10 +102,10 @@ def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict
         check(stop - start == math.prod(shape) * width, f"{name}: its size is not that of its shape")
         check(body + stop <= len(data), f"{name}: ends behind the file")
         tensors[name] = np.frombuffer(data[body + start : body + stop], f"<u{width}")
-        forms[name] = (dtype, shape)
+        specs[name] = (dtype, shape)
         end = stop
     check(body + end == len(data), "bytes behind the last tensor")
-    return metadata, tensors, forms
+    return metadata, tensors, specs
 
 
 def check_names(names: Any) -> None:
@@ -135,7 +135,7 @@ def read_shape(text: str) -> Shape:
     return () if text == "scalar" else tuple(read_number(number) for number in text.split("x"))
 
 
-def read_patch(name: str, text: str, tensors: dict[str, Bits], forms: dict[str, Form]) -> SecondPatch:
+def read_patch(name: str, text: str, tensors: dict[str, Bits], specs: dict[str, TensorSpec]) -> SecondPatch:
     """The patch of one metadata entry. Takes its tensors out of `tensors`."""
     fields = text.split(" ")
     check(len(fields) in (4, 6), f"{name}: {len(fields)} fields")
@@ -151,9 +151,9 @@ def read_patch(name: str, text: str, tensors: dict[str, Bits], forms: dict[str, 
     for suffix in SUFFIXES[encoding]:
         key = f"{name}.{suffix}"
         check(
-            key in tensors and forms[key][0] == own_dtype.get(suffix, dtype), f"{key} is missing or has another dtype"
+            key in tensors and specs[key][0] == own_dtype.get(suffix, dtype), f"{key} is missing or has another dtype"
         )
-        check(suffix != "dense" or forms[key][1] == box, f"{key} has another shape")
+        check(suffix != "dense" or specs[key][1] == box, f"{key} has another shape")
         check(encoding != "coo" or tensors[key].size == changed, f"{key} has another size")
         arrays[suffix] = tensors.pop(key)
     return SecondPatch(name, encoding, dtype, shape, offset, box, changed, arrays)
@@ -163,17 +163,17 @@ def read_delta(parts: list[bytes]) -> SecondDelta:
     """A delta from its parts, in any order."""
     patches: list[SecondPatch] = []
     seen: list[str] = []
-    facts: dict[str, str] = {}
+    info: dict[str, str] = {}
     for data in parts:
-        metadata, tensors, forms = read_safetensors(data)
-        own = {fact: metadata.pop(f"deltawire.{fact}") for fact in FACTS if f"deltawire.{fact}" in metadata}
+        metadata, tensors, specs = read_safetensors(data)
+        own = {fact: metadata.pop(f"deltawire.{fact}") for fact in HEADER if f"deltawire.{fact}" in metadata}
         metadata = {name: text for name, text in metadata.items() if not name.startswith("deltawire.")}
-        check(set(FACTS) - set(own) <= {"tied"}, "facts are missing")
+        check(set(HEADER) - set(own) <= {"tied"}, "header members are missing")
         check(own["format"] == "1" and own["kind"] == "delta", "not a delta of format 1")
         seen.append(own.pop("part"))
-        check(facts in ({}, own), "the facts of the parts differ")
-        facts = own
-        patches += [read_patch(name, text, tensors, forms) for name, text in metadata.items()]
+        check(info in ({}, own), "the headers of the parts differ")
+        info = own
+        patches += [read_patch(name, text, tensors, specs) for name, text in metadata.items()]
         check(not tensors, f"tensors of no patch: {list(tensors)}")
     check(sorted(seen) == sorted(f"{k}/{len(parts)}" for k in range(1, len(parts) + 1)), f"not all parts: {seen}")
     for a, b in itertools.combinations(patches, 2):
@@ -181,15 +181,15 @@ def read_delta(parts: list[bytes]) -> SecondDelta:
             check((a.dtype, a.shape) == (b.dtype, b.shape), f"{a.name}: two dtypes or shapes")
             sides = zip(a.offset, a.box_shape, b.offset, b.box_shape, strict=True)
             check(any(ao + an <= bo or bo + bn <= ao for ao, an, bo, bn in sides), f"{a.name}: boxes overlap")
-    tied = json.loads(facts.get("tied", "{}"), object_pairs_hook=unique)
+    tied = json.loads(info.get("tied", "{}"), object_pairs_hook=unique)
     changed_names = {patch.name for patch in patches}
     check_names(changed_names)
     check_tied(tied)
     check(not changed_names & set(tied) and set(tied.values()) <= changed_names, "tied is not about the patches")
-    version, base_version, changed, total = (read_number(facts[fact]) for fact in NUMBERS)
+    version, base_version, changed, total = (read_number(info[fact]) for fact in NUMBERS)
     check(sum(patch.changed for patch in patches) == changed, "the changes do not add up")
-    digests = facts["base_digest"], facts["digest"]
-    return SecondDelta(facts["run"], version, base_version, *digests, changed, total, tied, patches)
+    digests = info["base_digest"], info["digest"]
+    return SecondDelta(info["run"], version, base_version, *digests, changed, total, tied, patches)
 
 
 # Section 4: the payload of gap and context
@@ -360,7 +360,7 @@ def decode(patch: SecondPatch, old: Bits) -> tuple[npt.NDArray[np.int64], Bits]:
 # Sections 5 and 6: applying, and the digest
 
 
-def digest(weights: dict[str, Bits], forms: dict[str, Form]) -> str:
+def digest(weights: dict[str, Bits], specs: dict[str, TensorSpec]) -> str:
     """The digest of the weights, which have no tied names."""
 
     def mixed(x: npt.NDArray[np.uint64], factor: int, shift: int) -> npt.NDArray[np.uint64]:
@@ -369,7 +369,7 @@ def digest(weights: dict[str, Bits], forms: dict[str, Form]) -> str:
 
     low = high = 0
     for name, bits in weights.items():
-        dtype, shape = forms[name]
+        dtype, shape = specs[name]
         text = f"{name}\n{dtype}\n{','.join(map(str, shape))}"
         h0, h1, h2, _ = np.frombuffer(hashlib.sha256(text.encode("utf-8")).digest(), "<u8").tolist()
         i = np.arange(bits.size, dtype=np.uint64)
@@ -382,16 +382,16 @@ def digest(weights: dict[str, Bits], forms: dict[str, Form]) -> str:
     return f"{high % 2**64:016x}{low % 2**64:016x}"
 
 
-def apply(delta: SecondDelta, weights: dict[str, Bits], forms: dict[str, Form]) -> dict[str, Bits]:
+def apply(delta: SecondDelta, weights: dict[str, Bits], specs: dict[str, TensorSpec]) -> dict[str, Bits]:
     """The new weights, as copies. The old ones, flat and without tied names, have to be the ones the delta is for."""
-    check(digest(weights, forms) == delta.base_digest, "the weights do not have base_digest")
+    check(digest(weights, specs) == delta.base_digest, "the weights do not have base_digest")
     new = {name: bits.copy() for name, bits in weights.items()}
     for patch in delta.patches:
         check(patch.name in weights, f"there is no tensor {patch.name}")
-        check(forms[patch.name] == (patch.dtype, patch.shape), f"{patch.name}: another dtype or shape")
+        check(specs[patch.name] == (patch.dtype, patch.shape), f"{patch.name}: another dtype or shape")
         positions, bits = decode(patch, weights[patch.name])
         new[patch.name][positions] = bits
-    check(digest(new, forms) == delta.digest, "the new weights do not have digest")
+    check(digest(new, specs) == delta.digest, "the new weights do not have digest")
     return new
 
 
@@ -439,14 +439,14 @@ def check_value(value: Any, depth: int) -> None:
         check_value(each, depth - 1)
 
 
-def follow_way(
-    get: Any, run: str, way: dict[str, Any], weights: dict[str, Bits], forms: dict[str, Form]
-) -> tuple[dict[str, Bits], dict[str, Form]]:
-    """Sections 7 and 8: the weights at the end of a way, from those of its base."""
+def follow_hop(
+    get: Any, run: str, hop: dict[str, Any], weights: dict[str, Bits], specs: dict[str, TensorSpec]
+) -> tuple[dict[str, Bits], dict[str, TensorSpec]]:
+    """Sections 7 and 8: the weights at the end of a hop, from those of its base."""
     files: dict[str, bytes] = {}
-    check(1 <= len(way["objects"]) <= 10_000, "no objects, or too many")
-    check(way["version"] <= 99_999_999 and (way["base"] is None or way["base"] < way["version"]), "an impossible way")
-    for each in way["objects"]:
+    check(1 <= len(hop["objects"]) <= 10_000, "no objects, or too many")
+    check(hop["version"] <= 99_999_999 and (hop["base"] is None or hop["base"] < hop["version"]), "an impossible hop")
+    for each in hop["objects"]:
         key = each["key"]
         check(re.fullmatch(f"{DELTA_KEY}|{ANCHOR_KEY}", key) is not None, "a bad key")
         check(re.fullmatch(FILE, each["file"]) is not None and each["file"] not in files, "a bad file name")
@@ -454,34 +454,36 @@ def follow_way(
         files[each["file"]] = get(key)
         check(len(files[each["file"]]) == each["bytes"], "another size")
         check(hashlib.sha256(files[each["file"]]).hexdigest() == each["sha256"], "another SHA-256")
-    if way["base"] is None:
-        weights, forms = {}, {}
+    if hop["base"] is None:
+        weights, specs = {}, {}
         for name, data in files.items():
             if name.endswith(".safetensors"):
                 metadata, tensors, found = read_safetensors(data)
                 stated_anchor = [metadata[f"deltawire.{fact}"] for fact in ("run", "version", "digest")]
-                check(stated_anchor == [run, str(way["version"]), way["digest"]], "another anchor")
+                check(stated_anchor == [run, str(hop["version"]), hop["digest"]], "another anchor")
                 check_names(found)
-                weights, forms = weights | tensors, forms | found
+                weights, specs = weights | tensors, specs | found
     else:
         delta = read_delta(list(files.values()))
         stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
-        check(stated == (run, way["version"], way["base"], way["digest"], way["base_digest"]), "another delta")
-        weights = apply(delta, weights, forms)
-    check(digest(weights, forms) == way["digest"], "the weights do not have the digest of the way")
-    return weights, forms
+        check(stated == (run, hop["version"], hop["base"], hop["digest"], hop["base_digest"]), "another delta")
+        weights = apply(delta, weights, specs)
+    check(digest(weights, specs) == hop["digest"], "the weights do not have the digest of the hop")
+    return weights, specs
 
 
-def read_version(get: Any, version: int, public_key: bytes | None = None) -> tuple[dict[str, Bits], dict[str, Form]]:
-    """All weights of a version, by the path in its manifest. `get` gives the bytes of a key."""
+def read_version(
+    get: Any, version: int, public_key: bytes | None = None
+) -> tuple[dict[str, Bits], dict[str, TensorSpec]]:
+    """All weights of a version, by the route in its manifest. `get` gives the bytes of a key."""
     run = read_document(get("run.json"), "run", public_key)["run"]
     manifest = read_document(get(f"manifests/{version:08}.json"), "version", public_key)
     check((manifest["run"], manifest["version"]) == (run, version), "a manifest of something else")
     weights: dict[str, Bits] = {}
-    forms: dict[str, Form] = {}
-    for way in [*manifest["path"], manifest["way"]]:
-        weights, forms = follow_way(get, run, way, weights, forms)
-    check(digest(weights, forms) == manifest["digest"], "the weights do not have the digest of the manifest")
+    specs: dict[str, TensorSpec] = {}
+    for hop in [*manifest["route"], manifest["hop"]]:
+        weights, specs = follow_hop(get, run, hop, weights, specs)
+    check(digest(weights, specs) == manifest["digest"], "the weights do not have the digest of the manifest")
     tied = manifest["tied"]
     check(not set(tied) & set(weights) and set(tied.values()) <= set(weights), "tied is not about the weights")
-    return weights, forms
+    return weights, specs

@@ -8,7 +8,7 @@ import httpx
 from safetensors.torch import save_file
 
 from deltawire import Publisher, Replica
-from deltawire.engines.sglang.client import SglangEngine
+from deltawire.engines.sglang.adapter import SglangEngine
 from deltawire.engines.target import EngineTarget
 from support.chains import fresh_url
 from support.sglang_double import PROMPT, Double, Trainer
@@ -35,10 +35,10 @@ class Run:
         self.trainer.step()
         self.publish(**options)
 
-    def attach(self, *, way="patch", mirror=True, **options):
+    def attach(self, *, mode="patch", mirror=True, **options):
         if self.replica is not None:
             self.replica.close()
-        engine = SglangEngine(self.server.url, way=way, stage=self.stage, timeout=10, **options)
+        engine = SglangEngine(self.server.url, mode=mode, stage=self.stage, timeout=10, **options)
         self.replica = Replica(self.url, EngineTarget(engine, self.mirror if mirror else None))
         return self.replica
 

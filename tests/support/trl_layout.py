@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from deltawire.weights import view
+from deltawire.tensors.weights import view
 
 SIZE = 200_000
 
@@ -44,14 +44,14 @@ def bits(weights):
 
 def write_anchor(folder, step, weights, **stated):
     (folder / "anchors").mkdir(parents=True, exist_ok=True)
-    metadata = facts(step, False, weights, sum(w.numel() for w in weights.values())) | stated
+    metadata = info(step, False, weights, sum(w.numel() for w in weights.values())) | stated
     save_file(
         {name: w.to(torch.bfloat16) for name, w in weights.items()},
         folder / f"anchors/step_{step:06d}.safetensors", metadata=metadata,
     )  # fmt: skip
 
 
-def facts(step, sparse, names, changed):
+def info(step, sparse, names, changed):
     return {
         "format": "sparse_weight_patch",
         "version": "1",
@@ -74,7 +74,7 @@ def write_delta(folder, step, before, after, encoding=None):
             where, what = (".indices", ".values") if encoding is None else (".idx", ".val")
             tensors[name + what] = after[name].view(-1)[index]
             tensors[name + where] = gaps(index) if encoding == "gap_delta" else index.to(torch.int32)
-    metadata = facts(step, True, names, changed)
+    metadata = info(step, True, names, changed)
     metadata |= {"changed_params": json.dumps(names)} if encoding is None else {"encoding": encoding}
     save_file(tensors, folder / f"deltas/step_{step:06d}.safetensors", metadata=metadata)
     return tensors

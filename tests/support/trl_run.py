@@ -30,7 +30,7 @@ def save_policy(folder):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from deltawire.demo.wordle.words import WORDS
+    from deltawire_demo.wordle.words import WORDS
     from support.vllm_server import make_model
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -17,16 +17,16 @@ class Pool:
     @contextmanager
     def server(self, kind="dense", *, tied=False, tp=1, extension=EXTENSION):
         """A server in order. One that is not so afterwards is closed, and the next test gets another."""
-        way = (kind, tied, tp, extension)
+        hop = (kind, tied, tp, extension)
         kept = False
         try:
-            if way not in self._servers:
-                self._start(*way)
-            yield self._servers[way]
-            kept = self._servers[way].is_in_order()
+            if hop not in self._servers:
+                self._start(*hop)
+            yield self._servers[hop]
+            kept = self._servers[hop].is_in_order()
         finally:
-            if not kept and way in self._servers:
-                self._servers.pop(way).close()
+            if not kept and hop in self._servers:
+                self._servers.pop(hop).close()
 
     def _start(self, kind, tied, tp, extension):
         base = self._folder / f"{kind}-{tied}"

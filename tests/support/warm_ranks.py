@@ -10,7 +10,7 @@ import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 
 import deltawire
-import deltawire.sharded
+import deltawire.publish.sharded.publisher
 
 # Kernels are loaded when they are first called; no threads and no stores, which do not survive a fork.
 old = {"w": np.zeros(1000, np.uint16)}

@@ -1,4 +1,4 @@
-"""The command line. Each command is a thin layer over the library: it parses, calls, and speaks."""
+"""The command line. Each command is a thin layer over the library: it parses options, calls, and prints."""
 
 import os
 
@@ -6,7 +6,7 @@ import click
 
 from deltawire import __version__
 from deltawire.cli.attach import attach_command
-from deltawire.cli.chain import info_command, ls_command, plan_command
+from deltawire.cli.chain import info_command, ls_command, route_command
 from deltawire.cli.dashboard import dashboard_command
 from deltawire.cli.demo import demo_command
 from deltawire.cli.explain import explain_command
@@ -20,7 +20,7 @@ from deltawire.cli.watch import watch_command
 SECTIONS = {
     "Runs": [
         publish_command, pull_command, watch_command, attach_command, status_command, dashboard_command, ls_command,
-        info_command, plan_command, verify_command, gc_command, compact_command, export_command, keygen_command,
+        info_command, route_command, verify_command, gc_command, compact_command, export_command, keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
     "Trying it out": [hello_command, demo_command, explain_command, warmup_command],
@@ -28,7 +28,7 @@ SECTIONS = {
 
 
 class Sections(click.Group):
-    """Lists its commands by what they are about."""
+    """Lists its commands in sections."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = formatter.width - 6 - max(len(name) for name in self.commands)
@@ -40,7 +40,7 @@ class Sections(click.Group):
 @click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="deltawire")
 def main() -> None:
-    """Ship RL weights as deltas: find the changed bits, pack them, prove the result.
+    """Ship RL weights as deltas: find the changed bits, pack them, verify the result.
 
     \b
     A run is a chain of versions in a store, which any number of replicas follow:
@@ -54,9 +54,9 @@ def main() -> None:
         deltawire apply old/ step1.safetensors -o rebuilt/
 
     A URL is a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
-    hf://buckets/owner/name/prefix. Credentials come from where each cloud's own tools look for them.
+    hf://buckets/owner/name/prefix. Credentials are those of each cloud's own tools.
     """
-    # Where colorama is installed, numba would have it write to the terminal when the program ends.
+    # If colorama is installed, numba makes it write to the terminal when the program ends.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 

@@ -1,4 +1,4 @@
-"""The attach command: an agent beside an inference server, and a table that shows how it goes."""
+"""The attach command: an agent next to an inference server, and a table of its updates."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, only_with, output_options
-from deltawire.cli.output import say, speaking_errors
 from deltawire.cli.runs import allow_host_option, public_key_option, run_option
 from deltawire.cli.watch import Watch, view_of
+from deltawire.terminal import say, speaking_errors
 
 if TYPE_CHECKING:
-    from deltawire.agent import Agent
+    from deltawire.engines.agent import Agent
     from deltawire.engines.engine import Engine
 
 TOKEN_VARIABLE = "DELTAWIRE_TOKEN"  # noqa: S105
@@ -34,22 +34,22 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @click.option("--engine", "kind", type=click.Choice(["vllm", "sglang"]), required=True, help="What serves the weights.")
 @click.option("--url", "address", metavar="URL", required=True, help="The server, such as http://127.0.0.1:8000.")
 @click.option("--from", "url", metavar="URL", required=True, help="The store that holds the run.")
-@click.option("--mirror", type=PATH, help="A folder for the copy of the weights that deltas are decoded against; it "
-              "outlives restarts.  [default: host memory]")  # fmt: skip
-@click.option("--stage", type=PATH, help="A folder that the server sees too, for changes on their way to it.  "
+@click.option("--mirror", type=PATH, help="A folder for the mirror, the copy of the weights that deltas are decoded "
+              "against; it survives restarts.  [default: host memory]")  # fmt: skip
+@click.option("--shared-folder", type=PATH, help="A folder that the server can read too, to hand changes over.  "
               "[default: shared memory]")  # fmt: skip
-@click.option("--way", type=click.Choice(["patch", "disk"]),
-              help="For sglang: write what has changed, or have it load the mirror.  [default: patch]")  # fmt: skip
-@click.option("--kv", type=click.Choice(["recompute", "keep", "abort"]), default="recompute", show_default=True,
-              help="What becomes of requests that are running: their context is computed again, or kept, or they "
-              "end.")  # fmt: skip
+@click.option("--mode", type=click.Choice(["patch", "disk"]),
+              help="For sglang: write the changes in place, or let it load the mirror.  [default: patch]")  # fmt: skip
+@click.option("--running-requests", type=click.Choice(["recompute", "keep", "abort"]), default="recompute",
+              show_default=True, help="What to do with running requests: recompute their context, keep it, or abort "
+              "them.")  # fmt: skip
 @click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-              help="How often to look, in seconds.")  # fmt: skip
-@click.option("--listen", type=AddressType(), help="Answer /health, /status, /metrics and /nudge here. A port alone "
+              help="How often to look for a new version, in seconds.")  # fmt: skip
+@click.option("--listen", type=AddressType(), help="Serve /health, /status, /metrics and /nudge here. A port alone "
               "is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
 @allow_host_option
 @click.option("--token-file", type=PATH,
-              help=f"Holds the bearer token that a nudge needs.  [default: what {TOKEN_VARIABLE} is]")  # fmt: skip
+              help=f"A file with the bearer token that a nudge needs.  [default: ${TOKEN_VARIABLE}]")  # fmt: skip
 @click.option("--api-key-env", metavar="NAME", help="The environment variable with the server's API key.")
 @click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
 @run_option
@@ -57,32 +57,40 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
 @output_options
 def attach_command(
-    kind: str, address: str, url: str, mirror: Path | None, stage: Path | None, way: str | None, kv: str, poll: float,
-    listen: tuple[str, int] | None, allow_host: tuple[str, ...], token_file: Path | None, api_key_env: str | None,
-    name: str | None, run_id: str | None, public_key: str | None, until: int | None, output_format: str, quiet: bool,
+    kind: str, address: str, url: str, mirror: Path | None, shared_folder: Path | None, mode: str | None,
+    running_requests: str, poll: float, listen: tuple[str, int] | None, allow_host: tuple[str, ...],
+    token_file: Path | None, api_key_env: str | None, name: str | None, run_id: str | None, public_key: str | None,
+    until: int | None, output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
     """Keep an inference server at the newest version of a run.
 
-    Changes are fetched, checked and decoded while the server serves, and written into it in a short pause. A server
-    that is away is waited for; one that was started anew is brought up to date. Ctrl-C ends it. On a terminal a table
-    is drawn in place; elsewhere each update prints a line, with --format json a JSON object.
+    Changes are fetched, checked and decoded while the server serves, and written into it in a short pause. If the
+    server is unavailable, attach waits for it; after a restart it is brought up to date. Ctrl-C ends it. On a terminal
+    a table is drawn in place; elsewhere each update prints a line, with --format json a JSON object.
     """
-    from deltawire.agent import Agent
-    from deltawire.runs import Run
+    from deltawire.engines.agent import Agent
+    from deltawire.run.run import Run
 
-    if way is not None and kind != "sglang":
-        raise click.UsageError("--way is for --engine sglang")
-    if way == "disk" and mirror is None:
-        raise click.UsageError("--way disk needs --mirror: the server loads that folder")
+    if mode is not None and kind != "sglang":
+        raise click.UsageError("--mode is for --engine sglang: leave it out")
+    if mode == "disk" and mirror is None:
+        raise click.UsageError("--mode disk needs --mirror: the server loads that folder")
     only_with("--listen, which starts the HTTP", listen is not None, "allow_host", "token_file")
     with speaking_errors(url):
         host, port = listen or ("127.0.0.1", None)
-        # A store that refuses us is an error now. A run that does not exist yet is waited for.
+        # A store that denies access is an error now. A run that does not exist yet is waited for.
         run = Run(url, public_key=public_key, expected=run_id)
         if not run.exists():
             say(f"waiting for a run at {url}", err=True)
         token, api_key = token_of(token_file), api_key_of(api_key_env)
-        engine = make_engine(kind, address, way=way or "patch", stage=stage, kv=kv, api_key=api_key)
+        engine = make_engine(
+            kind,
+            address,
+            mode=mode or "patch",
+            shared_folder=shared_folder,
+            running_requests=running_requests,
+            api_key=api_key,
+        )
         with Agent(
             engine, run, mirror=mirror, name=name, poll_seconds=poll, host=host, port=port,
             token=token, allowed_hosts=allow_host,
@@ -93,7 +101,7 @@ def attach_command(
 
 
 class Attached(Watch):
-    """Runs an agent in a thread; this one draws and takes signals."""
+    """Runs an agent in a thread; the main thread draws and handles signals."""
 
     def __init__(
         self, agent: "Agent", title: str, until: int | None, poll_seconds: float, output_format: str, quiet: bool
@@ -106,14 +114,18 @@ class Attached(Watch):
             self._agent.run(self.pulled)
 
 
-def make_engine(kind: str, address: str, *, way: str, stage: Path | None, kv: str, api_key: str | None) -> "Engine":
+def make_engine(
+    kind: str, address: str, *, mode: str, shared_folder: Path | None, running_requests: str, api_key: str | None
+) -> "Engine":
     if kind == "sglang":
-        from deltawire.engines.sglang.client import SglangEngine
+        from deltawire.engines.sglang.adapter import SglangEngine
 
-        return SglangEngine(address, way=way, stage=stage, kv=kv, api_key=api_key)
-    from deltawire.engines.vllm.client import VllmEngine
+        return SglangEngine(
+            address, mode=mode, shared_folder=shared_folder, running_requests=running_requests, api_key=api_key
+        )
+    from deltawire.engines.vllm.adapter import VllmEngine
 
-    return VllmEngine(address, stage=stage, kv=kv, api_key=api_key)
+    return VllmEngine(address, shared_folder=shared_folder, running_requests=running_requests, api_key=api_key)
 
 
 def token_of(file: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Commands that look at a run: ls, info, plan."""
+"""Commands that show a run: ls, info, route."""
 
 import json
 import time
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import (
+from deltawire.cli.runs import public_key_option
+from deltawire.terminal import (
     age_text,
     count_text,
-    facts_text,
+    pairs_text,
     percent_text,
     plain,
     show,
@@ -20,12 +21,11 @@ from deltawire.cli.output import (
     speaking_errors,
     table,
 )
-from deltawire.cli.runs import public_key_option
 
 if TYPE_CHECKING:
-    from deltawire.chain import Plan
-    from deltawire.manifest import Manifest, Way
-    from deltawire.runs import Run
+    from deltawire.run.manifest import Manifest, StoredHop
+    from deltawire.run.planner import Route
+    from deltawire.run.run import Run
 
 
 @click.command("ls")
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def ls_command(url: str, limit: int, public_key: str | None, output_format: str, quiet: bool) -> None:
     """List the versions and the replicas of a run.
 
-    The newest version comes last. `also` names further ways to a version: anchors and skip deltas.
+    The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas.
     """
-    from deltawire.runs import Run
+    from deltawire.run.run import Run
 
     with speaking_errors(url):
         run = Run(url, public_key=public_key)
@@ -51,8 +51,8 @@ def ls_command(url: str, limit: int, public_key: str | None, output_format: str,
 
 
 def documents_of(run: "Run") -> dict[int, list[int | None]]:
-    """The further ways to each version, as their bases; None stands for an anchor."""
-    from deltawire.keys import MANIFESTS, read_document_key
+    """The extra hops to each version, as their bases; None stands for an anchor."""
+    from deltawire.run.keys import MANIFESTS, read_document_key
 
     _ = run.id
     found = [about for stat in run.store.list(MANIFESTS) if (about := read_document_key(stat.key))]
@@ -64,15 +64,15 @@ def documents_of(run: "Run") -> dict[int, list[int | None]]:
 
 
 def version_row(manifest: "Manifest", further: Sequence[int | None]) -> dict[str, Any]:
-    way = manifest.way
+    hop = manifest.hop
     return {
         "version": manifest.version,
         "step": manifest.step,
-        "kind": "anchor" if way.base is None else "delta",
-        "base": way.base,
-        "changed": way.num_changed,
-        "density": way.num_changed / max(manifest.num_elements, 1),
-        "bytes": way.num_bytes,
+        "kind": "anchor" if hop.base is None else "delta",
+        "base": hop.base,
+        "changed": hop.num_changed,
+        "density": hop.num_changed / max(manifest.num_elements, 1),
+        "bytes": hop.num_bytes,
         "created": manifest.created,
         "age_seconds": max(time.time() - manifest.created, 0.0),
         "skip_deltas_from": [base for base in further if base is not None],
@@ -81,18 +81,18 @@ def version_row(manifest: "Manifest", further: Sequence[int | None]) -> dict[str
 
 
 def replica_rows(run: "Run", latest: int | None) -> list[dict[str, Any]]:
-    from deltawire.heartbeat import read_heartbeats
+    from deltawire.run.heartbeat import read_heartbeats
 
     rows = []
-    for told in read_heartbeats(run):
-        version = told.get("version")
+    for beat in read_heartbeats(run):
+        version = beat.get("version")
         known = isinstance(version, int) and latest is not None
         rows.append({
-            "name": str(told.get("name")),
+            "name": str(beat.get("name")),
             "version": version,
             "lag": max(latest - version, 0) if known else None,  # type: ignore[operator]
-            "age_seconds": told["age_seconds"],
-            "error": str(told["error"]) if told.get("error") else None,
+            "age_seconds": beat["age_seconds"],
+            "error": str(beat["error"]) if beat.get("error") else None,
         })  # fmt: skip
     return rows
 
@@ -126,10 +126,10 @@ def change_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def further_text(row: Mapping[str, Any]) -> str:
-    ways = ["anchor"] if row["further_anchor"] else []
+    hops = ["anchor"] if row["further_anchor"] else []
     if row["skip_deltas_from"]:
-        ways.append("from " + ", ".join(map(str, row["skip_deltas_from"])))
-    return ", ".join(ways) or "-"
+        hops.append("from " + ", ".join(map(str, row["skip_deltas_from"])))
+    return ", ".join(hops) or "-"
 
 
 @click.command("info")
@@ -139,20 +139,20 @@ def further_text(row: Mapping[str, Any]) -> str:
 @output_options
 def info_command(url: str, version: int | None, public_key: str | None, output_format: str, quiet: bool) -> None:
     """Show a run and one of its versions in detail."""
-    from deltawire.runs import Run
+    from deltawire.run.run import Run
 
     with speaking_errors(url):
         run = Run(url, public_key=public_key)
-        data = {"run": run_facts(run)}
+        data = {"run": run_fields(run)}
         at = run.latest() if version is None else version
         if at is not None:
-            data["version"] = version_facts(run, at)
+            data["version"] = version_fields(run, at)
     show(data, lambda: info_text(data), output_format)
 
 
-def run_facts(run: "Run") -> dict[str, Any]:
-    from deltawire.keys import ANCHORS, DELTAS, RUN_KEY
-    from deltawire.manifest import MOST_BYTES
+def run_fields(run: "Run") -> dict[str, Any]:
+    from deltawire.run.keys import ANCHORS, DELTAS, RUN_KEY
+    from deltawire.run.manifest import MOST_BYTES
 
     known, document = run.id, json.loads(run.store.get(RUN_KEY, limit=MOST_BYTES))
     versions = run.versions()
@@ -166,20 +166,20 @@ def run_facts(run: "Run") -> dict[str, Any]:
         "versions": len(versions),
         "first": versions[0] if versions else None,
         "latest": versions[-1] if versions else None,
-        "anchors": sum(link.base is None for link in run.links()),
+        "anchors": sum(hop.base is None for hop in run.hops()),
         "objects": len(sizes),
         "bytes": sum(sizes),
     }
 
 
-def version_facts(run: "Run", version: int) -> dict[str, Any]:
+def version_fields(run: "Run", version: int) -> dict[str, Any]:
     from deltawire.errors import ChainError
 
     manifest = run.manifest(version)
     try:
-        path: dict[str, Any] | None = plan_from(run, None, version).as_dict()
+        route: dict[str, Any] | None = route_from(run, None, version).as_dict()
     except ChainError:
-        path = None
+        route = None
     return {
         "version": version,
         "step": manifest.step,
@@ -189,25 +189,25 @@ def version_facts(run: "Run", version: int) -> dict[str, Any]:
         "metadata": dict(manifest.metadata),
         "writer": manifest.writer,
         "created": manifest.created,
-        "way": way_facts(manifest.way),
-        "path": path,
+        "hop": hop_fields(manifest.hop),
+        "route": route,
     }
 
 
-def way_facts(way: "Way") -> dict[str, Any]:
+def hop_fields(hop: "StoredHop") -> dict[str, Any]:
     return {
-        "base": way.base,
-        "changed": way.num_changed,
-        "bytes": way.num_bytes,
-        "encodings": dict(way.encodings),
-        "objects": [{"key": each.key, "bytes": each.num_bytes, "sha256": each.sha256} for each in way.objects],
+        "base": hop.base,
+        "changed": hop.num_changed,
+        "bytes": hop.num_bytes,
+        "encodings": dict(hop.encodings),
+        "objects": [{"key": each.key, "bytes": each.num_bytes, "sha256": each.sha256} for each in hop.objects],
     }
 
 
 def info_text(data: Mapping[str, Any]) -> str:
     run = data["run"]
     span = "none yet" if run["latest"] is None else f"{run['versions']}, {run['first']} to {run['latest']}"
-    text = facts_text([
+    text = pairs_text([
         ("run", run["id"]),
         ("store", run["url"]),
         ("signed", "yes" if run["signed"] else "no"),
@@ -219,43 +219,43 @@ def info_text(data: Mapping[str, Any]) -> str:
 
 
 def version_text(data: Mapping[str, Any]) -> str:
-    way = data["way"]
-    changed = f"{way['changed']:,} of {data['total']:,} weights ({percent_text(way['changed'], data['total'])})"
-    facts = [
+    hop = data["hop"]
+    changed = f"{hop['changed']:,} of {data['total']:,} weights ({percent_text(hop['changed'], data['total'])})"
+    info = [
         ("version", f"{data['version']}" + ("" if data["step"] is None else f", step {data['step']}")),
         ("digest", data["digest"]),
         ("written", f"{age_text(time.time() - data['created'])} ago by writer {data['writer']}"),
-        ("kind", "anchor" if way["base"] is None else f"delta from version {way['base']}"),
+        ("kind", "anchor" if hop["base"] is None else f"delta from version {hop['base']}"),
         ("changed", changed),
-        ("payload", size_text(way["bytes"])),
-        ("encodings", ", ".join(f"{name} {count}" for name, count in way["encodings"].items()) or "-"),
+        ("payload", size_text(hop["bytes"])),
+        ("encodings", ", ".join(f"{name} {count}" for name, count in hop["encodings"].items()) or "-"),
         ("metadata", json.dumps(data["metadata"]) if data["metadata"] else "-"),
-        ("path", "none: no unbroken chain leads here" if data["path"] is None else path_text(data["path"])),
+        ("route", "none: no unbroken chain leads here" if data["route"] is None else route_text(data["route"])),
     ]
-    rows = [[each["key"], f"{each['bytes']:,}", f"{each['sha256'][:16]}..."] for each in way["objects"]]
-    return f"{facts_text(facts)}\n\n{table(['object', 'bytes', 'sha256'], rows)}"
+    rows = [[each["key"], f"{each['bytes']:,}", f"{each['sha256'][:16]}..."] for each in hop["objects"]]
+    return f"{pairs_text(info)}\n\n{table(['object', 'bytes', 'sha256'], rows)}"
 
 
-def path_text(path: Mapping[str, Any]) -> str:
-    steps = [f"anchor {each['version']}" if each["base"] is None else str(each["version"]) for each in path["links"]]
+def route_text(route: Mapping[str, Any]) -> str:
+    steps = [f"anchor {each['version']}" if each["base"] is None else str(each["version"]) for each in route["hops"]]
     if len(steps) > 8:
         steps[4:-3] = [f"({len(steps) - 7} more)"]
-    return f"{' -> '.join(steps)}, {size_text(path['bytes'])}"
+    return f"{' -> '.join(steps)}, {size_text(route['bytes'])}"
 
 
-@click.command("plan")
+@click.command("route")
 @click.argument("url")
-@click.option("--from", "have", type=click.IntRange(0), help="The version that one has.  [default: nothing]")
-@click.option("--to", "folder", type=PATH, help="The mirror that would be brought up to date.")
+@click.option("--from", "have", type=click.IntRange(0), help="The version to start from.  [default: nothing]")
+@click.option("--to", "folder", type=PATH, help="A mirror to start from.")
 @click.option("--version", type=click.IntRange(0), help="The version to reach.  [default: the newest]")
 @public_key_option
 @output_options
-def plan_command(
+def route_command(
     url: str, have: int | None, folder: Path | None, version: int | None, public_key: str | None,
     output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
-    """Show what a pull would fetch, without fetching it."""
-    from deltawire.runs import Run
+    """Show the route of a pull: the hops that it would fetch, without fetching them."""
+    from deltawire.run.run import Run
 
     if have is not None and folder is not None:
         raise click.UsageError("give --from or --to, not both")
@@ -264,17 +264,16 @@ def plan_command(
         _ = run.id
         if folder is not None:
             have = version_in(folder, run)
-        found = plan_from(run, have, version)
-        ways = [run.way(link) for link in found.links]
-    objects = [{"key": each.key, "bytes": each.num_bytes} for way in ways for each in way.objects]
+        found = route_from(run, have, version)
+    objects = [{"key": each.key, "bytes": each.num_bytes} for hop in found.hops for each in hop.objects]
     data = {"run": run.id, **found.as_dict(), "objects": objects}
-    show(data, lambda: plan_text(data), output_format)
+    show(data, lambda: hops_text(data), output_format)
 
 
 def version_in(folder: Path, run: "Run") -> int | None:
     """The version that a mirror holds; None for one that does not exist yet."""
-    from deltawire.checkpoint import Checkpoint
     from deltawire.errors import ObjectMissing, RunMismatch
+    from deltawire.format.checkpoint import Checkpoint
 
     try:
         checkpoint = Checkpoint(folder)
@@ -289,24 +288,24 @@ def version_in(folder: Path, run: "Run") -> int | None:
     return None if holds is None else checkpoint.version
 
 
-def plan_from(run: "Run", have: int | None, version: int | None) -> "Plan":
-    """What a replica at some version would do."""
+def route_from(run: "Run", have: int | None, version: int | None) -> "Route[StoredHop]":
+    """The route of a replica from one version to another."""
     from deltawire.errors import ObjectMissing
-    from deltawire.routing import find_route
+    from deltawire.follow.routing import find_route
 
     want = run.latest() if version is None else version
     if want is None:
-        raise ObjectMissing(f"run {run.id} has no version yet", url=run.store.url)
-    return find_route(run, have, run.manifest(want)).plan
+        raise ObjectMissing(f"run {run.id} has no version yet: publish one first", url=run.store.url)
+    return find_route(run, have, run.manifest(want))
 
 
-def plan_text(data: Mapping[str, Any]) -> str:
+def hops_text(data: Mapping[str, Any]) -> str:
     start = "nothing" if data["have"] is None else f"version {data['have']}"
-    if not data["links"]:
+    if not data["hops"]:
         return f"nothing to do: version {data['want']} is there"
     rows = [
         ["anchor" if each["base"] is None else f"delta from {each['base']}", str(each["version"]), f"{each['bytes']:,}"]
-        for each in data["links"]
+        for each in data["hops"]
     ]
     total = f"{size_text(data['bytes'])} in {count_text(len(data['objects']), 'object')}"
-    return f"from {start} to version {data['want']}: {total}\n\n{table(['way', 'to version', 'bytes'], rows)}"
+    return f"from {start} to version {data['want']}: {total}\n\n{table(['hop', 'to version', 'bytes'], rows)}"

@@ -9,8 +9,8 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from deltawire.cli.files import PATH, only_with, output_options
-from deltawire.cli.output import say, speaking_errors
 from deltawire.cli.runs import allow_host_option, public_key_option
+from deltawire.terminal import say, speaking_errors
 
 MOST_LIMIT = 1000
 
@@ -18,29 +18,29 @@ MOST_LIMIT = 1000
 @click.command("dashboard")
 @click.argument("url")
 @click.option("--events", type=PATH, help="The event log of a demo, for rewards and faults.  [default: events.jsonl "
-              "beside the store, where URL is a demo's folder or its store]")  # fmt: skip
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen. There is no login: whoever can "
-              "reach it sees the run.")  # fmt: skip
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where to listen.  [default: a free port]")
+              "next to the store, if URL is a demo's folder or its store]")  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on. There is no login: "
+              "anyone who can reach it sees the run.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port to listen on.  [default: a free port]")
 @allow_host_option
 @click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open it in the browser.")
 @click.option("--every", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS",
-              help="How often to look at the store.")  # fmt: skip
+              help="How often to poll the store.")  # fmt: skip
 @click.option("--after", type=click.IntRange(-1), metavar="VERSION", help="With --format json: versions and steps "
               "later than this one.  [default: the newest]")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1, MOST_LIMIT), default=200, show_default=True, help="With --format json: "
-              "so many of them.")  # fmt: skip
+              "how many of them.")  # fmt: skip
 @public_key_option
 @output_options
 def dashboard_command(
     url: str, events: Path | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool, every: float,
     after: int | None, limit: int, public_key: str | None, output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
-    """Show a run in the browser: versions, replicas, the chain, what a delta is made of.
+    """Show a run in the browser: versions, replicas, the chain, the contents of a delta.
 
-    It only reads the store; losing it affects nothing. A store that does not answer, or has no run yet, is waited for.
-    URL may be the folder of a demo. Ctrl-C ends it. With --format json what is known now is printed once, with
-    next_after for the next page.
+    It only reads the store. A store that does not respond, or has no run yet, is polled until it does. URL may be the
+    folder of a demo. Ctrl-C ends it. With --format json the current state is printed once, with next_after for the next
+    page.
     """
     is_json = output_format == "json"
     only_with("--format json", is_json, "after", "limit")
@@ -60,15 +60,15 @@ def dashboard_command(
 
 
 def places(url: str) -> tuple[str, Path | None]:
-    """The store that is meant, and the event log that goes with it."""
+    """The store of a URL, and the event log that goes with it."""
     parts = urlsplit(url)
     if parts.scheme not in ("", "file"):
         return url, None
     folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
     if (folder / "events.jsonl").is_file() and not (folder / "run.json").exists():
         return str(folder / "store"), folder / "events.jsonl"
-    beside = folder.absolute().parent / "events.jsonl"
-    return url, beside if beside.is_file() else None
+    log = folder.absolute().parent / "events.jsonl"
+    return url, log if log.is_file() else None
 
 
 def serve(
@@ -80,7 +80,7 @@ def serve(
 
     feed = Feed(store, public_key=public_key, events=events)
     dashboard = Dashboard(feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host)
-    # Also SIGINT, which a shell has ignored in what it starts in the background.
+    # Also SIGINT, which shells ignore for background jobs.
     before = {each: signal.signal(each, lambda *_: dashboard.stop()) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         say(dashboard.url)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import FAILURE, MISMATCH, need, say, show, speaking_errors
+from deltawire.terminal import FAILURE, MISMATCH, need, say, show, speaking_errors
 
 if TYPE_CHECKING:
-    from deltawire.demo.orchestrate import Options
+    from deltawire_demo.orchestrate import Options
 
 QUICK = {
     "wordle": {"num_steps": 40, "rounds": 1, "time_limit": 20.0},
     "smollm2": {"num_steps": 5, "rounds": 1, "time_limit": 300.0},
 }
-# Where a model's defaults are others than those of Options.
+# Defaults of a model that differ from those of Options.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "wordle": {},
     "smollm2": {"engine": "vllm", "num_steps": 60, "num_replicas": 1, "warmup_steps": 5, "rounds": 3,
@@ -31,26 +31,26 @@ NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 @click.option("--model", type=click.Choice(list(DEFAULTS)), default="wordle", show_default=True,
               help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which finds words.")  # fmt: skip
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: replicas of the demo's own, or "
-              "real vLLM servers with agents beside them.  [default: torch; vllm with --model smollm2]")  # fmt: skip
+              "real vLLM servers with an agent each.  [default: torch; vllm with --model smollm2]")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 120; 40 with "
               "--quick; 60 with --model smollm2]")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Half a minute: fewer steps, and fewer games before and after.")
 @click.option("--replicas", type=click.IntRange(1, 16), help="How many sample.  [default: 2; 1 with --model smollm2]")
-@click.option("--store", help="Where the run goes, any URL.  [default: a folder beside the log]")
+@click.option("--store", help="The URL of the run.  [default: a folder next to the log]")
 @click.option("--s3", is_flag=True, help="Start a real S3 server (seaweedfs) on this machine, and use that.")
-@click.option("--kill-replica-at", type=click.IntRange(0), metavar="STEP", help="Kill a replica in the middle of it; "
-              "0: do not.  [default: after a sixth of the steps; 0 with vLLM]")  # fmt: skip
-@click.option("--late-join-at", type=click.IntRange(0), metavar="STEP", help="Start one more replica then; 0: do not.  "
-              "[default: after a third of the steps; 0 with vLLM]")  # fmt: skip
+@click.option("--kill-replica-at", type=click.IntRange(0), metavar="STEP", help="Kill a replica at this step; "
+              "0: never.  [default: after a sixth of the steps; 0 with vLLM]")  # fmt: skip
+@click.option("--late-join-at", type=click.IntRange(0), metavar="STEP", help="Start another replica at this step; 0: "
+              "never.  [default: after a third of the steps; 0 with vLLM]")  # fmt: skip
 @click.option("--dashboard/--no-dashboard", default=True, show_default=True, help="Serve the dashboard while it runs.")
 @click.option("--keep", is_flag=True, help="Leave the dashboard and the S3 server running in the end, until Ctrl-C.")
 @click.option("--no-publish", is_flag=True, help="The control: publish the start only, so that replicas never change.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="For words and letters.")
-@click.option("--folder", type=PATH, help="For logs, the checkpoint and the store; one that holds a run goes on with "
+@click.option("--folder", type=PATH, help="For logs, the checkpoint and the store; one that holds a run resumes "
               "it.  [default: a temporary one, which stays]")  # fmt: skip
 @click.option("--cache", type=PATH, help="Where the model of --model smollm2 is kept once it is unpacked.  [default: "
               "~/.cache/deltawire/demo]")  # fmt: skip
-@click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Begin no step after so long.  "
+@click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Start no step after this time.  "
               "[default: 80; 20 with --quick; 1800 with --model smollm2]")  # fmt: skip
 @click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often each word is played to "
               "compare the policy before and after; 0: not at all.  [default: 2; 1 with --quick; 3 with --model "
@@ -64,11 +64,11 @@ def demo_command(
 ) -> None:  # fmt: skip
     """Run asynchronous RL on this machine: a trainer, replicas, Wordle, a store.
 
-    They are processes of their own, and share nothing but the store and HTTP. A small policy with bad habits learns to
+    All are separate processes, which share nothing but the store and HTTP. A small policy with bad habits learns to
     play Wordle with GRPO. Each step is published as a delta, which the replicas find, check and apply while they
-    sample. One replica is killed and comes back, one joins late, and the trainer goes on. In the end every replica's
-    weights are compared with the trainer's, and the whole chain is verified. What ends too early is started again;
-    Ctrl-C ends all of it.
+    sample. One replica is killed and comes back, one joins late, and the trainer keeps training. In the end every
+    replica's weights are compared with the trainer's, and the whole chain is verified. A process that dies is
+    restarted; Ctrl-C ends all of them.
 
     With --model smollm2 a pretrained language model learns on real vLLM, which takes a quarter of an hour.
 
@@ -82,9 +82,9 @@ def demo_command(
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
         need("the demo", NEEDED, "demo")
-        from deltawire.cli.demo_summary import shown, summary_text
-        from deltawire.cli.demo_view import view_of
-        from deltawire.demo.orchestrate import Demo, Interrupted
+        from deltawire_demo.orchestrate import Demo, Interrupted
+        from deltawire_demo.summary import shown, summary_text
+        from deltawire_demo.view import view_of
 
         given = {"num_steps": steps, "time_limit": time_limit, "rounds": rounds, "engine": engine,
                  "num_replicas": replicas, "kill_replica_at": kill_replica_at, "late_join_at": late_join_at,
@@ -113,9 +113,9 @@ def demo_command(
 
 
 def options_of(model: str, quick: bool, given: dict[str, Any], others: dict[str, Any]) -> "Options":
-    """What was asked for, and defaults for the rest."""
-    from deltawire.demo.orchestrate import Options
-    from deltawire.demo.smollm2.start import cache_folder
+    """The given options, and defaults for the rest."""
+    from deltawire_demo.orchestrate import Options
+    from deltawire_demo.smollm2.start import cache_folder
 
     values: dict[str, Any] = {"cache": cache_folder(), **DEFAULTS[model], **(QUICK[model] if quick else {})}
     asked = {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The explain command: figures that show how weights travel."""
+"""The explain command: interactive figures about deltas."""
 
 import signal
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 import click
 
 from deltawire.cli.files import PATH, only_with, output_options
-from deltawire.cli.output import say, show, size_text, speaking_errors
+from deltawire.terminal import say, show, size_text, speaking_errors
 
 
 @click.command("explain")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Where to listen, on "
-              "this machine only.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="The port to "
+              "listen on, for this machine only.")  # fmt: skip
 @click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open the page in a browser.")
 @click.option("--output", "-o", type=PATH, help="Write the page as one HTML file instead, which needs no server.")
 @output_options
 def explain_command(port: int, opens: bool, output: Path | None, output_format: str, quiet: bool) -> None:
     """Show in four interactive figures how deltas work.
 
-    What full weights and deltas cost, why few bf16 weights change, what lies in a bucket, and one update from end to
-    end, computed from recorded training steps, measured times and your own numbers. Serves the page on this machine
+    What full weights and deltas cost, why few bf16 weights change, what is in a bucket, and one update from end to end,
+    computed from recorded training steps, measured times and your own numbers. Serves the page on this machine
     until Ctrl-C and prints its address, or writes it to a file. Nothing is loaded from the network.
     """
     only_with("the page as it is served, not with --output", output is None, "port")
@@ -41,7 +41,7 @@ def explain_command(port: int, opens: bool, output: Path | None, output_format: 
                 say("Ctrl-C ends it.", err=True)
             if opens:
                 click.launch(url)
-            # Also SIGINT, which a shell has ignored in what it starts in the background.
+            # Also SIGINT, which shells ignore for background jobs.
             kinds = (signal.SIGINT, signal.SIGTERM)
             before = {each: signal.signal(each, signal.default_int_handler) for each in kinds}
             try:

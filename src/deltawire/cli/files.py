@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from deltawire.cli.output import percent_text, plain, progress_bar, show, size_text, speaking_errors, table
+from deltawire.terminal import percent_text, plain, progress_bar, show, size_text, speaking_errors, table
 
 if TYPE_CHECKING:
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.delta import Delta
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.format.delta import Delta
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -37,12 +37,12 @@ def output_options(command: Command) -> Command:
     command = click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet)(command)
     kinds = click.Choice(["text", "json"])
     return click.option(
-        "--format", "output_format", type=kinds, default="text", show_default=True, help="How to print."
+        "--format", "output_format", type=kinds, default="text", show_default=True, help="The format of the output."
     )(command)
 
 
 def only_with(condition: str, holds: bool, *names: str) -> None:
-    """Refuse options that were given, by the names of their parameters, where they would be ignored."""
+    """Refuse options that were given, by the names of their parameters, if they would be ignored."""
     context = click.get_current_context()
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -51,7 +51,7 @@ def only_with(condition: str, holds: bool, *names: str) -> None:
 
 
 def _quiet(context: click.Context, _: click.Parameter, quiet: bool) -> bool:
-    """Say nothing of compiling kernels either."""
+    """Also silence the log about compiling kernels."""
     logger = logging.getLogger("deltawire.kernels")
     if quiet and logger.level == logging.NOTSET:
         logger.setLevel(logging.ERROR)
@@ -79,7 +79,7 @@ threads_option = click.option(
 @click.option("--version", type=click.IntRange(0), help="The version of NEW.  [default: one more than that of OLD]")
 @click.option("--base-version", type=click.IntRange(0), help="The version of OLD.  [default: what OLD says, else 0]")
 @click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000, show_default=True,
-              help="Write several files where the delta is larger.")  # fmt: skip
+              help="Split a delta that is larger into several files.")  # fmt: skip
 @threads_option
 @output_options
 def diff_command(
@@ -90,8 +90,8 @@ def diff_command(
 
     OLD and NEW are safetensors files or folders of them. Tensors are read one by one.
     """
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.files import diff_checkpoints
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.format.files import diff_checkpoints
 
     started = time.perf_counter()
     with speaking_errors():
@@ -116,13 +116,13 @@ def diff_command(
 @threads_option
 @output_options
 def apply_command(base: Path, delta: Path, output: Path, output_format: str, quiet: bool, threads: int | None) -> None:
-    """Write the checkpoint that DELTA makes of checkpoint BASE.
+    """Apply DELTA to checkpoint BASE, and write the result as a checkpoint.
 
-    The digests of BASE and of the result are checked; the output appears only if both are right.
+    The digests of BASE and of the result are checked; the output appears only if both match.
     """
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.delta import Delta
-    from deltawire.files import apply_to_checkpoint
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.format.delta import Delta
+    from deltawire.format.files import apply_to_checkpoint
 
     started = time.perf_counter()
     with speaking_errors():
@@ -145,12 +145,15 @@ def apply_command(base: Path, delta: Path, output: Path, output_format: str, qui
     "--base", type=PATH, help="The checkpoint that a delta applies to: decode it fully and check both digests."
 )
 @click.option(
-    "--digest", "expected", type=DigestType(), help="The digest that TARGET must have (for a delta: must lead to)."
+    "--digest",
+    "expected",
+    type=DigestType(),
+    help="The digest that TARGET must have (for a delta: the digest of its result).",
 )
-@click.option("--version", type=click.IntRange(0), help="Of a run: check only what this version needs.")
-@click.option("--shallow", is_flag=True, help="Of a run: check documents and sizes, fetch nothing.")
-@click.option("--mirror", type=PATH, help="Of a run: compare this folder with it, every element of every tensor.")
-@click.option("--public-key", metavar="HEX|FILE", help="Of a run: the key that everything must be signed with.")
+@click.option("--version", type=click.IntRange(0), help="For a run: check only what this version needs.")
+@click.option("--shallow", is_flag=True, help="For a run: check documents and sizes, fetch nothing.")
+@click.option("--mirror", type=PATH, help="For a run: compare this folder with it, every element of every tensor.")
+@click.option("--public-key", metavar="HEX|FILE", help="For a run: the key that everything must be signed with.")
 @threads_option
 @output_options
 def verify_command(
@@ -159,9 +162,9 @@ def verify_command(
 ) -> None:  # fmt: skip
     """Check a delta, a checkpoint, or a whole run.
 
-    TARGET is a path, or the URL of a run. A checkpoint is checked against the digest it states. A delta alone is
-    checked for its structure; with --base also for every bit it leads to. Of a run all documents, objects and weights
-    are checked; with --mirror a folder is compared with its version of the run, or with --version.
+    TARGET is a path, or the URL of a run. A checkpoint is checked against the digest in its metadata. Of a delta alone
+    the structure is checked; with --base also every bit of its result. Of a run all documents, objects and weights are
+    checked; with --mirror a folder is compared with its version of the run, or with --version.
     """
     if is_run(target):
         if base is not None or expected is not None:
@@ -186,9 +189,9 @@ def is_run(target: str) -> bool:
 def verify_file(
     target: Path, base: Path | None, expected: str | None, output_format: str, quiet: bool, threads: int | None
 ) -> None:
-    from deltawire.delta import Delta
     from deltawire.errors import DigestMismatch
-    from deltawire.parts import is_delta
+    from deltawire.format.delta import Delta
+    from deltawire.format.parts import is_delta
 
     with speaking_errors():
         if is_delta(target):
@@ -219,15 +222,15 @@ def verify_file(
     show_default=True,
     help="What to sort the tensors by.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Show only so many tensors.")
+@click.option("--limit", type=click.IntRange(1), help="Show at most so many tensors.")
 @output_options
 def inspect_command(delta: Path, sort: str, limit: int | None, output_format: str, quiet: bool) -> None:
-    """Show what a delta holds: encoding, changes, bytes and step lengths of each tensor.
+    """Show the contents of a delta: encoding, changes, bytes and step lengths of each tensor.
 
-    Steps count units in the last place (for integers: units); coo and dense do not tell them.
+    Steps count units in the last place (for integers: units); they are unknown for coo and dense.
     """
-    from deltawire.delta import Delta
-    from deltawire.inspection import STEP_NAMES, inspect_entry
+    from deltawire.format.delta import Delta
+    from deltawire.format.inspection import STEP_NAMES, inspect_entry
 
     with speaking_errors():
         change = Delta.load(delta)
@@ -268,9 +271,9 @@ def inspect_command(delta: Path, sort: str, limit: int | None, output_format: st
 
 
 def verify_delta_at(change: "Delta", base: Path | None, quiet: bool, threads: int | None) -> str:
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.files import verify_delta
-    from deltawire.inspection import check_structure
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.format.files import verify_delta
+    from deltawire.format.inspection import check_structure
 
     if base is None:
         for entry in change.entries:
@@ -283,8 +286,8 @@ def verify_delta_at(change: "Delta", base: Path | None, quiet: bool, threads: in
 
 
 def checkpoint_digest(path: Path, quiet: bool, threads: int | None) -> tuple[Any, str | None]:
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.state import Digest, tensor_digest
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.tensors.digest import Digest, tensor_digest
     from deltawire.workers import Workers
 
     checkpoint = Checkpoint(path)

@@ -8,34 +8,35 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import output_options
-from deltawire.cli.output import MISMATCH, facts_text, progress_bar, show, size_text, speaking_errors
+from deltawire.terminal import MISMATCH, pairs_text, progress_bar, show, size_text, speaking_errors
 
 if TYPE_CHECKING:
-    from deltawire.hello import Hello
+    from deltawire_demo.hello import Hello
 
-# Weights of RL runs; all widths are for images, where nothing should be left to compile.
+# The widths of RL weights, and all widths: for images, where nothing should be left to compile.
 COMMON_BITS, ALL_BITS = (16,), (8, 16, 32, 64)
 
 
 @click.command("hello")
-@click.option("--to", "url", metavar="URL", help="The store, where nothing is yet.  [default: a temporary folder]")
+@click.option("--to", "url", metavar="URL", help="The store, which must be empty.  [default: a temporary folder]")
 @click.option("--steps", type=click.IntRange(8, 1000), default=20, show_default=True, help="How many versions.")
 @output_options
 def hello_command(url: str | None, steps: int, output_format: str, quiet: bool) -> None:
     """See it work: a trainer, two replicas, one of them killed, equal weights.
 
-    They are processes of their own and share nothing but a store. The trainer moves 17 MB of bf16 weights by small
-    steps, of which about 1.4 % change at each, and publishes every step. One replica keeps them in memory, the other
-    in a folder; that one is killed on the way and comes back, and the trainer never waits. In the end the SHA-256 of
-    the weights that each of them holds must be the same. Takes seconds, and needs no GPU, torch or network.
+    All are separate processes, which share nothing but a store. The trainer updates 17 MB of bf16 weights in small
+    steps, each of which changes about 1.4 % of them, and publishes every step. One replica keeps its weights in memory,
+    the other in a folder; the second is killed half-way and comes back, and the trainer never waits. In the end the
+    SHA-256 of the weights that each of them holds must be the same. Takes seconds, and needs no GPU, torch or
+    network.
 
     \b
     Example:
         deltawire hello
         deltawire hello --to s3://bucket/hello
     """
-    from deltawire.hello import say_hello
     from deltawire.store import open_store
+    from deltawire_demo.hello import say_hello
 
     with speaking_errors(url), ExitStack() as stack:
         if url is None:
@@ -45,7 +46,7 @@ def hello_command(url: str | None, steps: int, output_format: str, quiet: bool) 
         elif next(iter(open_store(url).list("")), None) is not None:
             raise ValueError(f"--to {url}: something is there already; name an empty place")
         _warm_up(COMMON_BITS, quiet)
-        hello = say_hello(url, steps, _ignore if quiet else _tell)
+        hello = say_hello(url, steps, _ignore if quiet else _print)
         show(hello.as_json(), lambda: _summary(hello), output_format)
         if not hello.ok:
             sys.exit(MISMATCH)
@@ -55,7 +56,7 @@ def _ignore(hello: "Hello", event: dict[str, Any]) -> None:
     pass
 
 
-def _tell(hello: "Hello", event: dict[str, Any]) -> None:
+def _print(hello: "Hello", event: dict[str, Any]) -> None:
     if text := _line(hello, event):
         click.echo(f"{event['who']:<8} {text}", err=True)
 
@@ -65,7 +66,7 @@ def _line(hello: "Hello", event: dict[str, Any]) -> str | None:
     if event.get("killed"):
         return f"version {version:>3}  killed with SIGKILL"
     if "ready" in event:
-        return None if version is None else f"version {version:>3}  is back, with what lies in its folder"
+        return None if version is None else f"version {version:>3}  is back, with the weights in its folder"
     if event["who"] != "trainer":
         return None if "sha256" in event else f"version {version:>3}  fetched {size_text(event['num_bytes'])}"
     if "sha256" in event:
@@ -80,7 +81,7 @@ def _summary(hello: "Hello") -> str:
     mean = sum(hello.step_bytes) / len(hello.step_bytes)
     held = "\n".join(f"{name} {digest}" for name, digest in hello.sha256.items())
     weights = f"{names}: SHA-256 {next(iter(hello.sha256.values()))}" if hello.ok else f"DIFFERENT\n{held}"
-    return facts_text(
+    return pairs_text(
         [
             ("equal weights", weights),
             ("a step", f"sent {size_text(mean)} instead of {size_text(hello.full_bytes)}"),
@@ -99,9 +100,9 @@ def _summary(hello: "Hello") -> str:
 def warmup_command(bits: tuple[str, ...], output_format: str, quiet: bool) -> None:
     """Compile the kernels that publishing, following and engines use.
 
-    They are compiled when they are first used otherwise, which takes about ten seconds on a new machine. Run it when an
-    image is built, or before something is timed. What is compiled is kept beside the package, or in the user's cache
-    folder, or in NUMBA_CACHE_DIR; it is used wherever that can be read, and only on the same kind of CPU.
+    Without it they are compiled on first use, which takes about ten seconds on a new machine. Run it when an image is
+    built, or before something is timed. The compiled kernels are kept next to the package, or in the user's cache
+    folder, or in NUMBA_CACHE_DIR; they are used wherever that can be read, and only on the same kind of CPU.
 
     \b
     Example:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from deltawire.cli.files import ENCODING_NAMES, PATH, only_with, output_options, threads_option
-from deltawire.cli.output import (
+from deltawire.terminal import (
     ByteBar,
     count_text,
-    facts_text,
+    pairs_text,
     percent_text,
     progress_bar,
     say,
@@ -24,27 +24,26 @@ from deltawire.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.manifest import Manifest
-    from deltawire.publisher import Publisher
-    from deltawire.replay import Replay
-    from deltawire.replica import Pull, Replica
-    from deltawire.runs import Run
-    from deltawire.state import Digest
+    from deltawire.follow.replica import Pull, Replica
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.format.replay import Replay
+    from deltawire.publish.publisher import Publisher
+    from deltawire.run.manifest import Manifest
+    from deltawire.run.run import Run
     from deltawire.store import Buffer, Pieces, Store
-    from deltawire.target import State
+    from deltawire.tensors.digest import Digest, WeightVersion
 
 public_key_option = click.option(
     "--public-key",
     metavar="HEX|FILE",
-    help="Take nothing that is not signed with this key.",
+    help="Accept only documents that are signed with this key.",
 )
-run_option = click.option("--run", "run_id", metavar="ID", help="Take this run and no other, also where the weights "
-                          "are at another one.  [default: what is there, if they are not]")  # fmt: skip
-allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Answer requests under this name "
-                                 "too, such as agent.example or *.example. Repeatable.  [default: the names of the "
-                                 "host that it listens on]")  # fmt: skip
-sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; make one with keygen.")
+run_option = click.option("--run", "run_id", metavar="ID", help="Accept only this run, and move weights of another "
+                          "run to it.  [default: the run in the store]")  # fmt: skip
+allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Accept requests for this host "
+                                 "name too, such as agent.example or *.example. Repeatable.  [default: the names of "
+                                 "the host that it listens on]")  # fmt: skip
+sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; create one with keygen.")
 
 
 class MetadataType(click.ParamType[tuple[str, Any]]):
@@ -63,18 +62,18 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @click.command("publish")
 @click.argument("checkpoint", type=PATH)
 @click.option("--to", "url", metavar="URL", required=True, help="The store that holds the run.")
-@click.option("--run", "name", help="The run's id.  [default: what is there, else a new one]")
+@click.option("--run", "name", help="The run's id.  [default: that of the store, else a new one]")
 @click.option("--step", type=int, help="The training step of these weights.")
 @click.option("--metadata", type=MetadataType(), multiple=True,
-              help="What else to say of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
+              help="Metadata of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
 @click.option("--base", type=PATH,
               help="The weights of the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
-@click.option("--anchor", is_flag=True, help="Send all weights, not a delta.")
+@click.option("--anchor", is_flag=True, help="Upload all weights, not a delta.")
 @click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", show_default=True,
-              help="How deltas are packed; see deltawire diff.")  # fmt: skip
+              help="How deltas are encoded; see deltawire diff.")  # fmt: skip
 @sign_key_option
 @click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000, show_default=True,
-              help="Use several objects where one would be larger.")  # fmt: skip
+              help="Split files that are larger into several objects.")  # fmt: skip
 @threads_option
 @output_options
 def publish_command(
@@ -82,13 +81,13 @@ def publish_command(
     base: Path | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int,
     output_format: str, quiet: bool, threads: int | None,
 ) -> None:  # fmt: skip
-    """Make a checkpoint the next version of a run.
+    """Publish a checkpoint as the next version of a run.
 
-    The first version is an anchor: all weights, and the files beside them. Later ones are deltas against the version
-    before, whose weights are taken from --base or fetched. Returns when the version is committed.
+    The first version is an anchor: all weights, and the files next to them. Later ones are deltas against the version
+    before, whose weights are read from --base or fetched. Returns when the version is committed.
     """
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.publisher import Publisher
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.publish.publisher import Publisher
     from deltawire.store import open_store
 
     started = time.perf_counter()
@@ -114,11 +113,11 @@ def publish_command(
 def base_weights(
     store: "Store", base: Path | None, anchor: bool, sign_key: Path | None, quiet: bool
 ) -> "Iterator[Checkpoint | None]":
-    """The weights of the last version, from where they are or from the store; None where none are needed."""
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.replica import Replica
-    from deltawire.runs import Run
-    from deltawire.signing import public_key_of
+    """The weights of the last version, from `base` or fetched; None if none are needed."""
+    from deltawire.follow.replica import Replica
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.run.run import Run
+    from deltawire.run.signing import public_key_of
 
     run = Run(store)
     if base is not None or anchor or not run.exists() or run.latest() is None:
@@ -135,7 +134,7 @@ def base_weights(
 
 
 def check_resumed(publisher: "Publisher", base: Path | None, anchor: bool) -> None:
-    """A delta must start from the last version; the library would send an anchor instead, which was not asked for."""
+    """Refuse weights that are not the last version: the library would upload an anchor, which was not requested."""
     from deltawire.errors import BaseMismatch, Fenced
 
     if anchor or publisher.version is None or publisher.resumed:
@@ -149,7 +148,7 @@ def check_resumed(publisher: "Publisher", base: Path | None, anchor: bool) -> No
 
 
 class CountingStore:
-    """A store that tells how many bytes were sent."""
+    """A store that counts the bytes that were sent."""
 
     def __init__(self, store: "Store", bar: ByteBar) -> None:
         self._store, self._bar = store, bar
@@ -177,21 +176,21 @@ class _Counted:
 
 
 def published(manifest: "Manifest", url: str, full_bytes: int) -> dict[str, Any]:
-    way = manifest.way
+    hop = manifest.hop
     return {
         "url": url,
         "run": manifest.run,
         "version": manifest.version,
         "step": manifest.step,
-        "kind": "anchor" if way.base is None else "delta",
-        "base": way.base,
-        "changed": way.num_changed,
+        "kind": "anchor" if hop.base is None else "delta",
+        "base": hop.base,
+        "changed": hop.num_changed,
         "total": manifest.num_elements,
-        "bytes": way.num_bytes,
+        "bytes": hop.num_bytes,
         "full_bytes": full_bytes,
-        "ratio": round(full_bytes / max(way.num_bytes, 1), 2),
-        "objects": len(way.objects),
-        "encodings": dict(way.encodings),
+        "ratio": round(full_bytes / max(hop.num_bytes, 1), 2),
+        "objects": len(hop.objects),
+        "encodings": dict(hop.encodings),
         "digest": str(manifest.digest),
     }
 
@@ -200,7 +199,7 @@ def published_text(data: Mapping[str, Any]) -> str:
     changed = f"{data['changed']:,} of {data['total']:,} weights ({percent_text(data['changed'], data['total'])})"
     smaller = f", {data['ratio']:.1f} times smaller than all weights" if data["kind"] == "delta" else ", all weights"
     step = "" if data["step"] is None else f", step {data['step']}"
-    return facts_text([
+    return pairs_text([
         ("version", f"{data['version']} of run {data['run']}{step}"),
         ("changed", changed),
         ("payload", f"{size_text(data['bytes'])}{smaller}"),
@@ -211,12 +210,12 @@ def published_text(data: Mapping[str, Any]) -> str:
 
 @click.command("pull")
 @click.argument("url")
-@click.option("--to", "folder", type=PATH, required=True, help="The folder to fill or to bring up to date.")
-@click.option("--version", type=click.IntRange(0), help="The version to have (trl: the step).  [default: the newest]")
+@click.option("--to", "folder", type=PATH, required=True, help="The folder to create or to update.")
+@click.option("--version", type=click.IntRange(0), help="The version to pull (trl: the step).  [default: the newest]")
 @run_option
 @public_key_option
 @click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
-              help="How the store is laid out; trl: as TRL's delta sync writes it.")  # fmt: skip
+              help="The layout of the store; trl: that of TRL's delta sync.")  # fmt: skip
 @output_options
 def pull_command(
     url: str, folder: Path, version: int | None, run_id: str | None, public_key: str | None, layout: str,
@@ -226,15 +225,15 @@ def pull_command(
 
     The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
     """
-    from deltawire.replica import Replica
-    from deltawire.runs import Run
+    from deltawire.follow.replica import Replica
+    from deltawire.run.run import Run
 
     only_with("--layout deltawire: the other is not signed and names no run", layout != "trl", "public_key", "run_id")
     with speaking_errors(url):
         if layout == "trl":
             return pull_from_trl(url, folder, version, output_format)
         run = Run(url, public_key=public_key, expected=run_id)
-        # Before the folder is made: a wrong URL or version must leave nothing behind.
+        # Before the folder is created: a wrong URL or version must leave nothing behind.
         _ = run.id if version is None else run.manifest(version)
         with (
             Replica(run, folder) as replica,
@@ -244,7 +243,7 @@ def pull_command(
             data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
     if data["faults"]:
         say(
-            f"warning: took another path after {count_text(data['faults'], 'fault')}; see: deltawire verify {url}",
+            f"warning: took another route after {count_text(data['faults'], 'fault')}; see: deltawire verify {url}",
             err=True,
         )
     return show(data, lambda: pulled_text(data), output_format)
@@ -287,7 +286,7 @@ def pulled_text(data: Mapping[str, Any]) -> str:
     start = "an anchor" if data["anchor"] else f"version {data['base']}"
     source = f", from {start}" if data["objects"] else ", as it was already"
     times = "  ".join(f"{name} {data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply"))
-    return facts_text([
+    return pairs_text([
         ("version", f"{data['version']} of run {data['run']}{source}"),
         ("fetched", f"{size_text(data['bytes'])} in {count_text(data['objects'], 'object')}"),
         ("digest", f"{data['digest']}, checked"),
@@ -303,7 +302,7 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 @click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
               help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
 @click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1", show_default=True,
-              help="With --layout trl: whose readers it is for, of delta-weight-sync, -v2 and -v3.")  # fmt: skip
+              help="With --layout trl: the branch of its readers, delta-weight-sync, -v2 or -v3.")  # fmt: skip
 @public_key_option
 @threads_option
 @output_options
@@ -313,10 +312,10 @@ def export_command(
 ) -> None:  # fmt: skip
     """Write a version of a run as a plain checkpoint.
 
-    The checkpoint says its version and digest, so that publish, diff and verify know it.
+    Its metadata has the version and the digest, so that publish, diff and verify know them.
     """
-    from deltawire.replica import Replica
-    from deltawire.runs import Run
+    from deltawire.follow.replica import Replica
+    from deltawire.run.run import Run
 
     only_with("--layout trl", layout == "trl", "branch")
     with speaking_errors(url):
@@ -332,7 +331,7 @@ def export_command(
             digest = str(replica.run.manifest(done.version).digest)
     data = {"output": destination, "run": run.id, "version": done.version, "digest": digest, "bytes": done.num_bytes}
     text = [("wrote", destination), ("version", f"{done.version} of run {run.id}"), ("digest", f"{digest}, checked")]
-    return show(data, lambda: facts_text(text), output_format)
+    return show(data, lambda: pairs_text(text), output_format)
 
 
 def export_to_trl(
@@ -349,7 +348,7 @@ def export_to_trl(
 
 
 class ExportTarget:
-    """A checkpoint that is written once: an anchor, whatever deltas lead to it."""
+    """A checkpoint that is written once, from an anchor and the deltas after it."""
 
     scratch: Path | None = None
 
@@ -360,12 +359,12 @@ class ExportTarget:
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
 
-    def state(self) -> "State | None":
+    def state(self) -> "WeightVersion | None":
         return None
 
     served = state
 
-    def look(self) -> None: ...
+    def refresh(self) -> None: ...
 
     def about(self) -> dict[str, Any]:
         return {}
@@ -379,15 +378,15 @@ class ExportTarget:
     def apply(self, *_: Any) -> None:
         raise TypeError("there is nothing to patch in an export")
 
-    def load(self, anchor: "Replay", state: "State", files: Sequence[Path], tied: Mapping[str, str]) -> None:
-        from deltawire.checkpoint import anchor_facts, write_checkpoint
-        from deltawire.files import shards_of
+    def load(self, anchor: "Replay", state: "WeightVersion", files: Sequence[Path], tied: Mapping[str, str]) -> None:
+        from deltawire.format.checkpoint import anchor_info, write_checkpoint
+        from deltawire.format.files import shards_of
 
         checkpoint = cast("Checkpoint", anchor.base)
         total = sum(checkpoint.num_elements(name) for name in checkpoint)
-        facts = anchor_facts(state.run, state.version, state.digest, total, tied)
+        info = anchor_info(state.run, state.version, state.digest, total, tied)
         write_checkpoint(
-            self._path, shards_of(checkpoint, self._path), {"format": "pt", **facts}, anchor.bits_of,
+            self._path, shards_of(checkpoint, self._path), {"format": "pt", **info}, anchor.bits_of,
             extra_files=list(files), check=lambda: anchor.check(state.digest),
         )  # fmt: skip
 
@@ -398,11 +397,11 @@ class ExportTarget:
 @click.option("--output", "-o", type=PATH, required=True, help="The private key to write; it must not exist yet.")
 @output_options
 def keygen_command(output: Path, output_format: str, quiet: bool) -> None:
-    """Make a key that signs a run.
+    """Create a key to sign a run with.
 
     Prints the public key, which readers give as --public-key.
     """
-    from deltawire.signing import generate_key
+    from deltawire.run.signing import generate_key
 
     with speaking_errors():
         public = generate_key(output)

@@ -1,4 +1,4 @@
-"""The status command: a run and everyone who follows it."""
+"""The status command: a run and its replicas."""
 
 import json
 import signal
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import only_with, output_options
-from deltawire.cli.output import Drawing, age_text, count_text, pause_text, plain, say, show, speaking_errors, table
 from deltawire.cli.runs import public_key_option
+from deltawire.terminal import Drawing, age_text, count_text, pause_text, plain, say, show, speaking_errors, table
 
 if TYPE_CHECKING:
-    from deltawire.runs import Run
+    from deltawire.run.run import Run
 
-# Four heartbeats. One that is in the middle of a pull sends none, and has longer.
+# Four heartbeats. A replica sends none during a pull, and gets longer.
 SILENT_SECONDS = 60.0
 
 HEALTHS = ("ok", "behind", "fault", "silent")
@@ -25,9 +25,9 @@ HEALTHS = ("ok", "behind", "fault", "silent")
 
 @click.command("status")
 @click.argument("url")
-@click.option("--watch", "-w", is_flag=True, help="Go on, and show what changes. Ctrl-C ends it.")
+@click.option("--watch", "-w", is_flag=True, help="Keep running, and show changes. Ctrl-C ends it.")
 @click.option("--poll", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True,
-              help="How often to look with --watch, in seconds.")  # fmt: skip
+              help="How often to poll with --watch, in seconds.")  # fmt: skip
 @public_key_option
 @output_options
 def status_command(
@@ -35,11 +35,11 @@ def status_command(
 ) -> None:  # fmt: skip
     """Show the replicas of a run: version, lag, last pause, health.
 
-    They tell of themselves every 15 seconds. Health is ok, behind, fault with its text, or silent: not heard of for a
-    minute, or for ten in the middle of a pull. With --watch the table is drawn in place on a terminal; elsewhere each
+    Each writes a heartbeat every 15 seconds. Health is ok, behind, fault with its text, or silent: no heartbeat for a
+    minute, or for ten during a pull. With --watch the table is drawn in place on a terminal; elsewhere each
     change prints it again, with --format json a JSON object on one line.
     """
-    from deltawire.runs import Run
+    from deltawire.run.run import Run
 
     only_with("--watch", watch, "poll")
     with speaking_errors(url):
@@ -52,10 +52,10 @@ def status_command(
 
 
 def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format: str, live: bool) -> None:
-    """Show a fleet again and again, or where it changes."""
+    """Redraw the fleet, or print it when it changes."""
     from deltawire.errors import StoreError
 
-    # Also SIGINT, which a shell has ignored in what it starts in the background.
+    # Also SIGINT, which shells ignore for background jobs.
     before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
     drawing, shown, fault = Drawing(), None, None
     try:
@@ -83,8 +83,8 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format:
 
 
 def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
-    """A run and its replicas, as they are now; the newest version is `known` or a later one."""
-    from deltawire.heartbeat import read_heartbeats
+    """A run and its replicas; the newest version is `known` or a later one."""
+    from deltawire.run.heartbeat import read_heartbeats
 
     name, version = run.id, run.latest(after=-1 if known is None else known - 1)
     manifest = None if version is None else run.manifest(version)
@@ -97,32 +97,32 @@ def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
         "created": None if manifest is None else manifest.created,
         "age_seconds": None if manifest is None else max(time.time() - manifest.created, 0.0),
     }
-    rows = [replica_row(told, version) for told in read_heartbeats(run)]
+    rows = [replica_row(beat, version) for beat in read_heartbeats(run)]
     rows.sort(key=lambda row: (row["health"] not in ("fault", "silent"), row["name"]))
     counts = {health: sum(row["health"] == health for row in rows) for health in HEALTHS}
     return {**about, "replicas": rows, "summary": {"replicas": len(rows), **counts}}
 
 
-def replica_row(told: Mapping[str, Any], latest: int | None) -> dict[str, Any]:
-    """What a replica says of itself, and what that means. Whoever may write to the store can say anything."""
-    version, pause, engine = told.get("version"), told.get("pause_seconds"), told.get("engine")
+def replica_row(beat: Mapping[str, Any], latest: int | None) -> dict[str, Any]:
+    """A replica's heartbeat and health. Heartbeats are untrusted: anyone with write access can write them."""
+    version, pause, engine = beat.get("version"), beat.get("pause_seconds"), beat.get("engine")
     version = version if type(version) is int else None
     lag = None if version is None or latest is None else max(latest - version, 0)
     row = {
-        "name": str(told.get("name")),
+        "name": str(beat.get("name")),
         "engine": str(engine.get("kind")) if isinstance(engine, dict) else None,
         "address": str(engine.get("address")) if isinstance(engine, dict) else None,
         "version": version,
         "lag": lag,
         "pause_seconds": pause if isinstance(pause, int | float) and isfinite(pause) else None,
-        "age_seconds": told["age_seconds"],
-        "error": str(told["error"]) if told.get("error") else None,
+        "age_seconds": beat["age_seconds"],
+        "error": str(beat["error"]) if beat.get("error") else None,
     }
-    return {**row, "health": health_of(row, bool(told.get("using")), latest)}
+    return {**row, "health": health_of(row, bool(beat.get("using")), latest)}
 
 
 def health_of(row: Mapping[str, Any], pulling: bool, latest: int | None) -> str:
-    from deltawire.heartbeat import LIVE_SECONDS
+    from deltawire.run.heartbeat import LIVE_SECONDS
 
     if row["age_seconds"] > (LIVE_SECONDS if pulling else SILENT_SECONDS):
         return "silent"

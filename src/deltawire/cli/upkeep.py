@@ -1,4 +1,4 @@
-"""Commands that look after a run: gc, compact, and what verify does with a run."""
+"""Commands that maintain a run: gc, compact, and what verify does with a run."""
 
 import sys
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from deltawire.cli.files import only_with, output_options, threads_option
-from deltawire.cli.output import (
+from deltawire.cli.runs import public_key_option, sign_key_option
+from deltawire.terminal import (
     MISMATCH,
     ByteBar,
     count_text,
-    facts_text,
+    pairs_text,
     plain,
     progress_bar,
     show,
@@ -20,23 +21,22 @@ from deltawire.cli.output import (
     speaking_errors,
     table,
 )
-from deltawire.cli.runs import public_key_option, sign_key_option
 
 if TYPE_CHECKING:
-    from deltawire.audit import Audit
-    from deltawire.gc import GcPlan
-    from deltawire.manifest import Way
+    from deltawire.maintain.audit import Audit
+    from deltawire.maintain.gc import GcPlan
+    from deltawire.run.manifest import StoredHop
 
 
 @click.command("gc")
 @click.argument("url")
 @click.option("--keep-anchors", type=click.IntRange(1), default=2, show_default=True,
-              help="Keep the newest anchors and all that starts there.")  # fmt: skip
-@click.option("--plan", "only_plan", is_flag=True, help="Only show what would go.")
+              help="Keep the newest anchors and everything that builds on them.")  # fmt: skip
+@click.option("--plan", "only_plan", is_flag=True, help="Only show what would be removed.")
 @click.option("--grace", type=click.FloatRange(0), default=3600.0, show_default=True,
-              help="Spare younger uploads that no document names, in seconds.")  # fmt: skip
+              help="Keep unreferenced uploads that are younger, in seconds.")  # fmt: skip
 @click.option("--live", type=click.FloatRange(0), default=600.0, show_default=True,
-              help="Keep what replicas need that were heard of within so many seconds.")  # fmt: skip
+              help="Keep what a replica needs that sent a heartbeat within so many seconds.")  # fmt: skip
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @public_key_option
 @output_options
@@ -44,13 +44,13 @@ def gc_command(
     url: str, keep_anchors: int, only_plan: bool, grace: float, live: float, yes: bool, public_key: str | None,
     output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
-    """Remove from a run what nobody needs any more.
+    """Remove the objects of a run that nobody needs any more.
 
-    That is all that starts before the anchors that are kept and that no live replica needs, and uploads that were given
-    up. Without --plan or --yes it asks first.
+    That is everything before the kept anchors that no live replica needs, and abandoned uploads. Without --plan or
+    --yes it asks first.
     """
-    from deltawire.gc import collect, plan_gc
-    from deltawire.runs import Run
+    from deltawire.maintain.gc import collect, plan_gc
+    from deltawire.run.run import Run
 
     only_with("a removal, and --plan removes nothing", not only_plan, "yes")
 
@@ -68,7 +68,7 @@ def gc_command(
 
 def confirm(found: "GcPlan") -> None:
     if not sys.stdin.isatty():
-        raise click.UsageError("nobody is there to ask: look with --plan, then give --yes")
+        raise click.UsageError("stdin is not a terminal to ask on: look with --plan, then give --yes")
     click.confirm(
         f"remove {count_text(len(found.removals), 'object')}, {size_text(found.num_bytes)}?", abort=True, err=True
     )
@@ -98,38 +98,38 @@ def compact_command(
 ) -> None:
     """Add the skip deltas that a run lacks.
 
-    With them, replicas that come late fetch less. Publishers add them on their own; runs that were published one
-    version at a time lack them. Takes twice the model's memory.
+    With them, replicas that are far behind fetch less. Publishers add them on their own; runs that were published one
+    version at a time lack them. Needs twice the model's size in memory.
     """
-    from deltawire.compact import compact
-    from deltawire.runs import Run
-    from deltawire.signing import public_key_of
+    from deltawire.maintain.compact import compact
+    from deltawire.run.run import Run
+    from deltawire.run.signing import public_key_of
 
     with speaking_errors(url):
         run = Run(url, sign_with=sign_key, public_key=None if sign_key is None else public_key_of(sign_key))
         _ = run.id
         with progress_bar("compact", max((run.latest() or 0), 1), quiet) as bar:
             made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
-    rows = [{"version": way.version, "base": way.base, "bytes": way.num_bytes} for way in made]
-    data = {"run": run.id, "added": rows, "bytes": sum(way.num_bytes for way in made)}
+    rows = [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in made]
+    data = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}
     show(data, lambda: compact_text(made), output_format)
 
 
-def compact_text(made: "Sequence[Way]") -> str:
+def compact_text(made: "Sequence[StoredHop]") -> str:
     if not made:
         return "nothing to add: the chain has all its skip deltas"
-    rows = [["anchor" if way.base is None else f"from {way.base}", str(way.version), f"{way.num_bytes:,}"]
-            for way in made]  # fmt: skip
-    return f"added {size_text(sum(way.num_bytes for way in made))}\n\n{table(['way', 'to version', 'bytes'], rows)}"
+    rows = [["anchor" if hop.base is None else f"from {hop.base}", str(hop.version), f"{hop.num_bytes:,}"]
+            for hop in made]  # fmt: skip
+    return f"added {size_text(sum(hop.num_bytes for hop in made))}\n\n{table(['hop', 'to version', 'bytes'], rows)}"
 
 
 def audit_run(
     url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None,
     output_format: str, quiet: bool,
 ) -> None:  # fmt: skip
-    """What `verify` does with a run."""
-    from deltawire.audit import audit
-    from deltawire.runs import Run
+    """Verify a run."""
+    from deltawire.maintain.audit import audit
+    from deltawire.run.run import Run
 
     with speaking_errors(url), ByteBar("verify", quiet) as bar:
         run = Run(url, public_key=public_key)
@@ -141,12 +141,12 @@ def audit_run(
 
 def audit_text(found: "Audit", url: str, signed: bool) -> str:
     head = f"ok: {url}" if found.ok else f"damaged: {url} has {count_text(len(found.problems), 'problem')}"
-    ways = (("anchor", found.num_anchors), ("delta", found.num_deltas), ("skip delta", found.num_skips))
-    proven = f", the weights of {found.num_proven} made and compared" if found.deep else ""
+    hops = (("anchor", found.num_anchors), ("delta", found.num_deltas), ("skip delta", found.num_skips))
+    proven = f", the weights of {found.num_proven} rebuilt and compared" if found.deep else ""
     hashed = "every hash" if found.deep else "sizes only (without --shallow: every hash and the weights)"
     lines = [
         ("versions", f"{found.num_versions}{proven}" + (f", {found.num_early} early" if found.num_early else "")),
-        ("ways", ", ".join(count_text(count, noun) for noun, count in ways)),
+        ("hops", ", ".join(count_text(count, noun) for noun, count in hops)),
         ("objects", f"{found.num_objects}, {size_text(found.num_bytes)}, {hashed}"),
         ("signatures", "checked" if signed else "not checked (give --public-key)"),
     ]
@@ -157,7 +157,7 @@ def audit_text(found: "Audit", url: str, signed: bool) -> str:
                 f"{count_text(found.num_orphans, 'object')} without a document, {size_text(found.orphan_bytes)}",
             )
         )
-    text = f"{head}\n{facts_text(lines)}"
+    text = f"{head}\n{pairs_text(lines)}"
     for problem in found.problems:
         text += f"\n\n{plain(problem.where)}\n  {problem.error}: {plain(problem.what)}"
     return text
@@ -167,16 +167,16 @@ def compare_mirror(
     url: str, folder: Path, version: int | None, public_key: str | None, threads: int | None, output_format: str,
     quiet: bool,
 ) -> None:  # fmt: skip
-    """What verify does with a run and a folder."""
-    from deltawire.checkpoint import Checkpoint
-    from deltawire.comparison import differing_names
-    from deltawire.mirror import state_of
-    from deltawire.runs import Run
+    """Compare a folder with a version of a run."""
+    from deltawire.follow.comparison import differing_names
+    from deltawire.follow.mirror import held_version
+    from deltawire.format.checkpoint import Checkpoint
+    from deltawire.run.run import Run
 
     with speaking_errors(url):
         run, weights = Run(url, public_key=public_key), Checkpoint(folder)
         if version is None:
-            state = state_of(folder)
+            state = held_version(folder)
             if state is None or state.run != run.id:
                 raise click.UsageError(f"{folder} does not say which version of run {run.id} it is: give --version")
             version = state.version

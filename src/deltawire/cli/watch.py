@@ -1,4 +1,4 @@
-"""The watch command: a mirror that stays current, and a table that shows how."""
+"""The watch command: a mirror that stays current, and a table of its pulls."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.files import PATH, output_options
-from deltawire.cli.output import Drawing, age_text, pause_text, plain, say, size_text, speaking_errors, table
 from deltawire.cli.runs import public_key_option, pulled, run_option, standing
+from deltawire.terminal import Drawing, age_text, pause_text, plain, say, size_text, speaking_errors, table
 
 if TYPE_CHECKING:
-    from deltawire.replica import Pull, Replica
+    from deltawire.follow.replica import Pull, Replica
 
 NUM_ROWS = 8
 REDRAW_SECONDS = 0.25
@@ -28,7 +28,7 @@ REDRAW_SECONDS = 0.25
 @click.argument("url")
 @click.option("--to", "folder", type=PATH, required=True, help="The folder to keep up to date.")
 @click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-              help="How often to look, in seconds.")  # fmt: skip
+              help="How often to look for a new version, in seconds.")  # fmt: skip
 @click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
 @run_option
 @public_key_option
@@ -43,11 +43,11 @@ def watch_command(
     Ctrl-C ends it. On a terminal a table is drawn in place; elsewhere each pull prints a line, with --format json a
     JSON object.
     """
-    from deltawire.replica import Replica
-    from deltawire.runs import Run
+    from deltawire.follow.replica import Replica
+    from deltawire.run.run import Run
 
     with speaking_errors(url):
-        # A store that refuses us is an error now. A run that does not exist yet is waited for.
+        # A store that denies access is an error now. A run that does not exist yet is waited for.
         run = Run(url, public_key=public_key, expected=run_id)
         if not run.exists():
             say(f"waiting for a run at {url}", err=True)
@@ -95,7 +95,7 @@ def line_text(data: dict[str, Any]) -> str:
 
 
 class Screen:
-    """The last pulls as a table, drawn over itself."""
+    """The last pulls as a table, redrawn in place."""
 
     def __init__(self, replica: "Replica", title: str) -> None:
         self._replica, self._title = replica, title
@@ -133,7 +133,7 @@ class Screen:
 
 
 class Watch:
-    """Runs a replica's watch in a thread; this one draws and takes signals."""
+    """Runs a replica's watch in a thread; the main thread draws and handles signals."""
 
     def __init__(self, replica: "Replica", view: Lines | Screen, until: int | None, poll_seconds: float) -> None:
         self._replica, self._view, self._until = replica, view, until
@@ -172,7 +172,7 @@ class Watch:
             self._failure = error
 
     def follow(self) -> None:
-        """What the thread does, until it is told to stop."""
+        """Follow the run until the replica is stopped; runs in the thread."""
         self._await_run()
         if not self._stop:
             self._replica.check_run()
@@ -198,7 +198,7 @@ class Watch:
             self._replica.stop()
 
     def _signalled(self, number: int, _frame: object) -> None:
-        # Locks are left alone here: the interrupted thread may hold them. A second signal ends the process at once,
+        # No locks here: the interrupted thread may hold them. A second signal ends the process at once,
         # which a mirror survives.
         if self._stop:
             os._exit(128 + number)

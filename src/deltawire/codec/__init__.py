@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from deltawire.boxes import Positions
 from deltawire.codec.coo import Coo
 from deltawire.codec.dense import Dense
 from deltawire.codec.encoding import Arrays, Encoding, Watch
 from deltawire.codec.tiled import Tiled, encode_payload
-from deltawire.dtypes import Bits, DType, Elements
 from deltawire.errors import UnsupportedFormat
+from deltawire.tensors.boxes import Positions
+from deltawire.tensors.dtypes import Bits, DType, Elements
 from deltawire.workers import Workers
 
 COO, GAP, CONTEXT, DENSE = Coo(), Tiled("gap", contextual=False), Tiled("context", contextual=True), Dense()
@@ -45,7 +45,7 @@ class Encoded:
 
 
 def allowed_encodings(choice: EncodingChoice) -> list[str]:
-    """The encodings that a choice allows: `auto` for all, `mirrorless` for those that need no whole old weights."""
+    """The encodings that a choice allows: `auto` for all, `mirrorless` for those that decode without the whole base."""
     if choice == AUTO:
         return list(ENCODINGS)
     if choice == MIRRORLESS:
@@ -66,9 +66,9 @@ def encode(
     watch: Watch | None = None,
     tile_log2: int | None = None,
 ) -> Encoded | None:
-    """The smallest allowed encoding of what changed, or None where nothing did. `watch` sees every change once.
+    """Encode the changes with the smallest allowed encoding; None if nothing changed. `watch` sees every change once.
 
-    Whoever knows how many changes there are names the size of the tiles; otherwise it is found from a sample.
+    `tile_log2` is the tile size for callers that know the number of changes; by default it is estimated from a sample.
     """
     sizes: dict[str, int] = {}
     kept: dict[str, Arrays] = {}
@@ -89,7 +89,7 @@ def encode(
     if num_changed == 0:
         return None
     best = smallest_encoding(sizes, len(old), num_changed, dtype, allowed)
-    # Whatever has lost goes before the winner is made: at high densities each is nearly as large as the tensor.
+    # Free the losers before encoding the winner: at high densities each is nearly as large as the tensor.
     kept = {name: arrays for name, arrays in kept.items() if name == best}
     return Encoded(best, num_changed, kept.get(best) or ENCODINGS[best].encode(old[:], new[:], dtype, workers))
 
@@ -97,7 +97,7 @@ def encode(
 def smallest_encoding(
     tiled: Mapping[str, int], num_elements: int, num_changed: int, dtype: DType, allowed: list[str]
 ) -> str:
-    """The allowed encoding that takes the fewest bytes; `tiled` are the sizes of those that depend on the changes."""
+    """The allowed encoding with the fewest bytes; `tiled` has the sizes of the encodings that depend on the changes."""
     others = {each.name: each.size_bytes(num_elements, num_changed, dtype) for each in (COO, DENSE)}
     sizes = {**tiled, **{name: size for name, size in others.items() if name in allowed}}
     return min(sizes, key=lambda name: sizes[name])
@@ -121,7 +121,7 @@ def count_changes(old: Elements, new: Elements, workers: Workers, watch: Watch |
 def decode(
     encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers
 ) -> tuple[Positions | None, Bits]:
-    """Positions in the box and new bits; no positions where the bits are those of the whole box."""
+    """Positions in the box and their new bits; positions are None if the bits cover the whole box."""
     encoding = ENCODINGS.get(encoded.encoding)
     if encoding is None:
         raise UnsupportedFormat(f"encoding {encoded.encoding!r} is not known; a newer deltawire may read it")

@@ -1,14 +1,14 @@
-"""`coo`: positions and values as they are, the layout of the TRL post. Needs nothing to decode."""
+"""`coo`: plain positions and values, the layout of the TRL post. Decodes without the old weights."""
 
 import numpy as np
 
-from deltawire.boxes import Positions
 from deltawire.codec.encoding import Arrays, take
-from deltawire.dtypes import DTYPES, Bits, DType
 from deltawire.errors import CorruptObject
+from deltawire.tensors.boxes import Positions
+from deltawire.tensors.dtypes import DTYPES, Bits, DType
 from deltawire.workers import Workers
 
-# The kernel counts positions in 32 bits, so long boxes go in pieces.
+# The kernel has 32-bit positions, so large boxes are processed in pieces.
 _PIECE = 1 << 24
 
 

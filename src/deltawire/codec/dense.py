@@ -1,7 +1,7 @@
-"""`dense`: every element of the box as it is. For tensors that changed nearly everywhere."""
+"""`dense`: all elements of the box, uncompressed. For tensors that changed nearly everywhere."""
 
 from deltawire.codec.encoding import Arrays, take
-from deltawire.dtypes import Bits, DType
+from deltawire.tensors.dtypes import Bits, DType
 from deltawire.workers import Workers
 
 

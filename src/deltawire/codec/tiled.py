@@ -1,11 +1,12 @@
-"""`gap` and `context`: Rice-coded distances between changes, and steps.
+"""`gap` and `context`: Rice-coded distances between changes, and the size of each change in steps.
 
-`gap` counts distances over all elements and needs the old bits at the changed positions only. `context`, the smallest,
-counts them within classes of equal exponent, where changes are equally likely, and scans the old bits of the whole box.
+`gap` measures distances over all elements and needs the old bits at the changed positions only. `context`, the
+smallest, measures them within classes of equal exponent, where changes are equally likely, and scans the old bits of
+the whole box.
 
-Both cut the box in tiles, so that cores work side by side and a reader can take a part. A payload is
+Both split the box into tiles, for parallel work and so that a reader can decode a part of it. A payload is
 
-    u8   tile_log2      a tile is 2^tile_log2 consecutive elements, the last one what is left
+    u8   tile_log2      a tile is 2^tile_log2 consecutive elements; the last one has the rest
     u8   0, 0, 0
     u32  size           of each tile's stream in bytes, little-endian; 0 where nothing changed
     ...  the tiles' streams, one after the other
@@ -18,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deltawire.boxes import Positions
 from deltawire.codec.encoding import Arrays, Watch
-from deltawire.dtypes import Bits, DType, Elements
 from deltawire.errors import CorruptObject
+from deltawire.tensors.boxes import Positions
+from deltawire.tensors.dtypes import Bits, DType, Elements
 from deltawire.workers import Workers
 
 HEAD_BYTES = 4
@@ -31,7 +32,7 @@ MOST_USUAL_BYTES = 1 << 17
 
 
 class Tiled:
-    """Both encodings; `contextual` tells them apart."""
+    """`gap`, or with `contextual` the encoding `context`."""
 
     def __init__(self, name: str, contextual: bool) -> None:
         self.name = name
@@ -48,12 +49,12 @@ class Tiled:
         self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
     ) -> tuple[Positions, Bits]:
         if old is None:
-            raise ValueError(f"a {self.name} patch is made against the old weights: pass them")
+            raise ValueError(f"a {self.name} patch is decoded against the old weights: pass them")
         return decode_payload(arrays[self.name], old, dtype, num_changed, self.contextual, workers)
 
 
 class Tile(NamedTuple):
-    """A tile's elements, and its stream in the payload."""
+    """The elements of a tile, and its stream in the payload."""
 
     start: int
     stop: int
@@ -62,14 +63,14 @@ class Tile(NamedTuple):
 
 class Payload(NamedTuple):
     payload: Bits | None
-    """None where it would be larger than allowed, and as `gap` too."""
+    """None if it exceeds the limit, also when encoded as `gap`."""
     num_changed: int
     gap_bytes: int
-    """What the payload would take as `gap`."""
+    """The size of the payload when encoded as `gap`."""
 
 
 def tile_log2_for(num_changed: int, num_elements: int) -> int:
-    """Tiles of about 16,000 to 32,000 changes: enough that a tile's header hardly counts, few enough to share."""
+    """A tile size with 16,000 to 32,000 changes per tile: headers are negligible, and there are tiles for all cores."""
     log2 = LEAST_TILE_LOG2
     while log2 < MOST_TILE_LOG2 and num_changed << log2 < CHANGES_PER_TILE * num_elements:
         log2 += 1
@@ -77,7 +78,7 @@ def tile_log2_for(num_changed: int, num_elements: int) -> int:
 
 
 def sampled_tile_log2(old: Elements, new: Elements, workers: Workers) -> int:
-    """The same from the density of one stretch in 16, so that the box need not be read twice."""
+    """Like `tile_log2_for`, with the density estimated from 1/16 of the box, so that it is not read twice."""
     from deltawire.kernels.cpu.blocks import count_changed
 
     stretch = 1 << LEAST_TILE_LOG2
@@ -97,7 +98,7 @@ def encode_payload(
     limit_bytes: int | None = None,
     tile_log2: int | None = None,
 ) -> Payload:
-    """Encode tile by tile. What is larger than the limit is given up on the way, so that it never fills the memory."""
+    """Encode tile by tile. A payload that exceeds the limit is abandoned early, so that it never fills the memory."""
     from deltawire.kernels.cpu.blocks import changed_positions
     from deltawire.kernels.cpu.encode import encode_tile
 
@@ -118,8 +119,8 @@ def encode_payload(
     starts = range(0, len(old), size)
     sizes = np.zeros(len(starts), "<u4")
     end = gap_bytes = HEAD_BYTES + sizes.nbytes
-    # The payload may be nearly as large as the tensor, so streams go into it a batch at a time, about a sixteenth of
-    # the tensor. Memory that is asked for here becomes real only as it is filled.
+    # The payload may be nearly as large as the tensor, so streams are copied into it in batches of about 1/16 of the
+    # tensor. The memory allocated here is only backed by pages as it is filled.
     payload = np.empty(end + old.nbytes + old.nbytes // 4, np.uint8)
     num_changed = 0
     over_limit = False
@@ -141,7 +142,7 @@ def encode_payload(
 
 
 def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
-    """The tiles that hold changes, from a payload that may be anything."""
+    """The tiles that have changes, from an untrusted payload."""
     if len(payload) < HEAD_BYTES or payload[1:HEAD_BYTES].any() or payload[0] > MOST_TILE_LOG2:
         raise CorruptObject("a payload does not start with its tile size")
     size = 1 << int(payload[0])
@@ -183,7 +184,7 @@ def decode_payload(
 
 
 def sound_tiles(payload: Bits, num_elements: int, num_changed: int, contextual: bool) -> tuple[list[Tile], list[int]]:
-    """The tiles that hold changes and how many each, if their headers are sound and add up."""
+    """The tiles that have changes, with the number of each, after checking that their headers are valid and add up."""
     from deltawire.kernels.cpu.decode import count_changes
 
     tiles = read_tiles(payload, num_elements)
@@ -198,7 +199,7 @@ def sound_tiles(payload: Bits, num_elements: int, num_changed: int, contextual: 
 
 
 def step_lengths(payload: Bits, num_elements: int, num_changed: int, contextual: bool) -> npt.NDArray[np.uint64]:
-    """The lengths of all changes longer than one step, which a payload tells without the old weights."""
+    """The lengths of all changes longer than one step, read from the payload without the old weights."""
     from deltawire.kernels.cpu.decode import longer_steps
 
     lengths = [np.empty(0, np.uint64)]
@@ -218,7 +219,7 @@ def check_status(status: int) -> None:
 
     problems = {
         decode.TRUNCATED: "a tile's stream ends too early",
-        decode.TOO_MANY: "a tile speaks of more changes than it can hold",
+        decode.TOO_MANY: "a tile states more changes than it can hold",
         decode.OUT_OF_RANGE: "a tile has a position out of range, or was made for other weights",
         decode.LEFT_OVER: "a tile's stream has bits left over",
     }

@@ -1,6 +1,6 @@
 """Reads and writes the elements of pieces on a GPU.
 
-Beside the weights it holds the elements' numbers, old and new bits of what is staged: 8 bytes for each change of bf16.
+In addition to the weights it holds the indices, old and new bits of what is staged: 8 bytes per bf16 change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +12,16 @@ import torch
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import Item, Memory, Written, grid
 from deltawire.engines.staged import PieceChange
-from deltawire.kernels.gpu.digest import SIGNED, Runs, box_sum, signed
 from deltawire.kernels.gpu.live import Launch
-from deltawire.state import Digest, TensorKey
+from deltawire.kernels.gpu.sums import SIGNED, Runs, box_sum, signed
+from deltawire.tensors.digest import Digest, TensorKey
 
-# Of a piece that does not lie in one stretch so many elements are gathered at a time.
+# Of a piece that is not contiguous so many elements are gathered at a time.
 GATHERED = 1 << 24
 
 
 class DeviceChange(NamedTuple):
-    """A change of a piece, in one block of the device's memory."""
+    """A change of a piece, in one block of device memory."""
 
     index: torch.Tensor
     old: torch.Tensor
@@ -59,16 +59,16 @@ class DeviceMemory(Memory):
         return _digest(sums.tolist())
 
     def count_strange(self, items: Sequence[Item]) -> list[int]:
-        return [strange for strange, _, _ in self._run(items, writes=False)]
+        return [unexpected for unexpected, _, _ in self._run(items, writes=False)]
 
     def put(self, items: Sequence[Item], undo: bool) -> list[Written]:
         if self._is_gpu:
-            # Work that was begun before, on whatever stream, is done with the weights as they were.
+            # Work that is queued on any stream finishes with the old weights.
             torch.cuda.synchronize(self._device)
-        return [Written(strange, _digest(sums)) for strange, *sums in self._run(items, writes=True, undo=undo)]
+        return [Written(unexpected, _digest(sums)) for unexpected, *sums in self._run(items, writes=True, undo=undo)]
 
     def _run(self, items: Sequence[Item], *, writes: bool, undo: bool = False) -> list[list[int]]:
-        """One launch for each size of elements, and one wait for all of them."""
+        """One launch for each element size, and one wait for all of them."""
         if self._ready is None or self._ready[0] is not items:
             self._ready = items, self._launches(items)
         found: list[list[int]] = [[] for _ in items]
@@ -102,7 +102,7 @@ class DeviceMemory(Memory):
 
 
 def _stretches(piece: Piece) -> Iterator[Piece]:
-    """A piece as it is where it lies in one stretch of its storage; else some rows at a time."""
+    """The piece itself if it is contiguous in its storage; else some rows at a time."""
     offset, row_step, column_step = piece.place
     rows = max(GATHERED // piece.columns, 1)
     if (row_step, column_step) == (piece.columns, 1):

@@ -1,25 +1,24 @@
-"""What deltawire asks of whatever serves the weights."""
+"""The protocol between deltawire and an inference engine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from deltawire.patches import Patch
-from deltawire.state import Digest
-from deltawire.target import State
-from deltawire.weights import Form, Weights
+from deltawire.format.patches import Patch
+from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.weights import TensorSpec, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What turns the weights that an engine serves into others."""
+class EngineChange:
+    """The patches that turn the weights that an engine serves into those of another version."""
 
-    base: State
-    state: State
+    base: WeightVersion
+    state: WeightVersion
     patches: Sequence[Patch]
     old: Weights
-    """The weights of `base`, in the checkpoint's layout. They are only read."""
+    """The weights of `base`, in the checkpoint's layout. Read-only."""
 
     @property
     def num_changed(self) -> int:
@@ -28,66 +27,66 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an engine says of itself."""
+    """What an engine reports about itself."""
 
     boot: str
-    """Another one after each start of the engine."""
-    states: tuple[State | None, ...]
-    """What the weights are, as each of its processes knows; None where deltawire has not been since the start."""
+    """An id that changes with each start of the engine."""
+    states: tuple[WeightVersion | None, ...]
+    """The version of the weights in each of its processes; None if deltawire has not set one since the start."""
     version: str | None = None
-    """What the engine calls its weights to its own clients."""
+    """The version that the engine reports to its own clients."""
     interrupted: bool = False
-    """An update of deltawire's was begun and not ended, so nobody may rely on `states`."""
+    """An update by deltawire was started and not finished, so `states` is not reliable."""
 
     @property
-    def state(self) -> State | None:
-        """What the weights are, where that is certain."""
+    def state(self) -> WeightVersion | None:
+        """The version of the weights, if it is certain."""
         first = self.states[0] if self.states else None
         return None if self.interrupted or any(each != first for each in self.states) else first
 
 
 class Engine(Protocol):
-    """Something that serves weights. One agent at a time drives it, call after call.
+    """An adapter for something that serves weights. One agent at a time drives it; calls do not overlap.
 
-    Whatever fails leaves the engine serving what it served before, with its version unchanged (`EngineRejected`), or
-    paused and known to be broken (`EngineBroken`). Where it does not answer, it is `EngineUnavailable`.
+    A call that fails leaves the engine serving what it served before, with its version unchanged (`EngineRejected`), or
+    paused and known to be broken (`EngineBroken`). If it does not respond, that is `EngineUnavailable`.
     """
 
     kind: str
     address: str
     in_place: bool = True
-    """Whether changes are written into the weights that are there. Otherwise the engine loads all of them each time,
-    from a mirror that was brought to the new version before.
+    """Whether changes are written into the weights in place. Otherwise the engine loads all weights each time, from a
+    mirror that is at the new version already.
     """
 
-    def look(self) -> Served:
-        """Ask the engine what it serves. Cheap: it is asked at every poll."""
+    def status(self) -> Served:
+        """What the engine serves. Must be cheap: it is called at every poll."""
 
-    def open(self, forms: Mapping[str, Form]) -> None:
-        """Find where the tensors of a checkpoint live in the engine, after its start or when they are others.
+    def bind(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Locate the tensors of a checkpoint in the engine, after its start or when names, shapes or dtypes change.
 
-        A tensor that cannot be changed in place, or that has no place, is refused by name.
+        Raises for a tensor that cannot be changed in place, or that the engine does not have, with its name.
         """
 
     def digest(self) -> Digest:
-        """The digest of the weights as they are in the engine now, read from all of them."""
+        """The digest of the weights in the engine, computed from all of them."""
 
-    def stage(self, change: Change) -> None:
-        """Bring a change to where it can be written in an instant. The engine goes on serving.
+    def stage(self, change: EngineChange) -> None:
+        """Bring a change to where it can be written with a short pause. The engine keeps serving.
 
-        Refused where the engine's weights are neither those of `change.base` nor of `change.state`.
+        Raises if the engine's weights are neither those of `change.base` nor of `change.state`.
         """
 
-    def switch(self, change: Change) -> float:
-        """Pause, write what was staged, check it, tell the version, go on; the seconds of the pause."""
+    def commit(self, change: EngineChange) -> float:
+        """Pause, write what was staged, check the digest, set the version, resume; returns the seconds of the pause."""
 
-    def load(self, weights: Weights, folder: Path | None, state: State) -> float:
-        """Replace all weights in the way that the engine itself loads them, and check; the seconds of the pause.
+    def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
+        """Replace all weights with the engine's own loading code, and check; returns the seconds of the pause.
 
-        `folder` is a checkpoint with the same weights, where there is one on disk.
+        `folder` is a checkpoint with the same weights, if there is one on disk.
         """
 
-    def adopt(self, state: State) -> None:
-        """Tell the version of weights that are there already, and end whatever was begun before."""
+    def mark(self, state: WeightVersion) -> None:
+        """Set the version of the weights that are there already, and drop any unfinished update."""
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """Where the elements of checkpoint tensors live in the memory of one process of an engine.
 
 Engines fuse tensors, slice them over processes and pad them, but element by element all of that is copying. A piece is
-one such copy: a grid of rows and columns that lies regularly in the tensor, and regularly in a storage.
+one such copy: a grid of rows and columns with fixed strides in the tensor, and fixed strides in a storage.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltawire.boxes import Positions
-from deltawire.dtypes import dtype_named
 from deltawire.errors import EngineRejected, UnknownParameter
-from deltawire.state import Digest, tensor_key
-from deltawire.weights import Form
+from deltawire.tensors.boxes import Positions
+from deltawire.tensors.digest import Digest, tensor_key
+from deltawire.tensors.dtypes import dtype_named
+from deltawire.tensors.weights import TensorSpec
 
 # An element's number in a piece has 32 bits.
 MOST_ELEMENTS = 1 << 31
@@ -49,11 +49,11 @@ class Piece:
 
     @property
     def source(self) -> tuple[int, ...]:
-        """Which elements of the tensor these are; the same for copies of them elsewhere."""
+        """Which elements of the tensor these are; equal for copies in other processes."""
         return self.rows, self.columns, self.start, self.stride
 
     def select(self, positions: Positions) -> tuple[npt.NDArray[np.uint32], Any]:
-        """Which of some elements of the tensor (ascending) are here: their numbers in the piece, and which they are."""
+        """The elements of the tensor (ascending) that are here: their numbers in the piece, and their indices."""
         if self.is_one_run:
             first, last = np.searchsorted(positions, [self.start, self.start + self.num_elements])
             return (positions[first:last] - self.start).astype(np.uint32), slice(first, last)
@@ -77,7 +77,7 @@ def pieces_of_copy(
     source: tuple[int, Sequence[int]],
     place: tuple[int, Sequence[int]],
 ) -> list[Piece]:
-    """A copy between two strided views of one shape, each an offset and a stride per dimension, as pieces."""
+    """A copy between two strided views of one shape, each an offset and strides, as pieces."""
     if prod(shape) == 0:
         return []
     start, offset = source[0], place[0]
@@ -124,7 +124,7 @@ def pieces_of_copy(
 
 
 def _overlap(dims: Iterable[tuple[int, int]]) -> bool:
-    """Whether dimensions, each a size and a stride, may come to one element in two ways."""
+    """Whether dimensions, each a size and a stride, may address one element twice."""
     end = 1
     for size, stride in sorted(dims, key=lambda dim: dim[1]):
         if stride < end:
@@ -134,7 +134,7 @@ def _overlap(dims: Iterable[tuple[int, int]]) -> bool:
 
 
 def each_once(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces of one process without those that it has twice. Two tensors in one place are refused."""
+    """The pieces of one process without duplicates. Raises if two tensors share memory."""
     found: dict[tuple[Any, ...], Piece] = {}
     for piece in pieces:
         first = found.setdefault((piece.storage, piece.rows, piece.columns, piece.place), piece)
@@ -148,16 +148,16 @@ def each_once(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class Layout:
-    """The pieces of all processes of an engine, and which of them count for the digest: one of each that is copied."""
+    """The pieces of all processes of an engine, and which of them count for the digest: one of each set of copies."""
 
-    def __init__(self, forms: Mapping[str, Form], ranks: Iterable[Sequence[Piece]]) -> None:
-        self.forms = forms
-        keys = (tensor_key(name, dtype_named(dtype), shape) for name, (dtype, shape) in forms.items())
+    def __init__(self, specs: Mapping[str, TensorSpec], ranks: Iterable[Sequence[Piece]]) -> None:
+        self.specs = specs
+        keys = (tensor_key(name, dtype_named(dtype), shape) for name, (dtype, shape) in specs.items())
         self._constant = sum((key.constant for key in keys), Digest())
         self.ranks = [list(pieces) for pieces in ranks]
         self.counted: list[list[int]] = [[] for _ in self.ranks]
         self.by_tensor: list[dict[str, list[int]]] = [{} for _ in self.ranks]
-        found = dict.fromkeys(forms, 0)
+        found = dict.fromkeys(specs, 0)
         holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for rank, pieces in enumerate(self.ranks):
             for number, piece in enumerate(pieces):
@@ -168,8 +168,8 @@ class Layout:
                     self.counted[rank].append(number)
                     found[piece.tensor] += piece.num_elements
         self.copies = self._turns([alike for alike in holders.values() if len(alike) > 1])
-        """Pieces that several processes hold, as often as the most do: each time from other processes."""
-        for name, (_, shape) in forms.items():
+        """For pieces that several processes hold: turns, each with one copy of every such piece."""
+        for name, (_, shape) in specs.items():
             if found[name] != prod(shape):
                 raise UnknownParameter(
                     f"the engine has a place for {found[name]:,} of the {prod(shape):,} elements of {name}: "
@@ -188,14 +188,14 @@ class Layout:
         return turns
 
     def measured(self, rank: int) -> list[list[int]]:
-        """What a process has to measure: the pieces that count, and its part of the copies at each turn."""
+        """The pieces that a process has to hash: those that count, and its share of the copies in each turn."""
         return [self.counted[rank], *(numbers[rank] for numbers in self.copies)]
 
     def alike(self, sums: Iterable[Sequence[str]]) -> bool:
-        """Whether copies have the same bits, from what each process's parts of them add up to at each turn."""
+        """Whether copies have the same bits, from the sums of each process for each turn."""
         turns = zip(*([Digest.parse(each) for each in own] for own in sums), strict=True)
         return len({sum(turn, Digest()) for turn in turns}) <= 1
 
     def total(self, partials: Iterable[Digest]) -> Digest:
-        """The digest of the weights, from what the pieces that count add up to in each process."""
+        """The digest of the weights, from the sums of each process over the pieces that count."""
         return sum(partials, self._constant)

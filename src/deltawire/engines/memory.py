@@ -9,13 +9,13 @@ import torch
 from deltawire.engines.layout import Piece
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
-from deltawire.state import Digest, TensorKey, runs_digest
-from deltawire.weights import torch_view
+from deltawire.tensors.digest import Digest, TensorKey, runs_digest
+from deltawire.tensors.weights import torch_view
 from deltawire.workers import Workers
 
 
 class Item(NamedTuple):
-    """A change of a piece, as `take` gave it."""
+    """A change of a piece, as `take` returned it."""
 
     piece: Piece
     key: TensorKey
@@ -23,7 +23,7 @@ class Item(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What writing did: elements with bits that nobody expected, which were left, and what the digest gained."""
+    """The result of a write: the number of elements with unexpected bits, left as they were, and the digest's gain."""
 
     num_strange: int
     gain: Digest
@@ -33,26 +33,26 @@ class Memory(Protocol):
     """The storages of one process."""
 
     def warm_up(self, piece: Piece, key: TensorKey, unsigned: Any) -> None:
-        """Compile what `put` needs for a dtype, so that no pause has to."""
+        """Compile what `put` needs for a dtype, so that it does not happen in a pause."""
         nothing = np.empty(0, unsigned)
         self.put([Item(piece, key, self.take(PieceChange(0, np.empty(0, np.uint32), nothing, nothing)))], undo=False)
         self.drop()
 
     def drop(self) -> None:
-        """Let go of what was made ready for the last changes."""
+        """Release what was prepared for the last changes."""
         return
 
     def take(self, change: PieceChange) -> Any:
-        """Bring a change to where the storages are."""
+        """Copy a change to the device of the storages."""
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
-        """A piece's part of its tensor's digest."""
+        """The contribution of a piece to its tensor's digest."""
 
     def count_strange(self, items: Sequence[Item]) -> list[int]:
-        """For each change, how many elements have neither their old bits nor their new ones."""
+        """For each change, the number of elements that have neither their old bits nor their new ones."""
 
     def put(self, items: Sequence[Item], undo: bool) -> list[Written]:
-        """Write the new bits, or the old ones, wherever either of them is."""
+        """Write the new bits (or the old ones to `undo`) to all elements that have either of them."""
 
 
 def memory_of(storages: Mapping[str, torch.Tensor], workers: Workers) -> Memory:
@@ -73,7 +73,7 @@ class HostMemory(Memory):
         self._bits = {name: torch_view(flat) for name, flat in storages.items()}
 
     def take(self, change: PieceChange) -> PieceChange:
-        # Kernels are compiled for writable arrays: for others they would be again, in the pause.
+        # Kernels are compiled for writable arrays; for others they would be compiled again, in the pause.
         index, old, new = (
             np.require(each, requirements=("C", "A", "W")) for each in (change.index, change.old, change.new)
         )
@@ -103,16 +103,16 @@ class HostMemory(Memory):
         def one(item: Item) -> Written:
             piece, key, change = item
             old, new = (change.new, change.old) if undo else (change.old, change.new)
-            strange, low, high = live.put(
+            unexpected, low, high = live.put(
                 self._bits[piece.storage], change.index, old, new, piece.columns,
                 (piece.start, piece.stride), piece.place, key.seed,
             )  # fmt: skip
-            return Written(int(strange), Digest(int(low), int(high)))
+            return Written(int(unexpected), Digest(int(low), int(high)))
 
         return self._workers.map(one, items)
 
 
 def grid(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A piece's elements, one after the other; the storage's own memory where they lie so."""
+    """A piece's elements as a flat tensor; a view of the storage if they are contiguous."""
     offset, *steps = piece.place
     return torch.as_strided(flat, (piece.rows, piece.columns), steps, offset).contiguous().view(-1)

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltawire.dtypes import Bits, dtype_named
-from deltawire.engines.engine import Change
+from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece
 from deltawire.errors import CorruptObject, UnknownParameter
-from deltawire.state import Digest
-from deltawire.target import State
-from deltawire.weights import Form, view
+from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.dtypes import Bits, dtype_named
+from deltawire.tensors.weights import TensorSpec, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +35,12 @@ class PieceChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedChange:
     """What changes in one process."""
 
     token: str
-    base: State
-    state: State
+    base: WeightVersion
+    state: WeightVersion
     changes: Sequence[PieceChange]
 
     def save(self, path: Path) -> None:
@@ -64,28 +63,28 @@ class Staged:
             "old": joined([each.old for each in changes], np.uint8),
             "new": joined([each.new for each in changes], np.uint8),
         }
-        facts = {"token": self.token, "base": state_text(self.base), "state": state_text(self.state)}
-        save_file(arrays, path, facts)
+        versions = {"base": json.dumps(self.base.as_dict()), "state": json.dumps(self.state.as_dict())}
+        save_file(arrays, path, {"token": self.token, **versions})
 
     @classmethod
-    def load(cls, path: Path, pieces: Sequence[Piece], forms: Mapping[str, Form]) -> "Staged":
+    def load(cls, path: Path, pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> "StagedChange":
         """Read such a file. Everything in it is checked against the pieces that it is for."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, "numpy") as file:
-                facts = file.metadata()
+                info = file.metadata()
                 table, index, old, new = (file.get_tensor(name) for name in ("pieces", "index", "old", "new"))
-            base, state = parse_state(facts["base"]), parse_state(facts["state"])
+            base, state = (WeightVersion.parse(json.loads(info[name])) for name in ("base", "state"))
             kinds = [each.dtype for each in (table, index, old, new)]
-            if kinds != [np.int64, np.uint32, np.uint8, np.uint8] or table.shape[1:] != (3,) or None in (base, state):
+            if kinds != [np.int64, np.uint32, np.uint8, np.uint8] or table.shape[1:] != (3,) or not (base and state):
                 raise ValueError("other fields than it should have")
             changes = []
             elements = num_bytes = 0
             ends = [*table[1:, 1].tolist(), len(index)][: len(table)]
             for (number, start, at), stop in zip(table.tolist(), ends, strict=True):
                 piece = pieces[number]
-                kind = dtype_named(forms[piece.tensor][0]).unsigned
+                kind = dtype_named(specs[piece.tensor][0]).unsigned
                 size = (stop - start) * kind.itemsize
                 own = index[start:stop]
                 if number < 0 or (start, at) != (elements, num_bytes) or not start <= stop <= len(index):
@@ -97,16 +96,16 @@ class Staged:
                 elements, num_bytes = stop, at + size
             if not (elements, num_bytes, num_bytes) == (len(index), len(old), len(new)):
                 raise ValueError("sizes that do not fit")
-            return cls(facts["token"], base, state, changes)
+            return cls(info["token"], base, state, changes)
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise CorruptObject(f"{path} holds no change for these pieces: {error}", path=str(path)) from error
 
 
-def split(change: Change, layout: Layout, token: str) -> list[Staged]:
+def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange]:
     """What changes in each process."""
     ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
     for patch in change.patches:
-        if patch.name not in layout.forms:
+        if patch.name not in layout.specs:
             raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
         tensor = view(patch.name, change.old[patch.name])
         old, new = tensor.bits[patch.where], patch.bits
@@ -123,13 +122,4 @@ def split(change: Change, layout: Layout, token: str) -> list[Staged]:
                 index, inside = pieces[number].select(positions)
                 if len(index):
                     changes.append(PieceChange(number, index, old[inside], new[inside]))
-    return [Staged(token, change.base, change.state, changes) for changes in ranks]
-
-
-def state_text(state: State | None) -> str:
-    return json.dumps(None if state is None else [state.run, state.version, str(state.digest)])
-
-
-def parse_state(text: str) -> Any:
-    fields = json.loads(text)
-    return None if fields is None else State(str(fields[0]), int(fields[1]), Digest.parse(fields[2]))
+    return [StagedChange(token, change.base, change.state, changes) for changes in ranks]

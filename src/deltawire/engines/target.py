@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltawire.engines.engine import Change, Engine, Served
+from deltawire.engines.engine import Engine, EngineChange, Served
 from deltawire.errors import DeltawireError, EngineRejected
-from deltawire.mirror import Mirror
-from deltawire.patches import Patch
-from deltawire.replay import Replay
-from deltawire.state import Digest
-from deltawire.target import MemoryTarget, State, Target
-from deltawire.weights import Form, Weights, form
+from deltawire.follow.mirror import Mirror
+from deltawire.follow.target import MemoryTarget, Target
+from deltawire.format.patches import Patch
+from deltawire.format.replay import Replay
+from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.weights import TensorSpec, Weights, spec
 
 # An anchor that changes a smaller part of the weights is applied like a delta.
 LITTLE = 0.1
@@ -36,18 +36,18 @@ class EngineTarget(Target):
         self.updated: float | None = None
         """When that was."""
         self._now: Served | None = None
-        self._opened: tuple[str, dict[str, Form]] | None = None
+        self._opened: tuple[str, dict[str, TensorSpec]] | None = None
         self._error: str | None = None
 
-    def state(self) -> State | None:
+    def state(self) -> WeightVersion | None:
         return self.mirror.state()
 
-    def served(self) -> State | None:
+    def served(self) -> WeightVersion | None:
         return None if self._now is None else self._now.state
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         try:
-            self._now = self.engine.look()
+            self._now = self.engine.status()
             self._error = None
         except DeltawireError as error:
             self._now, self._error = None, str(error)
@@ -72,27 +72,29 @@ class EngineTarget(Target):
     def weights(self) -> Weights:
         return self.mirror.weights()
 
-    def apply(self, patches: Sequence[Patch], base: State, state: State, tied: Mapping[str, str]) -> None:
+    def apply(
+        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
+    ) -> None:
         is_there = self._is_at(base, state)
         if is_there and (patches or self.served() != state):
-            is_there = self._switch(Change(base, state, patches, self.mirror.weights()))
+            is_there = self._switch(EngineChange(base, state, patches, self.mirror.weights()))
         self.mirror.apply(patches, base, state, tied)
         if not is_there:
             self._load(state)
 
-    def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
         have = self.mirror.state()
         patches = None
         if have is not None and self.engine.in_place:
             patches = anchor.patches_from(self.mirror.weights(), state.digest, LITTLE)
         is_there = False
         if have is not None and patches is not None and self._is_at(have, state):
-            is_there = self._switch(Change(have, state, patches, self.mirror.weights()))
+            is_there = self._switch(EngineChange(have, state, patches, self.mirror.weights()))
         self.mirror.load(anchor, state, files, tied)
         if not is_there:
             self._load(state)
 
-    def _is_at(self, base: State, state: State) -> bool:
+    def _is_at(self, base: WeightVersion, state: WeightVersion) -> bool:
         """Whether the engine is at one of two versions, or between them, so that the change from one to the other can
         be written (again).
         """
@@ -103,45 +105,45 @@ class EngineTarget(Target):
         if not states or any(each not in (base, state) for each in states):
             if self.engine.digest() != base.digest:
                 return False
-            self.engine.adopt(base)
-            self.look()
+            self.engine.mark(base)
+            self.refresh()
         return True
 
     def _open(self) -> None:
         """Have the engine find its places, where it was started anew or the tensors are others."""
-        self.look()
+        self.refresh()
         weights = self.mirror.weights()
-        wanted = (self._now.boot if self._now else ""), {name: form(weights, name) for name in weights}
+        wanted = (self._now.boot if self._now else ""), {name: spec(weights, name) for name in weights}
         if self._opened != wanted:
             self._opened = None
-            self.engine.open(wanted[1])
+            self.engine.bind(wanted[1])
             self._opened = wanted
-            self.look()
+            self.refresh()
 
-    def _switch(self, change: Change) -> bool:
+    def _switch(self, change: EngineChange) -> bool:
         """Write a change into the engine; False where its weights turn out to be others than it says."""
         try:
             self.engine.stage(change)
-            self._paused(self.engine.switch(change))
+            self._paused(self.engine.commit(change))
             return True
         except EngineRejected:
             if self.engine.digest() == change.base.digest:
                 raise
             return False
         finally:
-            self.look()
+            self.refresh()
 
-    def _load(self, state: State) -> None:
+    def _load(self, state: WeightVersion) -> None:
         """Make the engine what the mirror is, whatever it is now."""
         self._open()
         try:
             if self.engine.digest() == state.digest:
-                self.engine.adopt(state)
+                self.engine.mark(state)
             else:
                 folder = self.mirror.folder if isinstance(self.mirror, Mirror) else None
                 self._paused(self.engine.load(self.mirror.weights(), folder, state))
         finally:
-            self.look()
+            self.refresh()
 
     def _paused(self, seconds: float) -> None:
         self.pause_seconds, self.updated = seconds, time.time()

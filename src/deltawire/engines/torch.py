@@ -1,4 +1,4 @@
-"""A torch module in this process, CPU or GPU, as an engine."""
+"""A torch module in this process, on CPU or GPU, as an engine."""
 
 import threading
 import time
@@ -12,10 +12,10 @@ from typing import NoReturn
 
 import torch
 
-from deltawire.engines.engine import Change, Engine, Served
+from deltawire.engines.engine import Engine, EngineChange, Served
 from deltawire.engines.layout import Layout, pieces_of_copy
-from deltawire.engines.live import Found, LiveModel
-from deltawire.engines.staged import Staged, split
+from deltawire.engines.live_weights import Found, LiveModel
+from deltawire.engines.staged import StagedChange, split
 from deltawire.engines.trace import flat_storages, torch_dtype
 from deltawire.errors import (
     DeltawireError,
@@ -25,14 +25,20 @@ from deltawire.errors import (
     ShapeMismatch,
     UnknownParameter,
 )
-from deltawire.sources import plain_name
-from deltawire.state import Digest
-from deltawire.target import State
-from deltawire.weights import Form, Weights, form, view, write
+from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.names import plain_name
+from deltawire.tensors.weights import TensorSpec, Weights, spec, view, write
 
 
 class TorchEngine(Engine):
-    """Updates a module between forward passes: whoever computes with it does so inside `serving()`.
+    """Updates a torch module in this process between forward passes, which run inside `serving()`.
+
+    Args:
+        model: The module, on CPU or GPU; its tensors are changed in place.
+        threads: Threads for hashing and writing in host memory; all cores by default.
+
+    Raises:
+        EngineBroken: From `serving`, after an update that failed half-way, until the weights are loaded again.
 
     >>> engine = TorchEngine(model)  # doctest: +SKIP
     >>> with engine.serving():  # doctest: +SKIP
@@ -50,41 +56,45 @@ class TorchEngine(Engine):
         self._broken: str | None = None
 
     @property
-    def state(self) -> State | None:
-        """What the weights are."""
+    def state(self) -> WeightVersion | None:
+        """The version of the weights; None if it is unknown."""
         return self._live.state
 
     @contextmanager
-    def serving(self) -> Iterator[State | None]:
-        """Keep the weights as they are for a block, which learns what they are.
+    def serving(self) -> Iterator[WeightVersion | None]:
+        """Keep the weights unchanged while the block runs.
 
-        Refused after an update that left a mix, until the weights have been loaded anew.
+        Yields:
+            The version of the weights; None if it is unknown.
+
+        Raises:
+            EngineBroken: An update left a mix of two versions, and the weights have not been loaded again.
         """
         with self._gate.shared():
             if self._broken is not None:
                 raise EngineBroken(self._broken)
             yield self._live.state
 
-    def look(self) -> Served:
+    def status(self) -> Served:
         state = self._live.state
         version = None if state is None else str(state.version)
         return Served(self._live.boot, (state,), version, interrupted=self._broken is not None)
 
-    def open(self, forms: Mapping[str, Form]) -> None:
+    def bind(self, specs: Mapping[str, TensorSpec]) -> None:
         self._layout = None
-        self._layout = Layout(forms, [self._live.open(forms)])
+        self._layout = Layout(specs, [self._live.bind(specs)])
 
     def digest(self) -> Digest:
         return self._opened.total([self._live.measure(self._opened.counted[0])])
 
-    def stage(self, change: Change) -> None:
+    def stage(self, change: EngineChange) -> None:
         (staged,) = split(change, self._opened, token_hex(8))
         try:
             self._live.stage(staged)
         except DeltawireError as error:
             raise EngineRejected(f"nothing was changed: {error}") from error
 
-    def switch(self, change: Change) -> float:
+    def commit(self, change: EngineChange) -> float:
         staged = self._live.staged
         if staged is None or staged.state != change.state:
             raise EngineRejected(f"the change to version {change.state.version} is not staged")
@@ -95,34 +105,34 @@ class TorchEngine(Engine):
                 self._check(change.state)
             except Exception as error:
                 self._take_back(staged, error)
-            self.adopt(change.state)
+            self.mark(change.state)
             return time.perf_counter() - started
 
-    def _take_back(self, staged: Staged, error: Exception) -> None:
+    def _take_back(self, staged: StagedChange, error: Exception) -> None:
         try:
             self._live.write(staged.token, undo=True)
             self._check(staged.base)
         except Exception as second:
             self._break(f"the update failed ({error}) and could not be taken back: {second}", error)
-        self.adopt(staged.base)
+        self.mark(staged.base)
         raise EngineRejected(f"the update was taken back: {error}") from error
 
     def _break(self, problem: str, error: Exception) -> NoReturn:
-        self._live.adopt(None)
+        self._live.mark(None)
         self._broken = problem
         raise EngineBroken(problem) from error
 
-    def _check(self, state: State) -> None:
+    def _check(self, state: WeightVersion) -> None:
         found = self._opened.total([self._live.partial or Digest()])
         if found != state.digest:
             raise DigestMismatch(f"the weights have digest {found}, not {state.digest}")
 
-    def load(self, weights: Weights, folder: Path | None, state: State) -> float:
-        if {name: form(weights, name) for name in weights} != dict(self._opened.forms):
+    def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
+        if {name: spec(weights, name) for name in weights} != dict(self._opened.specs):
             raise EngineRejected(f"version {state.version} has other tensors than those that the engine was opened for")
         with self._gate.alone():
             started = time.perf_counter()
-            self._live.adopt(None)
+            self._live.mark(None)
             try:
                 own = self._tensors()
                 for name in weights:
@@ -131,11 +141,11 @@ class TorchEngine(Engine):
                 self._check(state)
             except Exception as error:
                 self._break(f"version {state.version} was written, and the weights are not what they should be", error)
-            self.adopt(state)
+            self.mark(state)
             return time.perf_counter() - started
 
-    def adopt(self, state: State) -> None:
-        self._live.adopt(state)
+    def mark(self, state: WeightVersion) -> None:
+        self._live.mark(state)
         self._broken = None
 
     def close(self) -> None: ...
@@ -143,15 +153,15 @@ class TorchEngine(Engine):
     @property
     def _opened(self) -> Layout:
         if self._layout is None:
-            raise EngineRejected("the tensors are not known yet: open the engine first")
+            raise EngineRejected("the tensors are not known yet: open the engine first, with bind()")
         return self._layout
 
-    def _find(self, forms: Mapping[str, Form]) -> Found:
+    def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         storages = flat_storages(self.model)
         names = {flat.untyped_storage().data_ptr(): name for name, flat in storages.items()}
         own = self._tensors()
         pieces = []
-        for name, (dtype, shape) in forms.items():
+        for name, (dtype, shape) in specs.items():
             if name not in own:
                 raise UnknownParameter(f"the run has {name}, which the model does not have", tensor=name)
             value = own[name]
@@ -171,16 +181,16 @@ class TorchEngine(Engine):
         return pieces, storages
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the names that they are published by."""
+        """Parameters and buffers under their published names."""
         model = self.model
         pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return {plain_name(name): value for name, value in pairs}
 
 
 class _Gate:
-    """Many may pass at a time, or one alone; whoever wants to be alone goes first.
+    """A lock for many readers or one writer; a waiting writer goes first.
 
-    Who is inside may pass again, but cannot be alone.
+    It is reentrant for readers. A reader cannot become the writer.
     """
 
     def __init__(self) -> None:
@@ -207,7 +217,7 @@ class _Gate:
     def alone(self) -> Iterator[None]:
         with self._changed:
             if threading.get_ident() in self._inside:
-                raise EngineRejected("the weights cannot be changed from inside `serving()`")
+                raise EngineRejected("the weights cannot be changed from inside `serving()`: leave the block first")
             self._waiting += 1
             try:
                 self._changed.wait_for(lambda: not self._alone and not self._inside)

@@ -1,8 +1,8 @@
-"""Finds where the elements of a checkpoint live in a model, by watching the model's own loading code.
+"""Locates the elements of a checkpoint in a model, by tracing the model's own loading code.
 
-Tensors without memory (torch's meta device) go through it under the checkpoint's names. What it does with them,
-slicing, fusing, padding, comes down to copies into parameters; each is written down instead of done. So there is no
-table per model, and nothing is moved.
+Tensors on torch's meta device go through it under the checkpoint's names. What it does with them, slicing, fusing,
+padding, comes down to copies into parameters; each is recorded instead of executed. So there is no table per model, and
+nothing is moved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from deltawire.engines.layout import Piece, pieces_of_copy
 from deltawire.errors import EngineRejected
-from deltawire.weights import Form
+from deltawire.tensors.weights import TensorSpec
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
-# A copy elsewhere, which has the same elements in the same order.
+# Operations whose result has the same elements in the same order.
 _SAME = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
@@ -31,14 +31,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def trace(load: Load, storages: Mapping[str, torch.Tensor], forms: Mapping[str, Form]) -> list[Piece]:
+def trace(load: Load, storages: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> list[Piece]:
     """The pieces of all tensors of a checkpoint that `load`, a model's own `load_weights`, takes.
 
-    `storages` are flat tensors that cover the memory of the model's parameters. Nothing is written to it. What is cast,
-    computed or looked at on the way is refused by name.
+    `storages` are flat tensors that cover the memory of the model's parameters. Nothing is written to it. A tensor that
+    is cast, or whose values are used, is refused by name.
     """
     tensors = {
-        name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in forms.items()
+        name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in specs.items()
     }
     copies = _Copies(tensors, storages)
     with torch.no_grad(), copies:
@@ -55,18 +55,18 @@ def trace(load: Load, storages: Mapping[str, torch.Tensor], forms: Mapping[str, 
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[misc]
-    """Writes down copies from the given tensors, and refuses whatever else would need their values."""
+    """Records copies from the given tensors, and refuses everything else that would need their values."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], storages: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.pieces: list[Piece] = []
         self.last = "the start"
-        """The tensor of the checkpoint that was last made use of."""
+        """The tensor of the checkpoint that was used last."""
         self._sources = {_identity(tensor): name for name, tensor in tensors.items()}
         self._storages = {flat.untyped_storage().data_ptr(): (name, flat.itemsize) for name, flat in storages.items()}
         self._computed: dict[int, tuple[str, torch.Tensor]] = {}
-        """Tensors that were made from the checkpoint's, with a name of those. They are kept, so that none has the
-        identity of another."""
+        """Tensors computed from the checkpoint's, with the name of one of those. They are kept alive, so that no other
+        tensor gets their identity."""
 
     def feed(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
@@ -93,13 +93,13 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         return tensor.is_meta and _identity(tensor) in self._sources
 
     def _origin(self, tensor: torch.Tensor) -> str | None:
-        """The tensor of the checkpoint that this is, or is made from."""
+        """The tensor of the checkpoint that this is, or is computed from."""
         if not tensor.is_meta:
             return None
         return self._sources.get(_identity(tensor)) or self._computed.get(_identity(tensor), (None,))[0]
 
     def _write(self, func: Any, args: Any, kwargs: Any, origin: str | None) -> bool:
-        """Look at something that writes; whether it is written down or left out, rather than to be done."""
+        """Handle an operation that writes; whether it was recorded or skipped, and must not be executed."""
         outputs = [
             each
             for argument, each in zip(func._schema.arguments, args, strict=False)
@@ -115,7 +115,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
                     f"{origin} is changed by {func} before it is copied: it cannot be changed in place", tensor=origin
                 )
             if storage is not None and func in _FILLS:
-                # Padding, which has been filled when the model was loaded.
+                # Padding, which was filled when the model was loaded.
                 return True
             if storage is not None or (origin is not None and not to.is_meta):
                 raise EngineRejected(
@@ -151,7 +151,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Tells the memory of a tensor that has none from that of others."""
+    """An id of a tensor's storage, also on the meta device."""
     found: int = tensor.untyped_storage()._cdata
     return found
 

@@ -1,18 +1,18 @@
-"""The bucket layout of TRL's post on delta weight sync: read it, and write a run in it.
+"""Import from and export to the bucket layout of TRL's post on delta weight sync.
 
     anchors/step_000001.safetensors    whole tensors, by their names
     deltas/step_000002.safetensors     v1: NAME.indices and NAME.values: int32 flat positions, and absolute values
-                                       v2, v3: NAME.idx and NAME.val, the positions as the `encoding` in the header says
+                                       v2, v3: NAME.idx and NAME.val, the positions in the `encoding` of the header
 
-The branches v1, v2 and v3 (`delta-weight-sync` and so on) each find tensors by their own names only, and would apply
-nothing of another's deltas. v2 and v3 write the same files; they write none for a step in which nothing has changed.
+The branches v1, v2 and v3 (`delta-weight-sync` and so on) each look for their own tensor names only, and would ignore
+the deltas of another branch. v2 and v3 write the same files, and no file for a step in which nothing has changed.
 
 The step counts versions: TRL starts at 1, an export has `step = version` and so may start at 0. TRL writes an anchor or
-a delta for a step; an export writes deltas beside its later anchors too, so that a reader can go on without them.
-The header's `total_elements` and `sparsity` are about the tensors that changed, not about the model.
+a delta for a step; an export writes a delta next to each later anchor too, so that a reader can continue without it.
+The header's `total_elements` and `sparsity` are about the changed tensors, not about the model.
 
-Read are all of them, with the encodings `raw` and `gap_delta`; written is `gap_delta`. Nothing in the layout tells runs
-apart or lets a reader check the weights.
+All branches are read, with the encodings `raw` and `gap_delta`; v1 or `gap_delta` is written. The layout neither
+identifies the run nor lets a reader verify the weights.
 """
 
 import tempfile
@@ -25,11 +25,13 @@ from pathlib import Path
 
 import numpy as np
 
-from deltawire.boxes import Positions
-from deltawire.checkpoint import save_anchor
-from deltawire.container import MOST_HEADER_BYTES, Container, Header, read_header
-from deltawire.dtypes import Bits, dtype_named
 from deltawire.errors import BrokenChain, Conflict, MissingAnchor, ObjectMissing, ShapeMismatch
+from deltawire.follow.replica import Replica
+from deltawire.follow.target import Target
+from deltawire.format.checkpoint import save_anchor
+from deltawire.format.container import MOST_HEADER_BYTES, Container, Header, read_header
+from deltawire.format.patches import Patch
+from deltawire.format.replay import Replay
 from deltawire.interop.trl_files import (
     ANCHOR,
     BRANCHES,
@@ -42,26 +44,24 @@ from deltawire.interop.trl_files import (
     file_of,
     lay_over,
 )
-from deltawire.patches import Patch
-from deltawire.replay import Replay
-from deltawire.replica import Replica
-from deltawire.runs import Run
-from deltawire.state import Digest, digest
+from deltawire.run.run import Run
 from deltawire.store import Store, open_store
-from deltawire.target import State, Target
-from deltawire.weights import Tensor, Weights, form
+from deltawire.tensors.boxes import Positions
+from deltawire.tensors.digest import Digest, WeightVersion, digest
+from deltawire.tensors.dtypes import Bits, dtype_named
+from deltawire.tensors.weights import Tensor, Weights, spec
 
 PART_BYTES = 16 << 20
 PARALLEL = 4
 
-# Called with the number of versions that are written, and how many there will be.
+# Called with the number of versions written, and the total.
 Progress = Callable[[int, int], None]
 
 
 def pull_trl(
     url: str | Path | Store, folder: str | Path, *, step: int | None = None, threads: int | None = None
 ) -> int:
-    """Write the weights at a step (default: the newest) as a checkpoint folder, which must not exist yet; the step."""
+    """Write the weights of a step (default: the newest) to a new checkpoint folder, and return the step."""
     bucket = TrlBucket(url)
     want = bucket.latest() if step is None else step
     weights = bucket.load(want)
@@ -71,11 +71,11 @@ def pull_trl(
 
 
 class TrlBucket:
-    """Reads weights from a bucket of the layout.
+    """Reads weights from a bucket in the layout.
 
-    The older branches' anchors hold only what had changed in the step before. So an anchor that lacks a tensor which an
-    earlier anchor has is taken for such a part: it is laid over the weights of the step before it, and reading starts
-    at an anchor before. A full anchor of a model that has lost tensors looks the same.
+    The anchors of older branches hold only the tensors that changed in that step. So an anchor that lacks a tensor of
+    an earlier anchor is considered partial: it is applied to the weights of the step before it, and reading starts at
+    an earlier anchor. A full anchor of a model that has lost tensors looks the same.
     """
 
     def __init__(self, source: str | Path | Store) -> None:
@@ -87,7 +87,7 @@ class TrlBucket:
         return sorted((file for file in listed if file is not None), key=lambda each: (each.step, each.kind))
 
     def latest(self) -> int:
-        """The newest step; MissingAnchor where there is none."""
+        """The newest step; MissingAnchor if there is none."""
         files = self.steps()
         if not files:
             raise MissingAnchor(
@@ -96,10 +96,10 @@ class TrlBucket:
         return files[-1].step
 
     def load(self, step: int | None = None) -> dict[str, Tensor]:
-        """The weights at a step (default: the newest): from an anchor, then every delta after it, all of it checked.
+        """Load the weights of a step (default: the newest): from an anchor, then every delta after it, all checked.
 
-        Every step up to that must be there, but for those without a file in a bucket of the branches v2 and v3: see
-        `unwritten`.
+        No step on the route may be missing, except for steps without changes in a bucket of the branches v2 and v3:
+        see `unwritten`.
         """
         weights: dict[str, Tensor] = {}
         with tempfile.TemporaryDirectory(prefix="deltawire-") as folder:
@@ -127,20 +127,20 @@ class TrlBucket:
         return route
 
     def unwritten(self, step: int) -> list[range]:
-        """The steps without a file on the way to a step, which are taken to have changed nothing.
+        """The steps without a file on the route to a step, which are assumed to have changed nothing.
 
-        So the branches v2 and v3 mean it. A file that was lost looks the same, and nothing in the layout could tell.
+        This is what the branches v2 and v3 mean by it. A lost file looks the same, and the layout cannot show it.
         """
         return _absent(self._route(step), step)
 
     def _leaves_out(self, route: Sequence[TrlFile], deltas: Sequence[TrlFile]) -> bool:
-        """Whether this is a bucket of the branches that write no file for a step without changes."""
+        """Whether the bucket is of a branch that writes no file for a step without changes."""
         on_route = [each for each in route if each.kind == DELTA]
         asked = on_route or [each for each in deltas if each.step > route[0].step][:1]
         return bool(asked) and all("encoding" in self._header(each).metadata for each in asked)
 
     def _start(self, anchors: Sequence[TrlFile], want: int) -> TrlFile:
-        """The newest anchor that has all tensors that those before it have."""
+        """The newest anchor that has all tensors of the earlier ones."""
         start, known = None, set[str]()
         for anchor in anchors:
             names = set(self._header(anchor).slots)
@@ -151,7 +151,7 @@ class TrlBucket:
         return start
 
     def _header(self, file: TrlFile) -> Header:
-        """A file's header, without the rest of it."""
+        """Read only the header of a file."""
         size = self.store.get_range(file.key, 0, 8)
         length = min(int.from_bytes(size, "little"), MOST_HEADER_BYTES, max(file.num_bytes - 8, 0))
         data = size + self.store.get_range(file.key, 8, length)
@@ -159,11 +159,11 @@ class TrlBucket:
 
     @contextmanager
     def _opened(self, file: TrlFile, folder: Path) -> Iterator[Container]:
-        """A file, on disk for as long as it is needed, since an anchor may be as large as memory."""
+        """Download a file for the duration of the block, since an anchor may be as large as memory."""
         path = folder / file.key
         path.parent.mkdir(exist_ok=True)
         with path.open("wb") as out, ThreadPoolExecutor(PARALLEL, "deltawire-trl") as pool:
-            # A few at a time, so that no more than those are in memory.
+            # A few parts at a time, to limit the memory.
             for start in range(0, file.num_bytes, PART_BYTES * PARALLEL):
                 stop = min(start + PART_BYTES * PARALLEL, file.num_bytes)
                 parts = [(at, min(PART_BYTES, stop - at)) for at in range(start, stop, PART_BYTES)]
@@ -175,7 +175,7 @@ class TrlBucket:
 
 
 def _absent(route: Sequence[TrlFile], want: int) -> list[range]:
-    """The steps between those of some files, and up to the one that is wanted."""
+    """The steps missing between those of some files, and up to the wanted one."""
     steps = [*(each.step for each in route), want + 1]
     return [range(one + 1, next_) for one, next_ in pairwise(steps) if next_ > one + 1]
 
@@ -191,14 +191,13 @@ def export_trl(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write versions of a run in the layout, as the readers of one of TRL's branches expect it; the keys that were
-    written.
+    """Export versions of a run in the layout of one of TRL's branches, and return the keys written.
 
-    The default is from the oldest anchor to the newest version. The first becomes an anchor, as does every
-    `anchor_every`-th after it, and each later one a delta; v1 has one also where nothing has changed. All tensors of a
-    version are held in memory, once. Tied names are left out, as in anchors of the run. What the layout cannot say is
+    The default is from the oldest anchor to the newest version. The first version becomes an anchor, as does every
+    `anchor_every`-th after it, and each later one a delta; for v1 also if nothing has changed. All tensors of a version
+    are held in memory once. Tied names are left out, as in anchors of the run. What the layout cannot express is
     refused: a tensor of 2^31 elements or more that a delta might change, F8_E8M0, experts of a mixture for v3, which
-    does not take them, and tensors that come, go or change their shape.
+    does not support them, and tensors that appear, disappear or change their shape.
     """
     if branch not in BRANCHES:
         raise ValueError(f"branch is one of {', '.join(BRANCHES)}, not {branch!r}")
@@ -212,8 +211,8 @@ def export_trl(
             replica.pull(version)
             since = version - versions[0]
             if since == 0:
-                forms = {name: form(tape.weights(), name) for name in tape.weights()}
-                check_carried(forms, deltas=len(versions) > 1, branch=branch)
+                specs = {name: spec(tape.weights(), name) for name in tape.weights()}
+                check_carried(specs, deltas=len(versions) > 1, branch=branch)
             elif tape.changes or branch == "v1":
                 written.append(file_key(DELTA, version))
                 store.put(written[-1], delta_pieces(version, tape.weights(), tape.changes, branch))
@@ -226,13 +225,13 @@ def export_trl(
 
 
 def _span(run: Run, first: int | None, last: int | None) -> range:
-    """The versions to write, all of which exist."""
+    """The versions to export, after checking that all of them exist."""
     versions = run.versions()
     if not versions:
         raise ObjectMissing(f"run {run.id} has no version yet", url=run.store.url)
     last = versions[-1] if last is None else last
     if first is None:
-        anchors = [link.version for link in run.links() if link.base is None and link.version <= last]
+        anchors = [hop.version for hop in run.hops() if hop.base is None and hop.version <= last]
         if not anchors:
             raise MissingAnchor(f"run {run.id} has no anchor at version {last} or before it", version=last)
         first = min(anchors)
@@ -258,16 +257,16 @@ def _check_room(run: Run, store: Store, first: int) -> None:
 
 
 class _Tape(Target):
-    """A replica's target in memory that remembers what the last pull has changed."""
+    """A target in memory that records the changes of the last pull."""
 
     scratch: Path | None = None
 
     def __init__(self) -> None:
         self._weights: dict[str, Tensor] = {}
-        self._state: State | None = None
+        self._state: WeightVersion | None = None
         self.changes: dict[str, tuple[Positions, Bits]] = {}
 
-    def state(self) -> State | None:
+    def state(self) -> WeightVersion | None:
         return self._state
 
     def digest(self, tied: Mapping[str, str]) -> Digest | None:
@@ -276,7 +275,9 @@ class _Tape(Target):
     def weights(self) -> dict[str, Tensor]:
         return self._weights
 
-    def apply(self, patches: Sequence[Patch], base: State, state: State, tied: Mapping[str, str]) -> None:
+    def apply(
+        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
+    ) -> None:
         changes, self._state = {}, None
         for patch in patches:
             old = self._weights[patch.name].bits
@@ -286,12 +287,12 @@ class _Tape(Target):
             old[patch.where] = patch.bits
         self.changes, self._state = changes, state
 
-    def load(self, anchor: Replay, state: State, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
         if self._weights:
             _check_same(self._weights, anchor.base, state.version)
         fresh = {}
         for name in anchor.base:
-            dtype, shape = form(anchor.base, name)
+            dtype, shape = spec(anchor.base, name)
             fresh[name] = Tensor(dtype_named(dtype), shape, anchor.bits_of(name))
         anchor.check(state.digest)
         self.changes = {}
@@ -306,9 +307,9 @@ class _Tape(Target):
 
 def _check_same(old: Weights, new: Weights, version: int) -> None:
     for name in sorted({*old, *new}):
-        if name not in old or name not in new or form(old, name) != form(new, name):
+        if name not in old or name not in new or spec(old, name) != spec(new, name):
             raise ShapeMismatch(
-                f"version {version} adds, drops or reshapes {name}, which the layout cannot say: export what is before "
-                f"it with last={version - 1}, and the rest elsewhere with first={version}",
+                f"version {version} adds, drops or reshapes {name}, which the layout cannot express: export the "
+                f"versions before it with last={version - 1}, and the rest elsewhere with first={version}",
                 tensor=name, version=version,
             )  # fmt: skip

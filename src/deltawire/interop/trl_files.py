@@ -1,4 +1,4 @@
-"""The files of TRL's bucket layout (see `trl.py`): what one says is read onto weights, and written from them."""
+"""The files of TRL's bucket layout (see `trl.py`): apply them to weights, and write them."""
 
 import json
 import re
@@ -8,12 +8,12 @@ from math import prod
 
 import numpy as np
 
-from deltawire.boxes import Positions
-from deltawire.container import Container, header_bytes, lay_out, raw
-from deltawire.dtypes import Bits, dtype_named
 from deltawire.errors import CorruptObject, LimitExceeded, UnknownParameter, UnsupportedFormat
+from deltawire.format.container import Container, header_bytes, lay_out, raw
 from deltawire.store import Buffer, Stat
-from deltawire.weights import Form, Tensor
+from deltawire.tensors.boxes import Positions
+from deltawire.tensors.dtypes import Bits, dtype_named
+from deltawire.tensors.weights import Tensor, TensorSpec
 
 ANCHOR, DELTA = "anchor", "delta"
 BRANCHES = ("v1", "v2", "v3")
@@ -22,9 +22,9 @@ MOST_ELEMENTS = (1 << 31) - 1
 
 _KEY = re.compile(r"(anchor|delta)s/step_([0-9]{6,18})\.safetensors")
 _FORMATS = {"sparse_weight_patch", "anchor_checkpoint"}
-# An early revision put this into a delta without changes.
+# An early revision wrote this tensor to a delta without changes.
 _EMPTY = "__empty_delta__"
-# What every release of safetensors gives to torch; F8_E8M0 is not among them.
+# The dtypes that every release of safetensors supports for torch; F8_E8M0 is not among them.
 _INTEGERS = {f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)}
 _CARRIED = {"BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "BOOL", *_INTEGERS}
 
@@ -33,7 +33,7 @@ Changes = Mapping[str, tuple[Positions, Bits]]
 
 @dataclass(frozen=True, slots=True)
 class TrlFile:
-    """A file of the layout."""
+    """A file in the layout."""
 
     step: int
     kind: str
@@ -50,7 +50,7 @@ def file_key(kind: str, step: int) -> str:
 
 
 def file_of(stat: Stat) -> TrlFile | None:
-    """The file that an object is, if it is one of the layout."""
+    """Parse the key of an object; None if it is not a file of the layout."""
     named = _KEY.fullmatch(stat.key)
     if named is None or stat.key != file_key(named[1], int(named[2])):
         return None
@@ -58,19 +58,19 @@ def file_of(stat: Stat) -> TrlFile | None:
 
 
 def lay_over(weights: dict[str, Tensor], file: TrlFile, container: Container) -> None:
-    """Change weights to what they are after a file."""
+    """Apply a file to weights in place."""
     if _is_sparse(file, container.header.metadata):
         _lay_sparse(weights, file, container)
         return
     for name, slot in container.header.slots.items():
         known = weights.get(name)
         if known is not None and (known.dtype.name, known.shape) != (slot.dtype, slot.shape):
-            raise _corrupt(file, f"{name} is {slot.dtype} {list(slot.shape)}, and was another before", name)
+            raise _corrupt(file, f"{name} is {slot.dtype} {list(slot.shape)}, and had another spec before", name)
         weights[name] = Tensor(dtype_named(slot.dtype), slot.shape, container.bits(name))
 
 
 def _is_sparse(file: TrlFile, metadata: Mapping[str, str]) -> bool:
-    """Whether a file has positions and values; checks what its header says of it."""
+    """Whether a file has positions and values; checks its header."""
     stated = metadata.get("format"), metadata.get("version")
     if stated[0] not in _FORMATS or stated[1] != "1":
         raise UnsupportedFormat(
@@ -79,7 +79,7 @@ def _is_sparse(file: TrlFile, metadata: Mapping[str, str]) -> bool:
         )  # fmt: skip
     if metadata.get("model_version", str(file.step)) != str(file.step):
         raise _corrupt(file, f"its header says that it is version {metadata['model_version'][:32]}")
-    # One branch writes whole tensors to deltas/ when it does not know yet what has changed.
+    # One branch writes whole tensors to deltas/ while it does not know what has changed.
     sparse = metadata.get("sparse", str(file.kind == DELTA))
     if sparse not in ("True", "False") or (sparse == "True" and file.kind == ANCHOR):
         raise _corrupt(file, f"its header says sparse={sparse[:32]!r}")
@@ -121,7 +121,7 @@ def _changed_names(file: TrlFile, container: Container, suffixes: tuple[str, str
 def _read_change(
     weights: Mapping[str, Tensor], file: TrlFile, container: Container, name: str, suffixes: tuple[str, str]
 ) -> tuple[Positions, Bits]:
-    """The positions and the new bits of one tensor, safe to write."""
+    """The positions and the new bits of one tensor, checked."""
     if name not in weights:
         raise UnknownParameter(f"{file.key} changes {name}, which no anchor has", tensor=name, version=file.step)
     tensor, (where, what) = weights[name], (container.header.slots[name + suffix] for suffix in suffixes)
@@ -140,7 +140,7 @@ def _read_change(
 
 
 def _check_stated(file: TrlFile, metadata: Mapping[str, str], names: list[str], total: int) -> None:
-    """Compare what was found with what the header says, where it does."""
+    """Compare what was found with what the header states, if it does."""
     for key, found in (("num_changed_params", len(names)), ("total_changed_elements", total)):
         if metadata.get(key, str(found)) != str(found):
             raise _corrupt(file, f"{key} is {metadata[key][:32]}, but {found} are there")
@@ -157,9 +157,9 @@ def _corrupt(file: TrlFile, problem: str, tensor: str | None = None) -> CorruptO
     return CorruptObject(f"{file.key}: {problem}", path=file.key, version=file.step, tensor=tensor)
 
 
-def check_carried(forms: Mapping[str, Form], *, deltas: bool, branch: str = "v1") -> None:
-    """Refuse tensors that the layout cannot carry."""
-    for name, (dtype, shape) in forms.items():
+def check_carried(specs: Mapping[str, TensorSpec], *, deltas: bool, branch: str = "v1") -> None:
+    """Reject tensors that the layout cannot represent."""
+    for name, (dtype, shape) in specs.items():
         if branch == "v3" and ".experts." in name:
             raise UnsupportedFormat(f"{name} belongs to an expert, which readers of v3 refuse: take v1", tensor=name)
         if dtype not in _CARRIED:
@@ -174,7 +174,7 @@ def anchor_pieces(version: int, weights: Mapping[str, Tensor], branch: str) -> l
     """The bytes of an anchor."""
     total = sum(len(tensor.bits) for tensor in weights.values())
     arrays = {name: (tensor.dtype.name, tensor.shape, tensor.bits) for name, tensor in weights.items()}
-    return _pieces(arrays, _facts(version, sorted(weights), total, total, branch, sparse=False))
+    return _pieces(arrays, _metadata(version, sorted(weights), total, total, branch, sparse=False))
 
 
 def delta_pieces(version: int, weights: Mapping[str, Tensor], changes: Changes, branch: str) -> list[Buffer]:
@@ -187,16 +187,16 @@ def delta_pieces(version: int, weights: Mapping[str, Tensor], changes: Changes, 
         arrays[name + what] = weights[name].dtype.name, (len(bits),), bits
     changed = sum(len(bits) for _, bits in changes.values())
     total = sum(len(weights[name].bits) for name in changes)
-    return _pieces(arrays, _facts(version, sorted(changes), changed, total, branch, sparse=True))
+    return _pieces(arrays, _metadata(version, sorted(changes), changed, total, branch, sparse=True))
 
 
 def _gaps(positions: Positions) -> tuple[str, Bits]:
-    """What lies between positions, in 16 bits where all of it fits."""
+    """The gaps between positions, in 16 bits if all of them fit."""
     gaps = np.diff(positions, prepend=-1) - 1
     return ("U16", gaps.astype("<u2")) if gaps.max() < 1 << 16 else ("U32", gaps.astype("<u4"))
 
 
-def _facts(version: int, names: list[str], changed: int, total: int, branch: str, *, sparse: bool) -> dict[str, str]:
+def _metadata(version: int, names: list[str], changed: int, total: int, branch: str, *, sparse: bool) -> dict[str, str]:
     return {
         "format": "sparse_weight_patch",
         "version": "1",
@@ -210,6 +210,6 @@ def _facts(version: int, names: list[str], changed: int, total: int, branch: str
     }
 
 
-def _pieces(arrays: Mapping[str, tuple[str, tuple[int, ...], Bits]], facts: Mapping[str, str]) -> list[Buffer]:
+def _pieces(arrays: Mapping[str, tuple[str, tuple[int, ...], Bits]], info: Mapping[str, str]) -> list[Buffer]:
     slots = lay_out({name: (dtype, shape) for name, (dtype, shape, _) in arrays.items()})
-    return [header_bytes(slots, facts), *(raw(arrays[name][2]) for name in slots)]
+    return [header_bytes(slots, info), *(raw(arrays[name][2]) for name in slots)]

@@ -1,1 +1,1 @@
-"""Pages for people: the figures that explain deltawire, and the dashboard of a run."""
+"""Web pages: the figures that explain deltawire, and the dashboard of a run."""

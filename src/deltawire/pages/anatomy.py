@@ -1,4 +1,4 @@
-"""What one delta is made of, and how a run's ways hang together: read from the store when somebody asks."""
+"""The contents of one delta, and the hops of a run: read from the store on request."""
 
 import re
 import threading
@@ -7,29 +7,29 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from deltawire.chain import Link
 from deltawire.errors import BrokenChain
-from deltawire.fetch import Fetcher
-from deltawire.gc import GIVEN_UP, GcPlan, plan_gc
-from deltawire.inspection import STEP_NAMES, inspect_entry
-from deltawire.keys import read_object_key
-from deltawire.manifest import Way
+from deltawire.follow.fetch import Fetcher
+from deltawire.format.inspection import STEP_NAMES, inspect_entry
+from deltawire.maintain.gc import GIVEN_UP, GcPlan, plan_gc
 from deltawire.pages.versions import Window, weights_bytes, windowed
-from deltawire.runs import Run
+from deltawire.run.keys import read_object_key
+from deltawire.run.manifest import StoredHop
+from deltawire.run.planner import ListedHop
+from deltawire.run.run import Run
 from deltawire.store import Store
 
 MOST_KEPT = 64
 MOST_TENSORS = 1000
 MOST_EXAMPLES = 20
 
-# A plan for gc lists the whole store: the longer that takes, the longer its answer is used.
+# A plan for gc lists the whole store: the longer that takes, the longer the result is cached.
 PLAN_SECONDS, PLAN_REST = 3.0, 10.0
 
 _LAYER = re.compile(r"\.(\d+)(?=\.)")
 
 
 class Anatomies:
-    """Deltas that were looked at. They never change, so each is fetched once; one at a time."""
+    """A cache of inspected deltas. They never change, so each is fetched once; one at a time."""
 
     def __init__(self, store: Store, public_key: str | None) -> None:
         self._store, self._public_key = store, public_key
@@ -50,28 +50,28 @@ class Anatomies:
 
     def _inspect(self, run: Run, version: int, base: int | None) -> dict[str, Any]:
         manifest = run.manifest(version)
-        way = manifest.way if base in (None, manifest.way.base) else run.way(Link(version, base, 0))
-        about = {"version": version, "base": way.base, "step": manifest.step, "bytes": way.num_bytes,
-                 "changed": way.num_changed, "total": manifest.num_elements}  # fmt: skip
-        if way.base is None:
-            return {**about, "kind": "anchor", "weights_bytes": weights_bytes(way)}
-        return {**about, "kind": "delta", **self._open(run.id, way)}
+        hop = manifest.hop if base in (None, manifest.hop.base) else run.hop(version, base)
+        about = {"version": version, "base": hop.base, "step": manifest.step, "bytes": hop.num_bytes,
+                 "changed": hop.num_changed, "total": manifest.num_elements}  # fmt: skip
+        if hop.base is None:
+            return {**about, "kind": "anchor", "weights_bytes": weights_bytes(hop)}
+        return {**about, "kind": "delta", **self._open(run.id, hop)}
 
-    def _open(self, run: str, way: Way) -> dict[str, Any]:
+    def _open(self, run: str, hop: StoredHop) -> dict[str, Any]:
         fetcher = Fetcher(self._store, None)
         try:
-            with fetcher.fetch([way]) as (fetched,):
+            with fetcher.fetch([hop]) as (fetched,):
                 rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
         finally:
             fetcher.close()
-        return anatomy_of(rows, way.num_bytes)
+        return anatomy_of(rows, hop.num_bytes)
 
 
 def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
     """Encodings, step lengths and tensors of a delta, from the rows of `inspect`."""
     encodings: dict[str, dict[str, int]] = {}
     steps = dict.fromkeys(STEP_NAMES, 0)
-    untold = 0
+    unknown = 0
     tensors: dict[str, dict[str, Any]] = {}
     for row in rows:
         mix = encodings.setdefault(row["encoding"], {"patches": 0, "bytes": 0, "changed": 0})
@@ -80,7 +80,7 @@ def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
         mix["changed"] += row["changed"]
         for name, length in (row["steps"] or {}).items():
             steps[name] += length
-        untold += 0 if row["steps"] else row["changed"]
+        unknown += 0 if row["steps"] else row["changed"]
         total = 1
         for size in row["shape"]:
             total *= size
@@ -95,7 +95,7 @@ def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
         "header_bytes": num_bytes - payload,
         "encodings": encodings,
         "steps": steps,
-        "steps_untold": untold,
+        "steps_untold": unknown,
         **heat_of(tensors.values()),
         "num_tensors": len(tensors),
         "tensors": list(tensors.values())[:MOST_TENSORS],
@@ -103,7 +103,7 @@ def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
 
 
 def heat_of(tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Changes by layer and part, and the parts in the model's order. Experts and the like are taken together."""
+    """Changes by layer and part, and the parts in the model's order. Experts and the like are merged."""
     cells: dict[tuple[int | None, str], dict[str, Any]] = {}
     for tensor in tensors:
         name = tensor["name"]
@@ -120,7 +120,7 @@ def heat_of(tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _model_order(part: tuple[bool, str]) -> tuple[int, int, str]:
-    """Deltas name tensors in alphabetical order; this is the usual order of a transformer, as far as names tell."""
+    """The usual order of a transformer, guessed from names: deltas list tensors in alphabetical order."""
     in_layer, name = part
     if not in_layer:
         return (0 if re.search("embed|wte|wpe", name) else 3 if "head" in name else 2), 0, name
@@ -129,7 +129,7 @@ def _model_order(part: tuple[bool, str]) -> tuple[int, int, str]:
 
 
 class Chain:
-    """The ways of a run, and what gc would remove; nothing is removed."""
+    """The hops of a run, and what gc would remove; nothing is removed."""
 
     def __init__(self, store: Store, public_key: str | None) -> None:
         self._store, self._public_key = store, public_key
@@ -138,63 +138,63 @@ class Chain:
         self._until = 0.0
 
     def page(self, window: Window) -> dict[str, Any]:
-        """The ways to the versions of a page."""
+        """The hops to the versions of a page."""
         with self._turn:
             if self._known is None or time.monotonic() > self._until:
                 started = time.monotonic()
                 self._known = self._read()
                 ended = time.monotonic()
                 self._until = ended + max(PLAN_SECONDS, PLAN_REST * (ended - started))
-            ways, facts = self._known
-        versions = sorted({way["version"] for way in ways})
+            hops, info = self._known
+        versions = sorted({hop["version"] for hop in hops})
         wanted = windowed(versions, window)
         shown = set(wanted)
         more = bool(wanted) and wanted[-1] != versions[-1]
         return {
-            **facts,
+            **info,
             "latest": versions[-1] if versions else None,
-            "ways": [way for way in ways if way["version"] in shown],
+            "hops": [hop for hop in hops if hop["version"] in shown],
             "next_after": wanted[-1] if more else None,
         }
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         run = Run(self._store, public_key=self._public_key)
         _ = run.id
-        links = run.links()
+        hops = run.hops()
         try:
             plan: GcPlan | None = plan_gc(run)
             problem = None
         except (BrokenChain, TypeError, AttributeError, RecursionError) as error:
-            # Heartbeats may say anything, and a plan is made from what they say.
+            # A plan depends on heartbeats, which are untrusted.
             plan, problem = None, f"no plan could be made: {error}"
-        # A way stays where only a second upload of it goes.
+        # A hop stays if only a second upload of it is removed.
         removals = [] if plan is None else [each for each in plan.removals if each.why != GIVEN_UP]
         going = {about[:2] for each in removals if (about := read_object_key(each.key))}
-        ways = [
-            {"version": link.version, "base": link.base, "bytes": link.num_bytes, "kind": kind_of(link),
-             "goes": (link.version, link.base) in going}
-            for link in links
+        rows = [
+            {"version": hop.version, "base": hop.base, "bytes": hop.num_bytes, "kind": kind_of(hop),
+             "goes": (hop.version, hop.base) in going}
+            for hop in hops
         ]  # fmt: skip
-        return ways, {"totals": totals_of(ways), "gc": None if plan is None else gc_facts(plan), "gc_problem": problem}
+        return rows, {"totals": totals_of(rows), "gc": None if plan is None else gc_fields(plan), "gc_problem": problem}
 
 
-def kind_of(link: Link) -> str:
-    if link.base is None:
+def kind_of(hop: ListedHop) -> str:
+    if hop.base is None:
         return "anchor"
-    return "delta" if link.version - link.base == 1 else "skip"
+    return "delta" if hop.version - hop.base == 1 else "skip"
 
 
-def totals_of(ways: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    totals = {kind: {"ways": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
-    for way in ways:
-        total = totals[way["kind"]]
-        total["ways"] += 1
-        total["bytes"] += way["bytes"]
-        total["goes"] += way["goes"]
+def totals_of(hops: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    totals = {kind: {"hops": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
+    for hop in hops:
+        total = totals[hop["kind"]]
+        total["hops"] += 1
+        total["bytes"] += hop["bytes"]
+        total["goes"] += hop["goes"]
     return totals
 
 
-def gc_facts(plan: GcPlan) -> dict[str, Any]:
+def gc_fields(plan: GcPlan) -> dict[str, Any]:
     reasons: dict[str, dict[str, int]] = {}
     for each in plan.removals:
         reason = reasons.setdefault(each.why, {"objects": 0, "bytes": 0})

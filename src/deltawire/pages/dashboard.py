@@ -4,11 +4,11 @@
     GET /api/events           the state whenever it changes, and records as they are read; resumes at Last-Event-ID
     GET /api/state            the store, the replicas, how much was read
     GET /api/versions         a page of versions: ?after=VERSION&limit=N
-    GET /api/steps            a page of what the event log says of steps: ?after=STEP&limit=N
-    GET /api/chain            a page of the ways, and what gc would remove: ?after=VERSION&limit=N
-    GET /api/anatomy/VERSION  what a delta is made of; ?base=VERSION for a skip delta
+    GET /api/steps            a page of training steps from the event log: ?after=STEP&limit=N
+    GET /api/chain            a page of the hops, and what gc would remove: ?after=VERSION&limit=N
+    GET /api/anatomy/VERSION  the contents of a delta; ?base=VERSION for a skip delta
 
-It only reads, and has no login: who can reach it can see it.
+It only reads, and has no login: anyone who can reach it can see it.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ HEADERS = {
 
 
 def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]) -> "Starlette":
-    """The web application, which answers to some names only."""
+    """The web application, which accepts requests for `hosts` only."""
     try:
         import uvicorn  # noqa: F401
         from starlette.applications import Starlette
@@ -62,7 +62,7 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
         return FileResponse(STATIC / "dashboard" / "index.html", headers=HEADERS)
 
     def answered(work: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Response]:
-        """What a function of a request returns, as JSON; what it raises, as an error."""
+        """Wrap a function of a request: its result becomes JSON, its exception an error status."""
 
         def answer(request: Request) -> Response:
             try:
@@ -102,7 +102,7 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
 
 
 class _Headers:
-    """Sees to the headers of everything."""
+    """Adds the headers to every response."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -137,7 +137,7 @@ def window_of(request: "Request") -> Window:
 
 
 async def event_stream(feed: Feed, last_id: str, is_stopping: Callable[[], bool]) -> AsyncIterator[str]:
-    """Server-sent events. Their ids say which records were sent; those of another epoch make the page start over."""
+    """Server-sent events. Their ids count the records that were sent; with another epoch the page starts over."""
     epoch, _, position = last_id.partition(":")
     sent = int(position) if position.isascii() and position.isdigit() else 0
     if epoch != feed.epoch:
@@ -159,7 +159,7 @@ async def event_stream(feed: Feed, last_id: str, is_stopping: Callable[[], bool]
         if time.monotonic() - ticked >= TICK_SECONDS:
             ticked = time.monotonic()
             yield event("tick", {"now": time.time(), "answered": feed.answered, "late": feed.is_late})
-        # Between full messages others get their turn too.
+        # Between full messages other requests get their turn.
         await asyncio.sleep(0 if sent < count else LISTEN_SECONDS)
 
 
@@ -169,7 +169,7 @@ def event(name: str, data: dict[str, Any], identity: str | None = None) -> str:
 
 
 class Dashboard:
-    """A dashboard that is being served, until it is closed."""
+    """A dashboard with its server."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Dashboard:
             self._polling.close()
 
     def stop(self) -> None:
-        """End `run`; also from another thread, or from a signal's handler."""
+        """End `run`; also from another thread, or from a signal handler."""
         self._stopping = True
         self._server.should_exit = True
 
@@ -206,12 +206,12 @@ def _server(app: "Starlette") -> Any:
 
     class Server(uvicorn.Server):
         def capture_signals(self) -> Any:
-            """Signals are the program's, and it stops us."""
+            """Leave signals to the program, which calls `stop`."""
             from contextlib import nullcontext
 
             return nullcontext()
 
-    # How things are logged is left to the program that we are in.
+    # Logging is left to the program that this runs in.
     config = uvicorn.Config(
         app, log_config=None, lifespan="off", loop="asyncio", ws="none", proxy_headers=False,
         timeout_graceful_shutdown=2,

@@ -1,4 +1,4 @@
-"""Follows the event log of a demo: what its parts have told, one JSON object a line."""
+"""Follows the event log of a demo: the events of its parts, one JSON object per line."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Record = dict[str, Any]
 
 @dataclass(slots=True)
 class LoggedPart:
-    """A replica, as the log tells of it."""
+    """A replica, as the log shows it."""
 
     life: str
     """starting, running or ended."""
@@ -28,7 +28,7 @@ class LoggedPart:
 
 
 class EventLog:
-    """Reads what was added since the last time. A log that is not there yet, or is cut short, is waited for."""
+    """Reads what was added since the last time. The log may not exist yet, or end in the middle of a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class EventLog:
         self.has_more = False
 
     def read(self) -> list[Record] | None:
-        """New records for the page; None where the log was begun anew, and all records before are void."""
+        """New records for the page; None if the log has started over, and all earlier records are void."""
         try:
             size = self.path.stat().st_size
             if size < self._offset:
@@ -95,7 +95,7 @@ class EventLog:
         step = count(event.get("step"))
         if step is None:
             return None
-        # Steps after the checkpoint are made again.
+        # Steps after the checkpoint are repeated.
         return {"kind": "resumed", "step": step, "time": when, "text": f"the trainer goes on after step {step}"}
 
     def _on_serving(self, event: Mapping[str, Any], when: float) -> None:
@@ -151,7 +151,7 @@ def ended_text(status: int | None) -> str:
 
 
 def printable(value: Any) -> str:
-    """Text of someone else's making, for one line."""
+    """Untrusted text, on one line."""
     return "".join(each if each.isprintable() else " " for each in str(value)[:400])
 
 

@@ -1,7 +1,7 @@
-"""The page with the four figures: as one file, or served on this machine alone.
+"""The page with the four figures: as one file, or served on this machine only.
 
-The figures are ES modules that name each other by an import map. As one file the map leads to data: URLs, since
-browsers load no modules beside a page that was opened from a folder.
+The figures are ES modules that import each other through an import map. In the single file the map has data: URLs,
+since browsers load no module files for a page that was opened from a folder.
 """
 
 import base64
@@ -31,7 +31,7 @@ class File(NamedTuple):
 
 
 def single_file() -> str:
-    """The whole page as one HTML file, which works wherever it lies."""
+    """The whole page as one HTML file, which works from any folder."""
 
     def styled(match: re.Match[str]) -> str:
         return f"<style>\n{(PAGE.parent / match[1]).read_text()}</style>"
@@ -41,7 +41,7 @@ def single_file() -> str:
         return match[1] + json.dumps({"imports": imports}) + match[3]
 
     html = _MAP.sub(mapped, _STYLE.sub(styled, PAGE.read_text()))
-    # A `<` could only end the element early; as an escape it means the same to JSON.
+    # A `<` could end the element early; escaped it means the same in JSON.
     recorded = (PAGE.parent / "recorded.json").read_text().replace("<", "\\u003c")
     policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
     html = html.replace(
@@ -56,7 +56,7 @@ def _data_url(path: Path) -> str:
 
 
 def content_policy(html: str) -> str:
-    """Allow what the page brings with it, by hash, and files of its own address; nothing else."""
+    """Allow the inline scripts of the page, by hash, and files of its own address; nothing else."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in _INLINE.findall(html)]
     scripts = " ".join(["'self'", *(f"'sha256-{each}'" for each in hashes)])
     return (
@@ -66,7 +66,7 @@ def content_policy(html: str) -> str:
 
 
 def files() -> dict[str, File]:
-    """What is served, by path."""
+    """The files to serve, by path."""
     found = [STATIC / "base.css", *PAGE.parent.iterdir()]
     served = {
         f"/{path.relative_to(STATIC).as_posix()}": File(f"{_TYPES[path.suffix]}; charset=utf-8", path.read_bytes())
@@ -113,6 +113,6 @@ def _handler(served: Mapping[str, File], policy: str) -> type[BaseHTTPRequestHan
         do_HEAD = do_GET  # noqa: N815
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-            """Say nothing: the terminal belongs to the command."""
+            """Log nothing: the terminal belongs to the command."""
 
     return Handler

@@ -1,8 +1,8 @@
-"""A run read into plain data, again and again: what the dashboard shows, as a page and as JSON.
+"""Polls a run into plain data: what the dashboard shows, as a page and as JSON.
 
 There are two kinds of data. The state is small and sent whole whenever it changes: the store, the replicas, how much
-was read. Records (a version, a step, a note) are only ever added, in the order in which they were read, so whoever has
-the first so many asks for the rest. Nothing is ever written to the store.
+was read. Records (a version, a step, a note) are only ever appended, in the order in which they were read, so a client
+that has the first N asks for the rest. Nothing is ever written to the store.
 """
 
 import threading
@@ -15,42 +15,42 @@ from deltawire.errors import DeltawireError, ObjectMissing
 from deltawire.pages.eventlog import EventLog, Record, printable
 from deltawire.pages.followers import HEALTHS, Heartbeats, replica_rows
 from deltawire.pages.versions import Versions, Window, page_of
-from deltawire.runs import Run
+from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 
-# How long manifests are read before what was read is shown.
+# How long manifests are read before they are shown.
 READ_SECONDS = 0.2
 
 LATE_SECONDS = 8.0
 
 
 class Feed:
-    """What is known of a run. One thread polls; any may ask.
+    """The data of a run. One thread polls; any thread may read.
 
-    `epoch` changes whenever earlier records are void: another run is at the URL, or the log was begun anew.
+    `epoch` changes whenever earlier records are void: another run is at the URL, or the log has started over.
     """
 
     def __init__(
         self, url: str | Path | Store, *, public_key: str | None = None, events: Path | None = None,
         window: Window | None = None,
     ) -> None:  # fmt: skip
-        # A store that is away should be known to be so soon. There will be another poll.
+        # An unavailable store should be reported soon. There will be another poll.
         self.store = open_store(url, timeout_seconds=5.0, retries=1)
         self.public_key, self._events, self._window = public_key, events, window
         self._lock = threading.Lock()
         self.failure: DeltawireError | None = None
-        """Why the store did not answer, if it did not."""
+        """Why the last poll of the store failed, if it did."""
         self._since = self._started = time.time()
         self.answered: float | None = None
-        """When the store last answered everything."""
+        """When the last successful poll was."""
         self.every_seconds = 1.0
-        """How often it is asked."""
+        """How often the store is polled."""
         self.revision = 0
         """Counts the changes of the state."""
         self._begin()
 
     def _begin(self) -> None:
-        """Forget everything."""
+        """Start with empty data."""
         with self._lock:
             self.epoch = token_hex(4)
             self._run = Run(self.store, public_key=self.public_key)
@@ -64,7 +64,7 @@ class Feed:
             self._has_run = False
 
     def poll(self) -> bool:
-        """Look once; whether there is more to read at once."""
+        """Poll once; whether there is more to read at once."""
         self._read_log()
         try:
             self._read_store()
@@ -75,7 +75,7 @@ class Feed:
         if (failure is None) != (self.failure is None):
             self._since = time.time()
         self.failure = failure
-        self._settle()
+        self._update_state()
         has_more_log = self._log is not None and self._log.has_more
         return has_more_log or (failure is None and bool(self._versions.num_pending))
 
@@ -110,10 +110,10 @@ class Feed:
         self._begin()
 
     def _note_faults(self) -> None:
-        """Replicas tell only the fault that they have now; here they stay."""
+        """Keep the faults of replicas: a heartbeat has only the current one."""
         for name, beat in self._beats.beats.items():
-            told = None if beat.told is None else beat.told.get("error")
-            fault = printable(told) if told else None
+            error = None if beat.fields is None else beat.fields.get("error")
+            fault = printable(error) if error else None
             if fault is not None and fault != self._faults.get(name):
                 self._add([{"kind": "note", "time": beat.time, "level": "fault", "part": name, "text": fault}])
             self._faults[name] = fault
@@ -127,8 +127,8 @@ class Feed:
                 elif record["kind"] == "step":
                     self._steps.append(record)
 
-    def _settle(self) -> None:
-        """Make the state anew from what was read."""
+    def _update_state(self) -> None:
+        """Build the state from what was read."""
         versions, now = self._versions, time.time()
         rows = replica_rows(self._beats.beats, {} if self._log is None else self._log.parts, versions.latest, now)
         state = {
@@ -159,7 +159,7 @@ class Feed:
 
     @property
     def is_late(self) -> bool:
-        """Whether the store was asked long ago, and has said neither yes nor no."""
+        """Whether a poll of the store takes unusually long."""
         since = self._started if self.answered is None else self.answered
         return self.failure is None and time.time() - since > self.every_seconds + LATE_SECONDS
 
@@ -180,13 +180,13 @@ class Feed:
         return {**page, "unread": versions.num_pending}
 
     def steps(self, window: Window) -> dict[str, Any]:
-        """A page of the steps that the log tells of."""
+        """A page of the steps in the log."""
         with self._lock:
             known = {record["step"]: record for record in self._steps}
         return page_of("steps", known, window)
 
     def notes(self, limit: int) -> list[Record]:
-        """The newest faults and other things that happened, in order."""
+        """The newest faults and other notes, in order."""
         with self._lock:
             found = [record for record in self._records if record["kind"] in ("note", "resumed")]
         return sorted(found, key=lambda record: float(record["time"]))[-limit:]
@@ -196,7 +196,7 @@ class Feed:
 
 
 def snapshot(url: str | Path | Store, window: Window, *, public_key: str | None, events: Path | None) -> dict[str, Any]:
-    """All that is known of a run now, with one page of its versions and of its steps."""
+    """The current state of a run, with one page of its versions and of its steps."""
     feed = Feed(url, public_key=public_key, events=events, window=window)
     try:
         _ = Run(feed.store, public_key=public_key).id

@@ -1,4 +1,4 @@
-"""The versions of a run for people to look at: found by listing what is new, each read once, the newest first."""
+"""The versions of a run for the dashboard: found by listing, each manifest read once, the newest first."""
 
 import threading
 import time
@@ -8,14 +8,14 @@ from math import isfinite
 from typing import Any
 
 from deltawire.errors import DeltawireError, ObjectMissing, StoreUnavailable
-from deltawire.manifest import Manifest, Way
-from deltawire.runs import Run
+from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.run import Run
 from deltawire.store import Store
 
 READERS = 8
 BATCH = 64
 
-# Parsing holds the interpreter: between batches those who answer requests have their turn.
+# Parsing holds the GIL: between batches requests are answered.
 BREATH_SECONDS = 0.005
 
 Row = dict[str, Any]
@@ -25,33 +25,33 @@ Window = tuple[int | None, int]
 
 
 def version_row(manifest: Manifest) -> Row:
-    """What a manifest says of its version. `full_bytes` are the weights of the anchor that its path starts at."""
-    way = manifest.way
-    anchor = way if way.base is None else next((each for each in manifest.path if each.base is None), None)
+    """A manifest as a row. `full_bytes` is the size of the weights in the anchor that its route starts at."""
+    hop = manifest.hop
+    anchor = hop if hop.base is None else next((each for each in manifest.route if each.base is None), None)
     full = None if anchor is None else weights_bytes(anchor)
     return {
         "version": manifest.version,
         "step": manifest.step,
-        "kind": "anchor" if way.base is None else "delta",
-        "base": way.base,
-        "bytes": way.num_bytes,
+        "kind": "anchor" if hop.base is None else "delta",
+        "base": hop.base,
+        "bytes": hop.num_bytes,
         "full_bytes": full,
-        "ratio": way.num_bytes / full if full else None,
-        "changed": way.num_changed,
+        "ratio": hop.num_bytes / full if full else None,
+        "changed": hop.num_changed,
         "total": manifest.num_elements,
-        "density": way.num_changed / manifest.num_elements if manifest.num_elements else None,
+        "density": hop.num_changed / manifest.num_elements if manifest.num_elements else None,
         "created": manifest.created if isfinite(manifest.created) else None,
         "error": None,
     }
 
 
-def weights_bytes(anchor: Way) -> int:
-    """An anchor without configuration, tokenizer and the like."""
-    return anchor.num_bytes - sum(each.num_bytes for each in anchor.beside)
+def weights_bytes(anchor: StoredHop) -> int:
+    """The bytes of an anchor without configuration, tokenizer and the like."""
+    return anchor.num_bytes - sum(each.num_bytes for each in anchor.extra_files)
 
 
 class Versions:
-    """Reads manifests, which never change, and keeps what is shown of them."""
+    """Reads manifests, which never change, and keeps their rows."""
 
     def __init__(self, store: Store, public_key: str | None, window: Window | None = None) -> None:
         self._store, self._public_key, self._window = store, public_key, window
@@ -68,8 +68,8 @@ class Versions:
         return len(self._pending)
 
     def look(self, run: Run) -> bool:
-        """Find new versions; False where the newest that was known is not there any more."""
-        # Asking from one before makes it certain that a store which answers with nothing has lost the run.
+        """Find new versions; False if the newest known version does not exist any more."""
+        # List from one before: if the newest known version is missing, the store has lost the run.
         found = run.versions(after=-1 if self.latest is None else self.latest - 1)
         if self.latest is not None and self.latest not in found:
             return False
@@ -111,13 +111,13 @@ class Versions:
         except StoreUnavailable as error:
             return error
         except ObjectMissing:
-            # It went between listing and reading.
+            # Removed between listing and reading.
             return None
         except DeltawireError as error:
             return damaged_row(version, error)
 
     def _run(self) -> Run:
-        # A run remembers manifests, and is not made for several threads.
+        # A run caches manifests, and is not thread-safe.
         if not hasattr(self._own, "run"):
             self._own.run = Run(self._store, public_key=self._public_key)
         run: Run = self._own.run
@@ -133,13 +133,13 @@ def damaged_row(version: int, error: Exception) -> Row:
 
 
 def windowed(numbers: Sequence[int], window: Window) -> list[int]:
-    """Of numbers in order, those that a page holds."""
+    """The numbers, out of an ordered list, that a page holds."""
     after, limit = window
     return list(numbers[-limit:] if after is None else [each for each in numbers if each > after][:limit])
 
 
 def page_of(name: str, rows: Mapping[int, Row], window: Window, last: int | None = None) -> dict[str, Any]:
-    """The rows of a page, in order. `next_after` is where the next one starts; None where there is none after it."""
+    """The rows of a page, in order. `next_after` is where the next one starts; None on the last page."""
     known = sorted(rows)
     wanted = windowed(known, window)
     end = known[-1] if known and last is None else last

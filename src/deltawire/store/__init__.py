@@ -11,7 +11,7 @@ from deltawire.store.base import Buffer, Pieces, Stat, Store
 
 __all__ = ["Buffer", "Pieces", "Stat", "Store", "open_store"]
 
-FORMS = (
+SPECS = (
     "a folder, file:///folder, memory:NAME, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix "
     "or hf://buckets/owner/name/prefix"
 )
@@ -25,15 +25,29 @@ def open_store(
     retries: int = 5,
     config: Mapping[str, str] | None = None,
 ) -> Store:
-    """The store that a URL or a folder names; a store is returned as it is.
+    """Open the store at a URL or folder.
 
-    Credentials and endpoints come from the environment that each cloud's own tools use. `timeout_seconds` is how long
-    a store may say nothing, `retries` how often a request is repeated, `config` goes to the client of the cloud and
-    wins over the environment. Nothing is read or written yet, so a bucket that does not exist is found out later.
+    Credentials and endpoints come from the environment variables of each cloud's own tools. Nothing is read or written
+    yet, so that a missing bucket is only noticed at the first request.
+
+    Args:
+        url: A folder, `file:///folder`, `memory:NAME`, `s3://bucket/prefix`, `gs://bucket/prefix`,
+            `az://container/prefix` or `hf://buckets/owner/name/prefix`. A `Store` is returned unchanged.
+        timeout_seconds: How long a cloud store may be silent before a request fails.
+        retries: How often a failed request to a cloud store is repeated.
+        config: Settings for the client of the cloud, which take precedence over the environment.
+
+    Returns:
+        The store.
+
+    Raises:
+        ValueError: The URL is not supported, or contains credentials.
+        StoreUnavailable: No credentials were found.
+        MissingDependency: An optional package is needed for this kind of store.
     """
     if not isinstance(url, str | Path):
         if not all(hasattr(url, name) for name in ("put", "create", "get", "list")):
-            raise TypeError(f"{type(url).__name__} is no store: use {FORMS}, or an object of your own that is a Store")
+            raise TypeError(f"{type(url).__name__} is no store: use {SPECS}, or an object of your own that is a Store")
         return url
     scheme = _scheme(url)
     if scheme in ("", "file"):
@@ -47,21 +61,21 @@ def open_store(
         from deltawire.store.clouds import open_cloud
 
         return open_cloud(str(url), config or {}, timeout_seconds=timeout_seconds, retries=retries)
-    raise ValueError(f"{redacted(str(url))!r} is no store: use {FORMS}")
+    raise ValueError(f"{redacted(str(url))!r} is no store: use {SPECS}")
 
 
 def _scheme(url: str | Path) -> str:
     if isinstance(url, Path):
         return ""
     if not url:
-        raise ValueError(f"an empty URL is no store: use {FORMS}")
-    # One letter before the colon would be a Windows drive.
+        raise ValueError(f"an empty URL is no store: use {SPECS}")
+    # A single letter before the colon is a Windows drive.
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", url)
     return found[1].lower() if found else ""
 
 
 def _refuse_credentials(url: str) -> None:
-    """URLs are shown, logged and kept; and these would be used by nobody."""
+    """Reject URLs with credentials: URLs are shown and logged, and the credentials would not be used."""
     if redacted(url) != url or "?" in url:
         raise ValueError(
             f"{redacted(url)!r} has a password or a query: leave it out of the URL. Credentials come from the "

@@ -1,4 +1,4 @@
-"""Opens buckets of S3, Google and Azure with the credentials that their own tools would find."""
+"""Opens buckets of S3, Google and Azure with the credentials that their own tools would use."""
 
 import http.client
 import importlib.util
@@ -20,23 +20,23 @@ from deltawire.store.object import Clients, ObjectStore
 CONNECT_SECONDS = 5.0
 METADATA_SECONDS = 2.0
 RETRY_SECONDS = 60.0
-# How much longer than an answer a part of an upload may take: 128 MiB in five minutes, unless told otherwise.
+# How much longer than an answer parts of an upload may take: 128 MiB in five minutes with the default timeout.
 UPLOAD_PATIENCE = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """How one cloud is configured. Names are those of the client's settings, also with a prefix in the environment."""
+    """The configuration of one cloud. Names are the client's settings; in the environment they have a prefix."""
 
     prefixes: tuple[str, ...]
     environment: tuple[str, ...]
-    """The variables to name when access is refused."""
+    """The variables that an error message suggests when access is refused."""
     credentials: frozenset[str]
-    """Any of these settings says where credentials come from."""
+    """With any of these settings the client finds credentials."""
     endpoints: tuple[str, ...]
 
     def settings(self, config: Mapping[str, str]) -> dict[str, str]:
-        """What the environment and the configuration say, by plain lower-case name; the configuration wins."""
+        """Settings from the environment and from `config`, by lower-case name without prefix; `config` wins."""
         found = {}
         for name, value in [*os.environ.items(), *config.items()]:
             plain = name.lower()
@@ -80,7 +80,7 @@ CLOUDS = {"s3": S3, "s3a": S3, "gs": GOOGLE, "gcs": GOOGLE}
 
 
 def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, retries: int) -> ObjectStore:
-    """A bucket, or part of one."""
+    """Open a bucket, or a prefix of one."""
     parts = urlsplit(url)
     cloud = CLOUDS.get(parts.scheme.lower(), AZURE)
     bucket = parts.username or parts.netloc
@@ -110,7 +110,7 @@ def _client(
     client_options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=silence_seconds),
-        # A limit on the whole request would fail large parts on slow lines; silence is what tells a dead one.
+        # A limit on the whole request would fail large parts on slow networks; silence is the sign of a dead one.
         "timeout": timedelta(hours=1),
     }
     if endpoint.startswith("http://"):
@@ -144,7 +144,7 @@ def _refused(url: str, why: str, cloud: Cloud) -> StoreUnavailable:
 
 
 def _boto3_provider(url: str) -> Any:
-    """The credentials that boto3 finds (profiles, SSO, roles); None without boto3, or when it finds none."""
+    """The credentials that boto3 finds (profiles, SSO, roles); None without boto3, or if it finds none."""
     if importlib.util.find_spec("boto3") is None:
         return None
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -158,7 +158,7 @@ def _boto3_provider(url: str) -> Any:
 
 
 def _has_identity(cloud: Cloud, config: Mapping[str, str]) -> bool:
-    """Whether this machine has an identity of its own. The client would ask for it too, but for minutes."""
+    """Whether this machine has an identity of its own. The client would check this too, but with minutes of retries."""
     home = Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
     if cloud is GOOGLE and home.exists():
         return True

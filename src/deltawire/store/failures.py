@@ -1,4 +1,4 @@
-"""Turns what a client of a store raises into the errors of deltawire."""
+"""Translates the exceptions of store clients into the errors of deltawire."""
 
 import errno
 import re
@@ -15,20 +15,20 @@ MAX_MESSAGE_CHARS = 300
 _CREDENTIAL_ERRORS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _BAD_CREDENTIALS = re.compile(
     r"ExpiredToken|InvalidToken|status code: 40[13]\b"
-    # Addresses at which machines ask for an identity of their own.
+    # Instance metadata endpoints of the clouds.
     r"|/latest/api/token|/latest/meta-data|metadata\.google|/metadata/identity"
 )
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 _DISK_FULL = re.compile(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b")
-# Asking again does not help with these, unlike 408 (timeout) and 429 (too many requests).
+# Retrying does not help with these, unlike 408 (timeout) and 429 (too many requests).
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|builder error|LocalFileSystem error")
 
 
 @contextmanager
 def translated(url: str, key: str, *, environment: tuple[str, ...] = ()) -> Iterator[None]:
-    """Within it, every failure of the store becomes ObjectMissing, Conflict or StoreUnavailable with `url` and `key`.
+    """Translate every failure of the store into ObjectMissing, Conflict or StoreUnavailable with `url` and `key`.
 
-    The first cause is not chained: it is long, and it may hold signed URLs.
+    The cause is not chained: it is long, and it may contain signed URLs.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def translated(url: str, key: str, *, environment: tuple[str, ...] = ()) -> Iter
 
 
 def translate(error: Exception, url: str, key: str, environment: tuple[str, ...]) -> StoreError:
-    """The error of ours that says the same; `environment` names the variables to look at when access is refused."""
+    """The corresponding deltawire error; `environment` are the variables to check when access is refused."""
     where = {"url": url, "key": key}
     text = str(error)
     if _NO_BUCKET.search(text):
@@ -51,7 +51,7 @@ def translate(error: Exception, url: str, key: str, environment: tuple[str, ...]
 
 
 def _explain(error: Exception, text: str, environment: tuple[str, ...]) -> tuple[str, bool]:
-    """What to say, and whether the store has said no for good."""
+    """The message, and whether the refusal is final."""
     if _DISK_FULL.search(text) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full", True
     words = shorten(text)
@@ -62,7 +62,7 @@ def _explain(error: Exception, text: str, environment: tuple[str, ...]) -> tuple
 
 
 def shorten(text: str) -> str:
-    """The store's own words on one line, without the client's debug output and without what follows `?` in URLs."""
+    """The store's own message on one line, without the client's debug output and the queries of URLs."""
     text = re.sub(r"^Generic \w+ error: ", "", text.partition("\n\nDebug source:")[0])
     said = [found for tag in ("Code", "Message") for found in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)]
     if said:

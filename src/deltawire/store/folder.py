@@ -1,4 +1,4 @@
-"""A folder as a store: of regular files only, so that nothing else that lies in it is ever waited for."""
+"""A folder as a store. Only regular files are read, so that a pipe or device in it never blocks."""
 
 import errno
 import os
@@ -19,16 +19,16 @@ class FolderStore(ObjectStore):
 
     def __init__(self, folder: Path) -> None:
         self._folder = os.path.abspath(folder)
-        # Rooted at `/` since a client cannot be rooted at a folder that is not there yet.
+        # Rooted at `/`, since a client cannot be rooted at a folder that does not exist yet.
         super().__init__(f"file://{self._folder}", Clients(LocalStore("/")), self._folder.strip("/"))
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        """A whole object."""
+        """Read a whole object."""
         self._check_file(key)
         return super().get(key, limit=limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Some bytes of an object; fewer where it ends before."""
+        """Read a range of an object; shorter if the object ends before."""
         self._check_file(key)
         return super().get_range(key, start, length)
 
@@ -38,13 +38,13 @@ class FolderStore(ObjectStore):
         return super().stat(key)
 
     def _check_file(self, key: str) -> None:
-        """The client would open whatever is there, and wait for a pipe for ever."""
+        """Reject anything but regular files: the client would open a pipe and block forever."""
         path = "/" + self._path(key)
         if os.path.lexists(path) and not os.path.isfile(path):
             raise ObjectMissing(f"{self.url}: {key} is not a regular file", url=self.url, key=key)
 
     def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
-        # Not with the client, which refuses the whole listing for one name that it would not write itself.
+        # Without the client, which fails the whole listing for one name that it would not write itself.
         with self._errors(prefix):
             return tuple(self._walk(prefix.rpartition("/")[0], ()))
 
@@ -65,7 +65,7 @@ class FolderStore(ObjectStore):
             try:
                 found = entry.stat()
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ELOOP):  # it is gone, or a link that leads nowhere
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # deleted meanwhile, or a broken symlink
                     continue
                 raise
             if stat.S_ISDIR(found.st_mode):

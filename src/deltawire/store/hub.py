@@ -1,8 +1,8 @@
-"""Hugging Face Buckets, natively: the Hub keeps names, its content store (Xet) keeps bytes once, however many use them.
+"""Hugging Face Buckets: the Hub stores names, and its content store (Xet) stores and deduplicates the bytes.
 
-Of `huggingface_hub` this takes the session, the token and the headers, of `hf_xet` the transfer of content. The five
-calls that name content are sent from here, because the ones of `HfApi` draw progress bars that only a global switch
-turns off, have no timeout, and wait as long as the server says.
+This uses the session, token and headers of `huggingface_hub`, and `hf_xet` for the transfer of content. The five calls
+on names are sent from here, because those of `HfApi` draw progress bars that only a global switch turns off, have no
+timeout, and wait as long as the server asks.
 
 There is no conditional write: see `create`.
 """
@@ -21,8 +21,9 @@ from urllib.parse import quote
 from deltawire.errors import Conflict, LimitExceeded, MissingDependency, ObjectMissing, StoreUnavailable
 from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size
 from deltawire.store.keys import check_key
+from deltawire.store.retry import ATTEMPTS, backoff_seconds
 
-# Up to this, one plain request is quicker than asking the content store which parts make the object.
+# Up to this size, one plain request is faster than asking the content store for the parts of the object.
 PLAIN_BYTES = 8 << 20
 PIECE_BYTES = 8 << 20
 BATCH_LENGTH = 1000
@@ -30,14 +31,13 @@ BATCH_LENGTH = 1000
 TIMEOUT_SECONDS = 60.0
 NUM_REPEATS = 5
 LONGEST_WAIT_SECONDS = 60.0
-NUM_CREATE_ATTEMPTS = 3
 
 NO_ANSWER = 0
-# After a refusal nothing was done. After the others it may have been.
+# After a refusal nothing was done; after the others it may have been.
 REFUSED = frozenset({429, 503})
 UNSURE = frozenset({NO_ANSWER, 408, 500, 502, 504})
 
-# What the Hub says of an object: path, size, xetHash, times.
+# The Hub's description of an object: path, size, xetHash, times.
 Entry = dict[str, Any]
 
 
@@ -64,21 +64,21 @@ class HubStore:
     def create(self, key: str, data: bytes) -> None:
         """Write an object that does not exist yet, or raise Conflict.
 
-        Not decided by the Hub: of two writers that both find nothing, each may read back its own bytes before the
-        other replaces them, and both succeed. Writers must be kept apart by other means.
+        The Hub has no conditional write: two writers that both find nothing may each read back their own bytes before
+        the other replaces them, and both succeed. Writers must be kept apart by other means.
         """
         if self._find(key) is not None:
             raise Conflict(f"{key} exists already in {self.url}", url=self.url, key=key)
         content = self._hub.upload(key, data)
-        for attempt in range(NUM_CREATE_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             lost = self._try_to_add(key, content)
             if self._reads_back(key, data):
                 return
-            time.sleep(_backoff_seconds(attempt))
+            time.sleep(backoff_seconds(attempt))
         raise self._hub.unavailable(f"{key} was written, but is not seen", key, uncertain=True) from lost
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        """A whole object, or ObjectMissing."""
+        """Read a whole object, or raise ObjectMissing."""
         entry = self._entry(key)
         check_size(self.url, key, entry["size"], limit)
         if entry["size"] == 0:
@@ -89,7 +89,7 @@ class HubStore:
         return content
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Some bytes of an object; fewer where it ends before."""
+        """Read a range of an object; shorter if the object ends before."""
         if start < 0 or length < 0:
             raise ValueError(f"no range: {length} bytes from {start}")
         if 0 < length <= PLAIN_BYTES:
@@ -99,12 +99,12 @@ class HubStore:
         return self._hub.download(key, entry, start, end) if start < end else b""
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
-        """All objects whose key starts with the prefix and comes after `after`, in the order of their keys.
+        """All objects whose key starts with `prefix` and sorts after `after`, in the order of their keys.
 
-        The Hub lists in pages of no stated order: all of them are read before the first object is given.
+        The Hub lists pages in no guaranteed order: all of them are read before the first object is returned.
         """
         found = [self._stat(entry) for entry in self._hub.tree(self._folder + prefix) if entry["type"] == "file"]
-        # The Hub's own prefix may end anywhere in a name; asked again here, in case it ever means whole folders.
+        # The Hub's prefix may end anywhere in a name; checked again here, in case that ever changes to whole folders.
         wanted = (stat for stat in found if stat.key.startswith(prefix) and stat.key > after)
         yield from sorted(wanted, key=lambda stat: stat.key)
 
@@ -113,7 +113,7 @@ class HubStore:
         return self._stat(self._entry(key))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are not there count as removed."""
+        """Delete objects; those that do not exist are ignored."""
         rest = iter(keys)
         while some := [*islice(rest, BATCH_LENGTH)]:
             steps = [{"type": "deleteFile", "path": self._path(key)} for key in some]
@@ -134,7 +134,7 @@ class HubStore:
         return entry
 
     def _stat(self, entry: Entry) -> Stat:
-        # `mtime` is what the writer said; `uploadedAt` is the Hub's own clock.
+        # `mtime` is set by the writer; `uploadedAt` is the Hub's own clock.
         moment = entry.get("uploadedAt") or entry.get("mtime")
         modified = datetime.fromisoformat(moment).timestamp() if moment else 0.0
         return Stat(entry["path"].removeprefix(self._folder), entry["size"], modified)
@@ -145,13 +145,13 @@ class HubStore:
         return content if reply.status_code == 206 else content[start : start + length]
 
     def _add(self, key: str, content: str, *, repeated: frozenset[int]) -> None:
-        """Let a name stand for content that was uploaded."""
+        """Assign a name to uploaded content."""
         step = {"type": "addFile", "path": self._path(key), "xetHash": content, "mtime": int(time.time() * 1000)}
         for failure in self._hub.batch([step], key, repeated=repeated):
             raise self._hub.unavailable(f"{key} was not written: {failure.get('error')}", key)
 
     def _try_to_add(self, key: str, content: str) -> StoreUnavailable | None:
-        """The error, where it leaves open whether the name was written."""
+        """Add a name; returns the error if it is unknown whether the name was written."""
         try:
             self._add(key, content, repeated=REFUSED)
         except StoreUnavailable as error:
@@ -161,7 +161,7 @@ class HubStore:
         return None
 
     def _reads_back(self, key: str, data: bytes) -> bool:
-        """Whether this is what the object holds now. Conflict where it holds something else."""
+        """Whether the object exists with this content; Conflict if it has another."""
         try:
             found: bytes | None = self.get(key, limit=len(data))
         except ObjectMissing:
@@ -178,7 +178,7 @@ class HubStore:
 
 @dataclass(frozen=True, slots=True)
 class _NoAnswer:
-    """In place of a reply."""
+    """Stands in for a reply that did not arrive."""
 
     error: Exception
     status_code: int = NO_ANSWER
@@ -186,7 +186,7 @@ class _NoAnswer:
 
 
 class _Hub:
-    """The calls of the Hub and of its content store for one bucket, with whole paths, and what their errors mean."""
+    """The calls to the Hub and its content store for one bucket, with full paths, and the translation of errors."""
 
     def __init__(self, url: str, bucket: str, token: str | None, endpoint: str | None) -> None:
         for package in ("huggingface_hub", "hf_xet"):
@@ -196,21 +196,21 @@ class _Hub:
         self._session: tuple[int, Any] | None = None
 
     def batch(self, steps: Iterable[Entry], key: str, *, repeated: frozenset[int]) -> Any:
-        """The operations that failed. The others were done: a batch is no transaction."""
+        """Run operations and return those that failed. The others were done: a batch is not a transaction."""
         lines = "".join(json.dumps(step) + "\n" for step in steps).encode()
         kind = {"Content-Type": "application/x-ndjson"}
         reply = self._send("POST", self._api("batch"), key, repeated, (422,), headers=kind, content=lines)
         return self._json(reply, key).get("failed", ())
 
     def paths_info(self, paths: Iterable[str], key: str) -> Any:
-        """What is known of those that exist."""
+        """The entries of the paths that exist."""
         wanted = {"paths": [*paths]}
         if not wanted["paths"]:
             return ()
         return self._json(self._send("POST", self._api("paths-info"), key, json=wanted), key)
 
     def tree(self, prefix: str) -> Iterator[Entry]:
-        """All files whose path starts so, page by page."""
+        """All files whose path starts with `prefix`, page by page."""
         page: str | None = self._api("tree" + ("/" + quote(prefix, safe="") if prefix else "")) + "?recursive=true"
         while page:
             reply = self._send("GET", page, "")
@@ -218,13 +218,13 @@ class _Hub:
             page = reply.links.get("next", {}).get("url")
 
     def resolve(self, path: str, key: str, wanted: str = "") -> Any:
-        """The bytes of a file, without the content store; 416 where the wanted range begins behind its end."""
+        """The bytes of a file, without the content store; status 416 if the wanted range starts after its end."""
         url = f"{self._endpoint}/buckets/{self._bucket}/resolve/{quote(path, safe='')}"
         headers = {"Accept-Encoding": "identity"} | ({"Range": wanted} if wanted else {})
         return self._send("GET", url, key, accepted=(416,) if wanted else (), headers=headers)
 
     def upload(self, key: str, data: Buffer | Pieces) -> str:
-        """Send the bytes that the content store does not have yet; the name of the whole."""
+        """Upload the bytes that the content store does not have yet, and return the hash of the content."""
         commit = self._native(key, self._xet().new_upload_commit, **self._access("write", key))
         try:
             stream = self._native(key, commit.start_upload_stream, sha256=_load("hf_xet").SKIP_SHA256)
@@ -239,7 +239,7 @@ class _Hub:
         return content
 
     def download(self, key: str, entry: Entry, start: int, end: int) -> bytes:
-        """Some bytes, over as many connections as hf_xet finds useful."""
+        """Read a range, over as many connections as hf_xet chooses."""
         info = _load("hf_xet").XetFileInfo(entry["xetHash"], entry["size"])
         group = self._native(key, self._xet().new_download_stream_group, **self._access("read", key))
         stream = self._native(key, group.download_stream, info, start, end)
@@ -266,7 +266,7 @@ class _Hub:
         accepted: tuple[int, ...] = (),
         **options: Any,
     ) -> Any:
-        """One call, repeated a few times while the answer is one of `repeated`."""
+        """Send one request, repeated a few times while the status is one of `repeated`."""
         options["headers"] = self._headers() | options.get("headers", {})
         for attempt in range(NUM_REPEATS + 1):
             reply = self._ask(method, url, key, options)
@@ -299,7 +299,7 @@ class _Hub:
         return headers
 
     def _access(self, scope: str, key: str) -> dict[str, Any]:
-        """Where the content store is, and a token for it; asked for here so that a refusal is explained."""
+        """The address of the content store and a token for it; requested here so that a refusal is explained."""
         url = self._api(f"xet-{scope}-token")
         granted, headers = self._json(self._send("GET", url, key), key), self._headers()
         return {
@@ -308,12 +308,12 @@ class _Hub:
             "token_expiry_unix_secs": granted["exp"],
             "token_refresh_url": url,
             "token_refresh_headers": headers,
-            # The token of the Hub is not for the content store.
+            # The Hub's token must not be sent to the content store.
             "custom_headers": {name: value for name, value in headers.items() if name.lower() != "authorization"},
         }
 
     def _xet(self) -> Any:
-        """The session of this process: its threads do not survive a fork."""
+        """The session of this process; its threads do not survive a fork."""
         if self._session is None or self._session[0] != os.getpid():
             self._session = os.getpid(), _load("hf_xet").XetSession()
         return self._session[1]
@@ -354,24 +354,20 @@ def _load(module: str) -> Any:
 
 
 def _small_pieces(data: Buffer | Pieces) -> Iterator[bytes]:
-    """As hf_xet takes them: bytes, and not so many at once that the copy matters."""
+    """Pieces as hf_xet needs them: bytes, and small enough that the copy does not matter."""
     for piece in [data] if isinstance(data, bytes | memoryview) else data:
         view = memoryview(piece)
         for start in range(0, view.nbytes, PIECE_BYTES):
             yield bytes(view.cast("B")[start : start + PIECE_BYTES])
 
 
-def _backoff_seconds(attempt: int) -> float:
-    return min(0.5 * 2.0**attempt, 8.0)
-
-
 def _wait_seconds(reply: Any, attempt: int) -> float:
-    """What the server asks for, in either of the two headers that the Hub uses, or a little more every time."""
+    """How long to wait: what the server asks for in one of the Hub's two headers, or exponential backoff."""
     limit = _load("huggingface_hub.utils").parse_ratelimit_headers(reply.headers)
     if reply.status_code == 429 and limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
     asked = reply.headers.get("Retry-After", "")
-    return float(asked) if asked.isdecimal() else _backoff_seconds(attempt)
+    return float(asked) if asked.isdecimal() else backoff_seconds(attempt)
 
 
 def _message(reply: Any) -> str:

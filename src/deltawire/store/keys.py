@@ -1,8 +1,8 @@
-"""Which keys are allowed: those that every store keeps as they are."""
+"""Which keys are allowed: those that every store keeps unchanged."""
 
 import re
 
-# A backslash is a slash to some servers, and a folder keeps a number after `#` for files that are being written. File
+# Some servers treat a backslash as a slash, and obstore's folders use `#NUMBER` for files that are being written. File
 # names that are not UTF-8 have surrogates.
 _REFUSED = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]|#[0-9]+(/|$)")
 
@@ -12,7 +12,7 @@ def is_key(text: str) -> bool:
 
 
 def check_key(key: str) -> str:
-    """The key itself, or ValueError where some store would refuse it or keep it under another name."""
+    """Return the key, or raise ValueError if some store would refuse or rename it."""
     if not is_key(key):
         raise ValueError(f"{key!r} cannot be the key of an object")
     return key

@@ -1,23 +1,23 @@
-"""Memory and the buckets of S3, Google and Azure, all through obstore."""
+"""Memory and the buckets of S3, Google and Azure as stores, through obstore."""
 
 import os
 import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore.store import MemoryStore
 
 from deltawire.errors import ObjectMissing, StoreUnavailable
 from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size
+from deltawire.store.create_once import create_once
 from deltawire.store.failures import translated
 from deltawire.store.keys import check_key
-from deltawire.store.settle import settle
+from deltawire.store.retry import retried
 
 if TYPE_CHECKING:
     # These exist for type checkers only.
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 16 << 20
 QUICK_BYTES = 1 << 20
 MAX_PARTS_IN_FLIGHT = 8
-ATTEMPTS = 3
 LIST_CHUNK = 1000
-
-Result = TypeVar("Result")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -38,7 +35,7 @@ _first_use: dict[str, int] = {}
 
 
 def open_memory(name: str, prefix: str = "") -> "ObjectStore":
-    """A store of this process; all who ask for the same name share it."""
+    """A store in the memory of this process, shared by all who open the same name."""
     with _memory_lock:
         client = _memory.setdefault(name, MemoryStore())
     prefix = prefix.strip("/")
@@ -47,21 +44,21 @@ def open_memory(name: str, prefix: str = "") -> "ObjectStore":
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """A client for what is answered at once, and one that lets a large upload take its time.
+    """A client with a short timeout, and a patient one for large uploads.
 
-    One cannot be both: the client's limit on silence also runs while a body is being sent.
+    There are two because the client's limit on silence also runs while a body is being sent.
     """
 
     quick: "Client"
     patient: "Client | None" = None
 
     def for_upload(self, num_bytes: int) -> "Client":
-        """The client for a request with so many bytes."""
+        """The client for a request with a body of this size."""
         return self.quick if self.patient is None or num_bytes <= QUICK_BYTES else self.patient
 
 
 class ObjectStore:
-    """A store over one of obstore's clients. `environment` names the variables that hold its credentials."""
+    """A store over an obstore client. `environment` are the variables that hold its credentials."""
 
     conditional = True
 
@@ -72,20 +69,9 @@ class ObjectStore:
         self._environment = environment
 
     def put(self, key: str, data: Buffer | Pieces) -> None:
-        """Write an object, or replace it; pieces are sent in parts, some of them at once."""
+        """Write an object, or replace it; large ones are sent in parallel parts."""
         path = self._path(key)
-        self._repeatedly(lambda: self._put_once(key, path, data))
-
-    def _repeatedly(self, work: Callable[[], Result]) -> Result:
-        """Do what may be done again, for failures that the client itself does not repeat."""
-        for attempt in range(ATTEMPTS - 1):
-            try:
-                return work()
-            except StoreUnavailable as error:
-                if error.fields["refused"]:
-                    raise
-            time.sleep(0.5 * 2**attempt)
-        return work()
+        retried(lambda: self._put_once(key, path, data))
 
     def _put_once(self, key: str, path: str, data: Buffer | Pieces) -> None:
         source = _Source(_slices(data))
@@ -116,10 +102,10 @@ class ObjectStore:
             with self._errors(key):
                 obstore.put(self._clients.quick, path, data, mode="create", use_multipart=False)
 
-        settle(write, lambda: self.get(key, limit=len(data)), data)
+        create_once(write, lambda: self.get(key, limit=len(data)), data)
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        """A whole object."""
+        """Read a whole object."""
         path = self._path(key)
         with self._errors(key):
             found = obstore.get(self._clients.quick, path)
@@ -127,27 +113,27 @@ class ObjectStore:
             return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Some bytes of an object; fewer where it ends before."""
+        """Read a range of an object; shorter if the object ends before."""
         path = self._path(key)
         if start < 0 or length < 0:
             raise ValueError(f"no range of an object: {length} bytes from {start}")
         try:
             with self._errors(key):
-                # No client takes a range of nothing.
+                # No client accepts an empty range.
                 found = obstore.get_range(self._clients.quick, path, start=start, length=max(length, 1))
         except StoreUnavailable as error:
-            # Stores call it an error to start at the end or after it.
+            # Stores report an error for a range that starts at the end or after it.
             if re.search("range", error.message, re.IGNORECASE) and start >= self.stat(key).num_bytes:
                 return b""
             raise
         return bytes(found)[:length]
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
-        """All objects whose key starts with the prefix and comes after `after`, in the order of their keys.
+        """All objects whose key starts with `prefix` and sorts after `after`, in the order of their keys.
 
-        Not every store keeps that order, so the listing is read to its end before the first is returned.
+        Not every store lists in this order, so the listing is read to its end before the first is returned.
         """
-        found = self._repeatedly(lambda: self._list_once(prefix, after))
+        found = retried(lambda: self._list_once(prefix, after))
         wanted = (each for each in found if each.key.startswith(prefix) and each.key > after)
         return iter(sorted(wanted, key=lambda each: each.key))
 
@@ -168,7 +154,7 @@ class ObjectStore:
             return self._stat(obstore.head(self._clients.quick, path))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, many in one request where the store can."""
+        """Delete objects, many in one request if the store supports it."""
         paths = [self._path(key) for key in keys]
         if not paths:
             return
@@ -178,7 +164,7 @@ class ObjectStore:
         except (ObjectMissing, StoreUnavailable) as error:
             if error.fields.get("refused") and len(paths) == 1:
                 raise
-            # The first that is missing ends the request, and some servers do not know requests for many.
+            # The first missing object aborts the request, and some servers do not support bulk deletes.
             self._delete_each(paths)
 
     def _delete_each(self, paths: Iterable[str]) -> None:
@@ -204,14 +190,14 @@ class ObjectStore:
 
 
 def _check_process(url: str, key: str) -> None:
-    """The client's threads do not survive a fork, and it would wait for them for ever."""
+    """Refuse to work in a forked process: the client's threads do not survive a fork, and it would hang."""
     if _first_use.setdefault("process", os.getpid()) != os.getpid():
         message = f"{url}: this process was forked after its parent had used a store; start it with spawn instead"
         raise StoreUnavailable(message, url=url, key=key, refused=True, uncertain=False)
 
 
 class _Source:
-    """Passes pieces on and remembers if making them failed: that is the caller's error, not the store's."""
+    """Passes pieces on, and keeps the exception if producing them failed: the caller's error, not the store's."""
 
     def __init__(self, pieces: Iterable[Buffer]) -> None:
         self._pieces = iter(pieces)
@@ -231,7 +217,7 @@ class _Source:
 
 
 def _slices(data: Buffer | Pieces) -> Iterable[Buffer]:
-    """Pieces no larger than a part, without copying."""
+    """Split pieces to at most the size of a part, without copying."""
     for piece in [data] if isinstance(data, bytes | bytearray | memoryview) else data:
         view = memoryview(piece)
         if view.nbytes:
@@ -240,7 +226,7 @@ def _slices(data: Buffer | Pieces) -> Iterable[Buffer]:
 
 
 def _take(source: Iterator[Buffer], num_bytes: int) -> tuple[list[Buffer], Iterator[Buffer] | None]:
-    """The first pieces up to a size, and the rest; None where there is no more."""
+    """The first pieces up to a size, and the rest; None if there is no more."""
     first: list[Buffer] = []
     size = 0
     for piece in source:

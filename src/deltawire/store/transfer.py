@@ -1,9 +1,8 @@
-"""Moves large objects: downloads in parallel parts, resumed and checked, and sizes and digests of what is uploaded."""
+"""Transfer of large objects: resumable, checked downloads in parallel parts, and size and SHA-256 of uploads."""
 
 import errno
 import hashlib
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +11,10 @@ from typing import BinaryIO
 
 from deltawire.errors import CorruptObject, ObjectMissing, StoreUnavailable
 from deltawire.store.base import Buffer, Pieces, Store
+from deltawire.store.retry import retried
 
 PART_BYTES = 16 << 20
 MAX_PARTS_IN_FLIGHT = 8
-PART_ATTEMPTS = 4
 
 Progress = Callable[[int], None]
 
@@ -31,11 +30,11 @@ def download(
     part_bytes: int = PART_BYTES,
     parallel: int = MAX_PARTS_IN_FLIGHT,
 ) -> None:
-    """Fetch an object to `path`, where it appears only whole and with the right digest. One at a time for a path.
+    """Download an object to `path`, where it appears atomically with the right SHA-256. One call at a time per path.
 
-    What is there already is checked, and not fetched again. What has arrived of it lies in `NAME.part` beside it,
-    always a sound beginning, and a later call goes on from there.
-    `progress` is told how many bytes of the file are there. CorruptObject: the store has other bytes, or too few.
+    A file that exists already is checked instead of downloaded. Partial downloads are kept next to it in `NAME.part`,
+    which is always a valid prefix, and a later call resumes from there.
+    `progress` is called with the bytes that have arrived. CorruptObject: the object has other bytes, or too few.
     """
     partial = path.with_name(path.name + ".part")
     if _is_right(path, num_bytes, sha256):
@@ -68,7 +67,7 @@ def _is_right(path: Path, num_bytes: int, sha256: str) -> bool:
 
 
 def _fetch(parts: "_Parts", partial: Path, progress: Progress | None) -> str:
-    """Complete the partial file; its digest."""
+    """Complete the partial file and return its SHA-256."""
     digest = hashlib.sha256()
     partial.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, "a+b", buffering=0) as file:
@@ -86,7 +85,7 @@ def _fetch(parts: "_Parts", partial: Path, progress: Progress | None) -> str:
 
 
 def _resume(file: BinaryIO, update: Callable[[bytes], None], num_bytes: int) -> int:
-    """Digest what an earlier call has left; the number of its bytes. More than there should be is not ours."""
+    """Hash what an earlier call left and return its size. A file that is too large is discarded."""
     if os.fstat(file.fileno()).st_size > num_bytes:
         file.truncate(0)
     file.seek(0)
@@ -102,16 +101,16 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 
 class _Parts:
-    """The parts of an object, fetched several at once and handed out in order."""
+    """The parts of an object, fetched in parallel and yielded in order."""
 
     def __init__(self, store: Store, key: str, num_bytes: int, part_bytes: int, parallel: int) -> None:
         self.store, self.key, self.num_bytes = store, key, num_bytes
         self.part_bytes, self.parallel = part_bytes, parallel
 
     def fetch(self, start: int) -> Iterator[bytes]:
-        """All bytes from `start`; no more than `parallel` parts are held."""
+        """All bytes from `start`; at most `parallel` parts are in memory."""
         if start == self.num_bytes:
-            # Nothing is left to read, so nothing else would notice that it is gone.
+            # Nothing is left to read, so a deleted object would not be noticed otherwise.
             self.store.stat(self.key)
             return
         starts = iter(range(start, self.num_bytes, self.part_bytes))
@@ -129,7 +128,7 @@ class _Parts:
 
     def _part(self, start: int) -> bytes:
         length = min(self.part_bytes, self.num_bytes - start)
-        data = self._patiently(start, length)
+        data = retried(lambda: self.store.get_range(self.key, start, length))
         if len(data) == length:
             return data
         actual = start + len(data)
@@ -138,28 +137,17 @@ class _Parts:
             key=self.key, expected=self.num_bytes, actual=actual,
         )  # fmt: skip
 
-    def _patiently(self, start: int, length: int) -> bytes:
-        """A part, asked for again where the store did not answer, beyond what the store itself has tried."""
-        for attempt in range(PART_ATTEMPTS - 1):
-            try:
-                return self.store.get_range(self.key, start, length)
-            except StoreUnavailable as error:
-                if error.fields.get("refused"):
-                    raise
-            time.sleep(0.2 * 2**attempt)
-        return self.store.get_range(self.key, start, length)
-
 
 def _disk_error(error: OSError, partial: Path, key: str) -> StoreUnavailable:
     said = f"cannot be written: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         said = "the disk is full"
-        partial.unlink(missing_ok=True)  # what it holds may be what others need now
+        partial.unlink(missing_ok=True)  # free the space for others
     return StoreUnavailable(f"{partial}: {said}", path=str(partial), key=key, refused=True, uncertain=False)
 
 
 class Measured:
-    """Passes pieces on and notes their size and digest; both are right once the pieces have been read to the end."""
+    """Passes pieces on and computes their size and SHA-256; both are valid once the pieces were read to the end."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces

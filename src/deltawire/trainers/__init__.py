@@ -1,1 +1,1 @@
-"""Publishing from trainers: where their loops call us."""
+"""Publishing from trainers: transformers (a callback) and TRL (a weight transfer)."""

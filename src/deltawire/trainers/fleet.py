@@ -1,7 +1,7 @@
-"""The engines that serve a run, as the trainer's process sees them: which version each one has, and word of new ones.
+"""The engines that serve a run, as the trainer's process sees them: which version each serves, and nudges for new ones.
 
-An engine on this machine is driven from here, by an agent in a thread. Elsewhere an agent runs beside it; that one is
-told of each version and asked what is served.
+An engine on this machine is driven from here, by an agent in a thread. On other machines an agent runs next to the
+engine; it is nudged after each version, and polled for what is served.
 """
 
 import logging
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from deltawire.agent import Agent
+from deltawire.engines.agent import Agent
 from deltawire.engines.engine import Engine
 from deltawire.engines.server import Server
 from deltawire.errors import DeltawireError
-from deltawire.publication import Publication
+from deltawire.publish.publication import Publication
 from deltawire.redact import redacted
-from deltawire.runs import Run
+from deltawire.run.run import Run
 
-# How often an agent elsewhere is asked while it is behind.
+# How often an agent on another machine is polled while it is behind.
 ASK_SECONDS = 0.1
-# How long a thread may take to end, and how long an engine that does not answer is waited for at the end.
+# How long a thread may take to end, and how long to wait at the end for an engine that does not respond.
 END_SECONDS = 10.0
 GRACE_SECONDS = 2.0
 
@@ -37,7 +37,11 @@ _log = logging.getLogger(__name__)
 class AgentAt:
     """An agent on another machine: `deltawire attach ... --listen HOST:PORT`.
 
-    With its token it is nudged when there is a new version. Without, it finds that out by looking, and is only asked.
+    Args:
+        url: Its HTTP address.
+        token: With it, the agent is nudged when there is a new version. Without, the agent finds new versions by its
+            own polling, and is only asked for its status.
+        timeout: Seconds to wait for a response.
     """
 
     url: str
@@ -47,21 +51,21 @@ class AgentAt:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is known of one engine."""
+    """What is known about one engine."""
 
     version: int | None = None
-    """The version of this run that it serves, in its own words; None where that is not known."""
+    """The version of this run that it serves, as it reports itself; None if unknown."""
     error: str | None = None
-    """What went wrong last, if that has not gone well since."""
+    """The last error, if it has not been resolved since."""
     pause_seconds: float | None = None
     """How long it was paused for the last update."""
 
 
-class _Link(Protocol):
-    """The way to one engine."""
+class _Connection(Protocol):
+    """The connection to one engine."""
 
     lasts: bool
-    """Whether the engine goes on to follow the run after `close`."""
+    """Whether the engine keeps following the run after `close`."""
 
     def nudge(self, version: int) -> None: ...
 
@@ -74,7 +78,7 @@ EngineChoice = str | AgentAt | Engine
 
 
 def named(engines: Sequence[EngineChoice]) -> dict[str, EngineChoice]:
-    """Engines by the names that they have in logs: hosts and ports, as a rule."""
+    """Engines by their names in logs: usually host and port."""
     found: dict[str, EngineChoice] = {}
     for each in engines:
         address = _address_of(each)
@@ -82,15 +86,15 @@ def named(engines: Sequence[EngineChoice]) -> dict[str, EngineChoice]:
         place = address.partition("://")[2].rpartition("@")[2].rstrip("/")
         name = re.sub(r"[^\w.:-]+", "-", place or address)
         if place and name in found:
-            raise ValueError(f"the engine at {place} is there twice")
-        # Modules in this process may be called the same.
+            raise ValueError(f"the engine at {place} is listed twice: list it once")
+        # Modules in this process may have the same name.
         found[name if name not in found else f"{name}-{len(found)}"] = each
     return found
 
 
 def _address_of(engine: EngineChoice) -> str:
     if not isinstance(engine, str | AgentAt):
-        if not hasattr(engine, "switch"):
+        if not hasattr(engine, "commit"):
             raise TypeError(f"an engine is a server's URL, an AgentAt or an Engine, not {type(engine).__name__}")
         return engine.address
     url = engine if isinstance(engine, str) else engine.url
@@ -100,9 +104,9 @@ def _address_of(engine: EngineChoice) -> str:
 
 
 class Fleet:
-    """Keeps engines at the newest version of a run, and knows what each serves.
+    """Keeps engines at the newest version of a run, and tracks what each serves.
 
-    Each has a thread of its own, so that one that hangs or is away keeps no other waiting, nor the trainer.
+    Each has a thread of its own, so that one that hangs or is unavailable delays neither the others nor the trainer.
     """
 
     def __init__(
@@ -115,39 +119,39 @@ class Fleet:
         poll_seconds: float = 1.0,
     ) -> None:
         self._changed = threading.Condition()
-        self._links: dict[str, _Link] = {}
+        self._connections: dict[str, _Connection] = {}
         self._errors: dict[str, str] = {}
         self._publications: queue.SimpleQueue[Publication | None] = queue.SimpleQueue()
         try:
             for name, each in engines.items():
                 if isinstance(each, AgentAt):
-                    self._links[name] = _Elsewhere(each, run.id, poll_seconds, self._notify)
+                    self._connections[name] = _Elsewhere(each, run.id, poll_seconds, self._notify)
                     continue
                 folder = None if mirrors is None else Path(mirrors) / re.sub(r"\W+", "-", name)
                 own = Run(run.store, public_key=public_key, expected=run.id)
                 agent = Agent(_engine_of(each), own, mirror=folder, poll_seconds=poll_seconds)
-                self._links[name] = _Here(agent, self._notify)
+                self._connections[name] = _Here(agent, self._notify)
         except BaseException:
             self.close()
             raise
-        self._thread = threading.Thread(target=self._tell, name="deltawire-nudges", daemon=True)
+        self._thread = threading.Thread(target=self._nudge_all, name="deltawire-nudges", daemon=True)
         self._thread.start()
 
     def serving(self) -> dict[str, Serving]:
         """What each engine serves, by its name."""
-        return {name: link.serving() for name, link in self._links.items()}
+        return {name: each.serving() for name, each in self._connections.items()}
 
     def follow(self, publication: Publication) -> None:
-        """Tell all engines when this version is in the store."""
+        """Nudge all engines when this version is committed."""
         self._publications.put(publication)
 
     def nudge(self, version: int) -> None:
-        """Tell all engines of a version; returns at once."""
-        for link in self._links.values():
-            link.nudge(version)
+        """Nudge all engines for a version; returns at once."""
+        for each in self._connections.values():
+            each.nudge(version)
 
     def wait(self, is_fine: Callable[[dict[str, Serving]], bool], seconds: float) -> bool:
-        """Wait until what is served is fine, for so long at most; whether it is."""
+        """Wait until `is_fine` accepts what is served, or the time is over; whether it does."""
         deadline = time.monotonic() + seconds
         while not is_fine(self.serving()):
             left = deadline - time.monotonic()
@@ -157,11 +161,11 @@ class Fleet:
                 self._changed.wait(min(left, ASK_SECONDS))
         return True
 
-    def settle(self, version: int, seconds: float) -> None:
-        """Wait until engines that nobody else will bring there serve a version; not long where one does not answer."""
+    def catch_up(self, version: int, seconds: float) -> None:
+        """Wait until the engines driven from here serve a version; not long for one that does not respond."""
 
         def is_there(name: str, each: Serving) -> bool:
-            return self._links[name].lasts or (each.version is not None and each.version >= version)
+            return self._connections[name].lasts or (each.version is not None and each.version >= version)
 
         def is_away(each: Serving) -> bool:
             return each.version is None and each.error is not None
@@ -176,7 +180,7 @@ class Fleet:
             _log.warning("training ends, and these engines do not serve version %d: %s", version, left)
 
     def report(self) -> None:
-        """Put into the log what has gone wrong with an engine, or well again, since this was last called."""
+        """Log which engines have failed or recovered since the last call."""
         for name, each in self.serving().items():
             before = self._errors.pop(name, None)
             if each.error is not None:
@@ -189,12 +193,12 @@ class Fleet:
     def close(self) -> None:
         """Leave the engines as they are."""
         self._publications.put(None)
-        with ThreadPoolExecutor(max(len(self._links), 1)) as pool:
-            list(pool.map(lambda link: link.close(), self._links.values()))
+        with ThreadPoolExecutor(max(len(self._connections), 1)) as pool:
+            list(pool.map(lambda each: each.close(), self._connections.values()))
 
-    def _tell(self) -> None:
+    def _nudge_all(self) -> None:
         while (publication := self._publications.get()) is not None:
-            # One that fails is for whoever published it.
+            # A failure is reported to the publisher's caller.
             if publication.join():
                 self.nudge(publication.version)
 
@@ -219,7 +223,7 @@ class _Here:
             try:
                 self.agent.run(lambda _: self._notify())
             except Exception:
-                # It is in `replica.error` too. What an agent did not expect must not leave the engine without one.
+                # It is in `replica.error` too. An unexpected error must not leave the engine without an agent.
                 _log.exception("the agent of %s failed, and is started again", self.agent.target.engine.address)
                 self._stopped.wait(1.0)
 
@@ -235,20 +239,22 @@ class _Here:
         self.agent.stop()
         self._thread.join(END_SECONDS)
         if self._thread.is_alive():
-            _log.warning("the agent of %s waits for an answer, and is left", self.agent.target.engine.address)
+            _log.warning(
+                "the agent of %s still waits for a response, and is abandoned", self.agent.target.engine.address
+            )
         else:
             self.agent.close()
 
 
 class _Elsewhere:
-    """An agent on another machine, which a thread tells and asks."""
+    """An agent on another machine, nudged and polled from a thread."""
 
     lasts = True
 
     def __init__(self, place: AgentAt, run: str, poll_seconds: float, notify: Callable[[], None]) -> None:
         self._place, self._run, self._poll_seconds, self._notify = place, run, poll_seconds, notify
         self._server = Server(place.url.rstrip("/"), place.token, place.timeout)
-        self._wanted, self._told = -1, -1
+        self._wanted, self._nudged = -1, -1
         self._now = Serving()
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="deltawire-asks", daemon=True)
@@ -268,7 +274,7 @@ class _Elsewhere:
 
     def _ask(self) -> Serving:
         try:
-            refused = self._tell()
+            refused = self._nudge_agent()
             status = self._server.get("/status")
             error = status.get("error")
             if status.get("run") not in (None, self._run):
@@ -280,16 +286,16 @@ class _Elsewhere:
         except (DeltawireError, AttributeError) as error:
             return Serving(None, str(error))
 
-    def _tell(self) -> str | None:
-        """Nudge the agent, where there is something new; why that was refused, if it was."""
+    def _nudge_agent(self) -> str | None:
+        """Nudge the agent if there is something new; the error, if that failed."""
         wanted = self._wanted
-        if self._place.token is None or wanted <= self._told:
+        if self._place.token is None or wanted <= self._nudged:
             return None
         try:
             self._server.tell("/nudge")
         except DeltawireError as error:
             return str(error)
-        self._told = wanted
+        self._nudged = wanted
         return None
 
     def nudge(self, version: int) -> None:
@@ -310,20 +316,20 @@ class _Elsewhere:
 def _engine_of(choice: str | Engine) -> Engine:
     if not isinstance(choice, str):
         return choice
-    from deltawire.engines.vllm.client import VllmEngine
+    from deltawire.engines.vllm.adapter import VllmEngine
 
     return VllmEngine(choice)
 
 
 def lowest(serving: Mapping[str, Serving]) -> int | None:
-    """The version that every engine has reached; None where that is not known of one."""
+    """The version that every engine has reached; None if that of one is unknown."""
     versions = [each.version for each in serving.values()]
     known = [version for version in versions if version is not None]
     return min(known) if known and len(known) == len(versions) else None
 
 
 def flat(serving: Mapping[str, Serving]) -> dict[str, Any]:
-    """Numbers for a run tracker."""
+    """The state of all engines as metrics, for W&B, TensorBoard and the like."""
     numbers: dict[str, float | None] = {
         "engines/count": len(serving),
         "engines/unknown": sum(each.version is None for each in serving.values()),

@@ -1,4 +1,4 @@
-"""Publishing from the Trainer of transformers, and from those of other packages that take its callbacks.
+"""Publishing from the Trainer of transformers, and from other trainers that take its callbacks.
 
 trainer = Trainer(..., callbacks=[DeltawireCallback("s3://bucket/run", every=1)])
 """
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from deltawire.errors import MissingDependency
-from deltawire.publication import Publication
-from deltawire.publisher import Publisher
-from deltawire.sharded import ShardedPublisher
-from deltawire.sources import check_whole, is_sharded
+from deltawire.publish.publication import Publication
+from deltawire.publish.publisher import Publisher
+from deltawire.publish.sharded.publisher import ShardedPublisher
+from deltawire.publish.sources import check_whole, is_sharded
 from deltawire.store import Store
 
 try:
@@ -22,13 +22,13 @@ except ImportError as error:
 
 
 class NumbersCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds numbers to what a Trainer logs: to its `log_history`, and to what callbacks after this one log."""
+    """Adds metrics to what a Trainer logs: to its `log_history`, and to what callbacks after this one log."""
 
     def __init__(self, numbers: Callable[[], Mapping[str, float]]) -> None:
         self._numbers = numbers
 
     def go_first(self, trainer: Any) -> None:
-        """Go before all other callbacks of a Trainer, so that trackers (W&B, TensorBoard) see the numbers too."""
+        """Move before all other callbacks of a Trainer, so that trackers (W&B, TensorBoard) log the metrics too."""
         callbacks = trainer.callback_handler.callbacks
         callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
 
@@ -37,20 +37,23 @@ class NumbersCallback(TrainerCallback):  # type: ignore[misc]
             return
         numbers = self._numbers()
         logs.update(numbers)
-        # The Trainer has put a copy of its logs there before it calls anybody.
+        # The Trainer puts a copy of its logs there before it calls the callbacks.
         if state.log_history:
             state.log_history[-1].update(numbers)
 
 
 class DeltawireCallback(NumbersCallback):
-    """Publishes the model when training starts and after each `every`-th optimizer step.
+    """Publishes the model when training starts and after every `every`-th optimizer step.
 
-    Configuration and tokenizer go with the anchors, so that a mirror can be loaded as it is. Other options are those of
-    `Publisher`, or of `ShardedPublisher`, which takes its place where parameters are sharded over ranks (FSDP2); then
-    all ranks publish.
+    Configuration and tokenizer go with the anchors, so that a mirror can be loaded as it is. Metrics of the last
+    version are added to the Trainer's `log_history` and to what callbacks after this one log. The Trainer puts those of
+    `report_to` before the ones in `callbacks`; `go_first` changes that.
 
-    Numbers of the last version are added to the Trainer's `log_history` and to what callbacks after this one log. The
-    Trainer puts those in `report_to` before the ones that it is given; `go_first` changes that.
+    Args:
+        store: A URL, a path, or a `Store`.
+        every: Publish after every so many optimizer steps.
+        **options: Options of `Publisher`, or of `ShardedPublisher`, which is used where parameters are sharded over
+            ranks (FSDP2); then all ranks publish.
     """
 
     def __init__(self, store: str | Path | Store, *, every: int = 1, **options: Any) -> None:
@@ -60,11 +63,11 @@ class DeltawireCallback(NumbersCallback):
         self._store, self._every, self._options = store, every, options
         self.publisher: Publisher | ShardedPublisher | None = None
         self.last: Publication | None = None
-        """The newest version that was handed over; it may still be on its way."""
+        """The newest version; it may still be uploading."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        # Training that broke off and starts again has not come to its end.
+        # Training that was interrupted and starts again has not called on_train_end.
         self._close()
         self.last = None
         kind = ShardedPublisher if is_sharded(model) else Publisher
@@ -72,11 +75,11 @@ class DeltawireCallback(NumbersCallback):
             check_whole(model)
             if not state.is_world_process_zero:
                 return
-        # Kept to the end: should the first anchor fail, a later one needs the files.
+        # Kept to the end: if the first anchor fails, a later one needs the files.
         self._folder = tempfile.TemporaryDirectory()
-        files = _files_beside(model, others.get("processing_class"), Path(self._folder.name))
+        files = _extra_files(model, others.get("processing_class"), Path(self._folder.name))
         self.publisher = kind(self._store, model, **{"files": files, **self._options})
-        # A run that is taken up where it was needs no version for that.
+        # A run that is resumed with the same weights needs no new version.
         if not self.publisher.resumed:
             self._publish(state)
 
@@ -103,8 +106,8 @@ class DeltawireCallback(NumbersCallback):
             self.last = self.publisher.publish(step=state.global_step, metadata={"epoch": state.epoch})
 
 
-def _files_beside(model: Any, processor: Any, folder: Path) -> list[Path]:
-    """Configuration and tokenizer, as files."""
+def _extra_files(model: Any, processor: Any, folder: Path) -> list[Path]:
+    """Save configuration and tokenizer; returns the files."""
     bare = getattr(model, "module", model)
     parts: list[Any] = [getattr(bare, "config", None), getattr(bare, "generation_config", None), processor]
     for part in parts:

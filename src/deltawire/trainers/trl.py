@@ -1,4 +1,4 @@
-"""Weights from TRL's asynchronous trainers to the servers that roll out, as the object that TRL hands them to.
+"""Weights from TRL's asynchronous trainers to the rollout servers, as TRL's `weight_transfer` object.
 
 transfer = DeltawireTransfer("s3://bucket/run", engines=["http://127.0.0.1:8000"])
 trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
@@ -7,15 +7,15 @@ trainer.train()
 
 What TRL 1.16 calls, on rank 0 only:
 
-    when training starts      init_weight_transfer, then a sync, and only then are rollouts begun
+    when training starts      init_weight_transfer, then a sync, and only then do rollouts start
     every weight_sync_steps   a sync, at the end of the step: before it is logged and before a checkpoint is saved
     a sync                    pause, barrier, send_weights, barrier, resume, model_version += 1
     when training ends        destroy, after the rollouts were stopped; also where training raised an error
 
-In `send_weights` all ranks gather the weights together, one tensor at a time, so an iterator that is left half-way
-would make the others wait for ever. TRL tells the servers nothing: it neither pauses nor resumes them itself. It counts
-`model_version` up after every sync, whatever became of that, and puts it on samples as the version they come from. What
-the servers really have is in `DeltawireTransfer.served`.
+In `send_weights` all ranks gather the weights together, one tensor at a time, so an iterator that is not exhausted
+would block the other ranks for ever. TRL does not talk to the servers: it neither pauses nor resumes them itself. It
+increments `model_version` after every sync, successful or not, and puts it on samples as the version they come from.
+What the servers really have is in `DeltawireTransfer.served`.
 """
 
 import time
@@ -23,43 +23,54 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltawire.dtypes import dtype_named
 from deltawire.errors import EnginesBehind, ShapeMismatch, UnknownParameter
-from deltawire.publisher import Publication, Publisher
-from deltawire.signing import public_key_of
-from deltawire.sources import TORCH_NAMES, plain_name
+from deltawire.publish.publisher import Publication, Publisher
+from deltawire.publish.sources import TORCH_NAMES
+from deltawire.redact import redacted
+from deltawire.run.signing import public_key_of
 from deltawire.store import Store, open_store
+from deltawire.tensors.dtypes import dtype_named
+from deltawire.tensors.names import plain_name
+from deltawire.tensors.weights import Weights
 from deltawire.trainers.fleet import AgentAt, EngineChoice, Fleet, Serving, flat, lowest, named
-from deltawire.weights import Weights
 
 __all__ = ["AgentAt", "DeltawireTransfer", "Serving"]
 
 
 class _Sent(dict[str, Any]):
-    """What is published: weights that TRL has sent, and those in `fixed`, which it never sends."""
+    """The weights to publish: those that TRL has sent, and those in `fixed`, which it never sends."""
 
     fixed: frozenset[str] = frozenset()
 
 
 class DeltawireTransfer:
-    """Publishes what TRL sends, a version for each sync, without waiting for uploads, and has engines follow.
+    """Publishes the weights that TRL sends, one version per sync, and keeps engines current. Does not wait for uploads.
 
-    Tensors are cast to `dtype` and copied to host memory as they come, and compared when all are there. That copy is
+    Tensors are cast to `dtype` and copied to host memory as they arrive, and compared when all are there. That copy is
     kept for the next sync, so with the publisher's snapshot rank 0 has the model twice in host memory.
 
-    An engine is the URL of a vLLM server on this machine, or an `Engine` that is used until training ends; an agent in
-    this process drives it, with a copy of the weights in host memory or in a folder of its own in `mirrors`. Or it is
-    an `AgentAt`, beside a server elsewhere. Agents that are not named here follow the run all the same, if they know
-    the store.
+    TRL counts every sync as a version, also one that reached no engine; `version` is what the store has, and `served`
+    what the engines have. A version that fails is covered by the next.
 
-    A server that is away or slow does not stop training, unless `max_lag` is given: then each sync waits until every
-    engine is at most so many syncs behind, and after `timeout` seconds raises `EnginesBehind`. With 0 all serve the new
-    weights when the sync is over. An engine whose weights are not known counts as behind.
+    Args:
+        store: A URL, a path, or a `Store`.
+        engines: Each is the URL of a vLLM server on this machine, or an `Engine` that is used until training ends: an
+            agent in this process drives it. Or an `AgentAt`, next to a server on another machine. Agents that are not
+            listed follow the run all the same, if they know the store.
+        max_lag: Each sync waits until every engine is at most so many syncs behind; 0: all serve the new weights when
+            the sync is over. An engine whose version is unknown counts as behind. `None`: an engine that is
+            unavailable or slow does not stop training.
+        timeout: Seconds to wait for `max_lag`; then the sync raises `EnginesBehind`.
+        mirrors: A folder for the mirrors of the engines that are driven from here, one folder for each; in host memory
+            by default.
+        poll_seconds: How often agents look for a new version, and agents on other machines are asked for theirs.
+        dtype: The dtype to publish in.
+        frozen: Weights that do not train, which TRL does not send; they are published as they are, in anchors.
+        step: A function that returns the number of the optimizer step; `attach` sets it.
+        **options: Options of `Publisher`, with `when_full="coalesce"` by default.
 
-    TRL counts every sync as a version, also one that reached nobody; `version` is what the store has, and `served` what
-    the engines have. A version that fails is covered by the next. `frozen` are weights that do not train and so are not
-    sent; they are published as they are, in anchors. `step` is a function that tells the number of the optimizer step.
-    Other options are those of `Publisher`, but a version that finds the queue full is merged with the one that waits.
+    Raises:
+        EnginesBehind: From a sync, when engines stay more than `max_lag` syncs behind for `timeout` seconds.
     """
 
     def __init__(
@@ -80,10 +91,12 @@ class DeltawireTransfer:
         if dtype not in TORCH_NAMES:
             raise ValueError(f"weights from TRL are published as {', '.join(TORCH_NAMES)}, not {dtype}")
         if max_lag is not None and (max_lag < 0 or not engines):
-            raise ValueError("max_lag is a number of syncs from 0 on, and needs engines to wait for")
+            raise ValueError(
+                "max_lag is a number of syncs from 0 on, and needs engines to wait for: give engines=[...]"
+            )
         if timeout < 0 or poll_seconds <= 0:
             raise ValueError("timeout and poll_seconds are positive numbers of seconds")
-        # On other ranks than the first nothing is ever called, so nothing is opened here.
+        # TRL calls nothing on ranks other than 0, so nothing is opened here.
         self._store, self._dtype, self._step = store, dtype, step
         self._engines, self._max_lag, self._timeout = named(engines), max_lag, timeout
         self._mirrors, self._poll_seconds = mirrors, poll_seconds
@@ -95,30 +108,34 @@ class DeltawireTransfer:
         self._is_open = self._gave_up = False
         self._seconds: dict[str, float] = {}
         self._sync_of: dict[int, int] = {}
-        """In which sync the weights of a version came."""
+        """The sync that each version came from."""
         self.num_syncs = 0
         self.publisher: Publisher | None = None
         self.last: Publication | None = None
-        """The newest version that was handed over; it may still be on its way."""
+        """The newest version; it may still be uploading."""
+
+    def __repr__(self) -> str:
+        url = redacted(str(getattr(self._store, "url", self._store)))
+        return f"DeltawireTransfer({url!r}, version={self.version}, engines={list(self._engines)})"
 
     @property
     def version(self) -> int | None:
-        """The last version that is in the store."""
+        """The last version that was committed."""
         return None if self.publisher is None else self.publisher.version
 
     @property
     def served(self) -> dict[str, Serving]:
-        """What each engine serves, as it says itself; after training, what it served at the end of that."""
+        """What each engine serves, as it reports itself; after training, what it served at the end."""
         return self._served if self._fleet is None else self._fleet.serving()
 
     @property
     def served_version(self) -> int | None:
-        """The version that every engine has reached; None where that is not known of one, or there are none."""
+        """The version that every engine has reached; None if that of one is unknown, or there are no engines."""
         return lowest(self.served)
 
     @property
     def lag(self) -> int | None:
-        """How many syncs the slowest engine is behind; None where that is not known of one, or there are none."""
+        """How many syncs the slowest engine is behind; None if that of one is unknown, or there are no engines."""
         lags = [self._lag_of(each) for each in self.served.values()]
         known = [lag for lag in lags if lag is not None]
         return max(known) if known and len(known) == len(lags) else None
@@ -128,7 +145,7 @@ class DeltawireTransfer:
         return None if serving.version is None else self.num_syncs - self._sync_of.get(serving.version, 0)
 
     def attach(self, trainer: Any) -> None:
-        """Put the numbers into all that a trainer logs, and the number of its step into each version."""
+        """Add the metrics to the trainer's logs, and its `global_step` to each version."""
         from deltawire.trainers.transformers import NumbersCallback
 
         NumbersCallback(self.metrics).go_first(trainer)
@@ -136,16 +153,16 @@ class DeltawireTransfer:
             self._step = lambda: int(trainer.state.global_step)
 
     def init_weight_transfer(self) -> None:
-        """Refuse an impossible store before training starts."""
+        """Open the store, so that a wrong URL fails before training starts."""
         self._store = open_store(self._store)
 
     def pause(self) -> None:
-        """Nothing: engines serve on while weights are compared, uploaded, fetched and decoded."""
+        """Do nothing: engines keep serving while weights are compared, uploaded, fetched and decoded."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Take all weights and make them the next version.
+        """Copy all weights to the host, and publish them as the next version.
 
-        Called on another rank than the first, it takes part in the gathering and publishes nothing.
+        On ranks other than 0 it takes part in the gathering and publishes nothing.
         """
         if _rank() != 0:
             _exhaust(iterator)
@@ -158,7 +175,7 @@ class DeltawireTransfer:
         self._seconds = {"take_seconds": taken - started, "publish_seconds": time.perf_counter() - taken}
 
     def resume(self) -> None:
-        """Wait for engines that are too far behind, where `max_lag` is given. No rank is at a barrier any more."""
+        """Wait for engines that are too far behind, if `max_lag` is given. No rank is at a barrier any more."""
         if self._fleet is None:
             return
         started = time.perf_counter()
@@ -187,9 +204,9 @@ class DeltawireTransfer:
         return text if failure is None else f"{text}, and the next one failed: {failure}"
 
     def destroy(self) -> None:
-        """Commit what was handed over, bring the engines there that are driven from here, and stop.
+        """Commit what was sent, wait for the engines that are driven from here, and stop.
 
-        A last version that failed is tried again: none will come after it.
+        A last version that failed is tried again, since no later one will cover it.
         """
         if self.publisher is None or not self._is_open:
             return
@@ -199,7 +216,7 @@ class DeltawireTransfer:
                 if self.last is not None and not self.last.join() and self._try_again():
                     self.last.wait()
             if self._fleet is not None and self.version is not None and not self._gave_up:
-                self._fleet.settle(self.version, self._timeout)
+                self._fleet.catch_up(self.version, self._timeout)
         finally:
             if self._fleet is not None:
                 fleet, self._served = self._fleet, self._fleet.serving()
@@ -207,7 +224,7 @@ class DeltawireTransfer:
                 fleet.close()
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a run tracker, flat."""
+        """Counts, sizes and seconds as a flat dictionary, for W&B, TensorBoard and the like."""
         own = {"syncs": self.num_syncs, **self._seconds}
         numbers = {f"deltawire/transfer/{name}": value for name, value in own.items()}
         if self.publisher is not None:
@@ -218,8 +235,8 @@ class DeltawireTransfer:
         return numbers
 
     def _take(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Copy every tensor to the host. Whatever goes wrong, the iterator is followed to its end."""
-        # Forgotten until all are there: a half of these weights and a half of those must not be published.
+        """Copy every tensor to the host. The iterator is exhausted, whatever fails."""
+        # Empty until all tensors are there: a mix of two syncs must not be published.
         buffers, self._host = self._host, {}
         taken: dict[str, Any] = {}
         gpu = None
@@ -233,7 +250,7 @@ class DeltawireTransfer:
         finally:
             _exhaust(iterator)
         if not taken:
-            raise ValueError("TRL sent no weights")
+            raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
         if gpu is not None:
             import torch
 
@@ -241,7 +258,7 @@ class DeltawireTransfer:
         self._host = taken
 
     def _copy(self, tensor: Any, buffer: Any) -> Any:
-        """A tensor in the dtype that is published, in host memory; from a GPU it may still be on its way there."""
+        """A tensor in the published dtype, in host memory; the copy from a GPU may not have ended yet."""
         import torch
 
         is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
@@ -258,7 +275,7 @@ class DeltawireTransfer:
     def _publish(self) -> None:
         if self.publisher is None or not self._is_open:
             publisher = self._open()
-            # A run that is taken up where it was needs no version for that.
+            # A run that is resumed with the same weights needs no new version.
             if publisher.resumed and publisher.version is not None:
                 self._sync_of[publisher.version] = self.num_syncs
                 return
@@ -283,14 +300,14 @@ class DeltawireTransfer:
         try:
             self.last = self.publisher.publish(step=step, metadata=metadata)
         except (UnknownParameter, ShapeMismatch):
-            # Parameters came, went or changed their shape. An error here would leave the other ranks at a barrier.
+            # Parameters were added, removed or reshaped. An error here would leave the other ranks at a barrier.
             self.last = self.publisher.publish(step=step, metadata=metadata, anchor=True)
         self._sync_of[self.last.version] = self.num_syncs
         if self._fleet is not None:
             self._fleet.follow(self.last)
 
     def _try_again(self) -> bool:
-        """Hand the last version over once more, if it failed; whether that was so."""
+        """Publish the last version once more, if it failed; whether that was so."""
         if self.last is None or self.last.error is None or not self._host:
             return False
         self._next_version()

@@ -17,12 +17,12 @@ from typing import Any, TextIO
 
 import torch
 
-from deltawire.engines.live import Found, LiveModel
+from deltawire.engines.live_weights import Found, LiveModel, error_fields
 from deltawire.engines.sglang.ranks import save
-from deltawire.engines.staged import parse_state
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import Conflict, EngineRejected
-from deltawire.weights import Form
+from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.weights import TensorSpec
 
 _ATTRIBUTE = "_deltawire_worker"
 # SGLang's models compute here what they derive from their weights, after all of these were loaded.
@@ -84,7 +84,7 @@ class Worker:
         try:
             result = self._do(folder, name, **arguments)
         except Exception as problem:
-            error = {"message": f"{type(problem).__name__}: {problem}", "tensor": getattr(problem, "tensor", None)}
+            error = error_fields(problem)
         self._tell(folder)
         save(folder / f"{call}-rank{self.rank}.json", {**self.status(), "result": result, "error": error})
 
@@ -96,7 +96,7 @@ class Worker:
 
     def _do(self, folder: Path, name: str, **arguments: Any) -> Any:
         live = self.live
-        if name == "open":
+        if name == "bind":
             return self._open(**arguments)
         if name == "measure":
             self._check_places()
@@ -117,16 +117,16 @@ class Worker:
             self.busy = False
         elif name == "begin":
             self._begin(folder)
-            live.adopt(None)
-        elif name == "adopt":
-            live.adopt(parse_state(arguments["state"]))
+            live.mark(None)
+        elif name == "mark":
+            live.mark(WeightVersion.parse(arguments["state"]))
             self.busy = False
         elif name != "status":
             raise ValueError(f"unknown order {name!r}")
         return None
 
-    def _open(self, forms: Mapping[str, Any]) -> list[Any]:
-        pieces = self.live.open({name: (dtype, tuple(shape)) for name, (dtype, shape) in forms.items()})
+    def _open(self, specs: Mapping[str, Any]) -> list[Any]:
+        pieces = self.live.bind({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()})
         self._places = _places(self.model)
         return [piece.as_list() for piece in pieces]
 
@@ -145,7 +145,7 @@ class Worker:
                 derive()
         _synchronize(self.model)
 
-    def _find(self, forms: Mapping[str, Form]) -> Found:
+    def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         storages = flat_storages(self.model)
         derives = hasattr(self.model, _DERIVE)
         if derives:
@@ -153,7 +153,7 @@ class Worker:
             setattr(self.model, _DERIVE, lambda *_, **__: None)
         try:
             with torch.no_grad():
-                return trace(self.model.load_weights, storages, forms), storages
+                return trace(self.model.load_weights, storages, specs), storages
         finally:
             if derives:
                 delattr(self.model, _DERIVE)
@@ -162,7 +162,7 @@ class Worker:
         if _places(self.model) != self._places:
             raise EngineRejected(
                 "the model's parameters are not where they were found, as SGLang moves those of this model when it has "
-                "loaded them: they cannot be changed in place, use the way 'disk'"
+                "loaded them: they cannot be changed in place, use mode 'disk'"
             )
 
     def _show_alive(self, path: Path) -> None:
@@ -177,7 +177,7 @@ class Worker:
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             alive.close()
-            raise Conflict(f"another server uses {path.parent}: give each agent a stage folder of its own") from None
+            raise Conflict(f"another server uses {path.parent}: give each agent a shared folder of its own") from None
         self._alive = alive
 
     def close(self) -> None:

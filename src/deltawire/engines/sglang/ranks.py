@@ -19,10 +19,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from deltawire.container import beside
 from deltawire.engines.server import Server
-from deltawire.engines.stage import Stage
+from deltawire.engines.shared_folder import SharedFolder
 from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
+from deltawire.format.container import beside
 
 LOADER = "deltawire.engines.sglang.loader.load"
 FLAG = f"--custom-weight-loader {LOADER}"
@@ -32,29 +32,29 @@ _POLL_SECONDS = 0.002
 class Ranks:
     """The ranks of one server. Orders are given inside a session of weight updates."""
 
-    def __init__(self, server: Server, stage: Stage, timeout: float) -> None:
-        self._server, self._stage, self._timeout = server, stage, timeout
+    def __init__(self, server: Server, shared: SharedFolder, timeout: float) -> None:
+        self._server, self._shared, self._timeout = server, shared, timeout
         self.number = 0
 
     def connect(self) -> None:
         """Find out how many there are. A server that does not know the loader would end at the first order."""
-        facts = self._server.get("/server_info", self._timeout)
-        if LOADER not in (facts.get("custom_weight_loader") or []):
+        info = self._server.get("/server_info", self._timeout)
+        if LOADER not in (info.get("custom_weight_loader") or []):
             raise EngineRejected(f"the server at {self._server.url} was not started with {FLAG}")
         for parallel in ("pp_size", "dp_size"):
-            if facts.get(parallel, 1) != 1:
+            if info.get(parallel, 1) != 1:
                 raise EngineRejected(
-                    f"the server at {self._server.url} has {parallel} {facts[parallel]}: weights can be "
-                    "changed in place in tensor-parallel ranks only, use the way 'disk'"
+                    f"the server at {self._server.url} has {parallel} {info[parallel]}: weights can be "
+                    "changed in place in tensor-parallel ranks only, use mode 'disk'"
                 )
-        self.number = int(facts.get("tp_size", 1))
+        self.number = int(info.get("tp_size", 1))
 
     def statuses(self) -> list[dict[str, Any]] | None:
         """How things are in each rank, where all are known and alive. Asks nothing of the server."""
         found = []
         for rank in range(self.number):
             try:
-                found.append(json.loads(self._stage.path(f"rank{rank}.json").read_text()))
+                found.append(json.loads(self._shared.path(f"rank{rank}.json").read_text()))
             except FileNotFoundError:
                 return None
             if not self._is_alive(rank):
@@ -68,7 +68,7 @@ class Ranks:
     def send(self, name: str, arguments: Sequence[dict[str, Any]] | None = None) -> str:
         """The same for an order that ranks go on with when this returns; its call."""
         call = token_hex(8)
-        save(self._stage.path(f"{call}.json"), {"name": name, "arguments": arguments or [{}] * self.number})
+        save(self._shared.path(f"{call}.json"), {"name": name, "arguments": arguments or [{}] * self.number})
         body = {
             "serialized_named_tensors": [self._tensor(call, rank) for rank in range(self.number)],
             "load_format": LOADER,
@@ -85,7 +85,7 @@ class Ranks:
     def answers(self, call: str, seconds: float | None = None) -> list[dict[str, Any]]:
         """What the ranks answer within a time."""
         deadline = time.monotonic() + (self._timeout if seconds is None else seconds)
-        paths = [self._stage.path(f"{call}-rank{rank}.json") for rank in range(self.number)]
+        paths = [self._shared.path(f"{call}-rank{rank}.json") for rank in range(self.number)]
         try:
             while True:
                 late = time.monotonic() > deadline
@@ -95,7 +95,7 @@ class Ranks:
                 if not all(self._is_alive(rank) for rank in missing):
                     raise EngineUnavailable(f"{self._server.url} ended while it was at work", url=self._server.url)
                 time.sleep(_POLL_SECONDS)
-            error = {"message": f"it gave no answer: does it see {self._stage.folder}?", "tensor": None}
+            error = {"message": f"it gave no answer: does it see {self._shared.folder}?", "tensor": None}
             nothing = {"state": None, "partial": None, "error": error}
             return [
                 {"rank": rank, **nothing} if rank in missing else json.loads(path.read_text())
@@ -105,16 +105,16 @@ class Ranks:
             self._forget(call)
 
     def _forget(self, call: str) -> None:
-        for left in self._stage.folder.glob(f"{call}*"):
+        for left in self._shared.folder.glob(f"{call}*"):
             left.unlink(missing_ok=True)
 
     def _tensor(self, call: str, rank: int) -> str:
-        order = json.dumps({"folder": str(self._stage.folder.absolute()), "call": call, "rank": rank})
+        order = json.dumps({"folder": str(self._shared.folder.absolute()), "call": call, "rank": rank})
         return b64encode(pickled("deltawire", order.encode())).decode()
 
     def _is_alive(self, rank: int) -> bool:
         try:
-            with self._stage.path(f"rank{rank}.alive").open() as file:
+            with self._shared.path(f"rank{rank}.alive").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

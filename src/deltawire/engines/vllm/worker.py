@@ -18,12 +18,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from deltawire.engines.live import Found, LiveModel
-from deltawire.engines.staged import parse_state
+from deltawire.engines.live_weights import Found, LiveModel, error_fields
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.engines.vllm import cpu
 from deltawire.errors import EngineRejected
-from deltawire.weights import Form
+from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.weights import TensorSpec
 
 
 @dataclass
@@ -51,9 +51,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self.live = LiveModel(self._find)
         self.busy = False
         """An update was begun and not ended. The server may be paused because of it."""
-        self.error: str | None = None
+        self.error: dict[str, Any] | None = None
         """Why the last command failed."""
-        self._forms: dict[str, Form] = {}
+        self._specs: dict[str, TensorSpec] = {}
         self._counted: list[int] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None: ...
@@ -81,15 +81,15 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         try:
             return work()
         except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = error_fields(error)
             return None
 
     def command(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the agent asks for through the extension."""
         live = self.live
-        if name == "open":
-            self._forms = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["forms"].items()}
-            return [piece.as_list() for piece in live.open(self._forms)]
+        if name == "bind":
+            self._specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
+            return [piece.as_list() for piece in live.bind(self._specs)]
         if name == "measure":
             self._counted, *copies = arguments["numbers"][self.parallel_config.rank]
             live.measure(self._counted)
@@ -102,13 +102,13 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         elif name == "undo":
             live.write(arguments["token"], undo=True)
         elif name == "end":
-            live.adopt(parse_state(arguments["state"]))
+            live.mark(WeightVersion.parse(arguments["state"]))
             self.busy = False
         elif name != "status":
             raise ValueError(f"unknown command {name!r}")
         return None
 
-    def _find(self, forms: Mapping[str, Form]) -> Found:
+    def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         if current_platform.is_cpu():
             packed = cpu.packed_layer(self.model)
             if packed is not None:
@@ -118,7 +118,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
                     tensor=packed,
                 )
         storages = flat_storages(self.model)
-        return trace(self.model.load_weights, storages, forms), storages
+        return trace(self.model.load_weights, storages, specs), storages
 
     def _reload(self, folder: Path) -> None:
         """Load a checkpoint layer by layer, as vLLM does it, and find out anew where everything is."""
@@ -129,7 +129,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         with torch.no_grad(), self.device:
             self.model.load_weights(_tensors(folder))
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.live.open(self._forms) != before:
+        if self.live.bind(self._specs) != before:
             raise EngineRejected("after a reload the weights live elsewhere: restart the server")
         self.live.measure(self._counted)
 

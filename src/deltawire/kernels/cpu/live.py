@@ -6,8 +6,8 @@ import numpy as np
 from numba import njit, uint64
 
 from deltawire.kernels.cpu.compiled import kernel
-from deltawire.kernels.cpu.digest import mix
 from deltawire.kernels.cpu.simd import prefetch
+from deltawire.kernels.cpu.sums import mix
 
 # How many changes ahead memory is asked for.
 AHEAD = 16

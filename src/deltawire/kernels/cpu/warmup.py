@@ -11,8 +11,8 @@ import numpy.typing as npt
 from deltawire.kernels.cpu import live
 from deltawire.kernels.cpu.blocks import changed_positions, count_changed
 from deltawire.kernels.cpu.decode import OK, count_changes, decode_tile
-from deltawire.kernels.cpu.digest import sum_change, sum_runs
 from deltawire.kernels.cpu.encode import encode_tile
+from deltawire.kernels.cpu.sums import sum_change, sum_runs
 
 WIDTHS = (8, 16, 32, 64)
 _SEED = np.uint64(0)

@@ -7,7 +7,7 @@ waits once, for what the headers say, to know how much memory that is.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deltawire.dtypes import DType
 from deltawire.kernels.gpu import positions as place
 from deltawire.kernels.gpu import streams
-from deltawire.kernels.gpu.digest import (
-    SIGNED,
-    WHOLE,
-    Runs,
-    gain,
-    in_tensor,
-    num_programs,
-    signed,
-    store_sums,
-    unsigned,
-)
 from deltawire.kernels.gpu.fetch import Fetch
 from deltawire.kernels.gpu.positions import BLOCK_BITMAP_WORDS, number_of
 from deltawire.kernels.gpu.streams import (
@@ -48,6 +36,20 @@ from deltawire.kernels.gpu.streams import (
     get,
     inverted_member,
 )
+from deltawire.kernels.gpu.sums import (
+    SIGNED,
+    WHOLE,
+    Runs,
+    gain,
+    in_tensor,
+    num_programs,
+    signed,
+    store_sums,
+    unsigned,
+)
+
+if TYPE_CHECKING:
+    from deltawire.tensors.dtypes import DType
 
 MOST_ELEMENTS = 1 << 29
 HEADERS = 32
@@ -201,7 +203,7 @@ def tile_table(tiles: Sequence[Tile], payload_bytes: int) -> torch.Tensor:
 
 
 def decode(
-    payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: DType, contextual: bool,
+    payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool,
     most_elements: int = MOST_ELEMENTS,
 ) -> Decoded:  # fmt: skip
     """The changes of a box of 16-bit floats, from the payload of `gap` or `context` and the old bits.
@@ -221,7 +223,7 @@ def decode(
 class _Batch:
     """A payload on its way: its words, the tables of its tiles, and its changes as far as they are known."""
 
-    def __init__(self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: DType, contextual: bool):
+    def __init__(self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool):
         self.old, self.device = old, old.device
         self.classes = place.CLASSES.value if contextual else 1
         self.words = self._new(payload.numel() // WORD_BYTES + SPARE_WORDS, torch.int32)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltawire.kernels.gpu.digest import gain, unsigned
+from deltawire.kernels.gpu.sums import gain, unsigned
 
 # A row of the table: addresses, how many changes there are and in which block they begin, and where elements lie.
 LIVE, INDEX, OLD, NEW, COUNT, FIRST = (tl.constexpr(i) for i in range(6))

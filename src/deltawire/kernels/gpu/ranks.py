@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from deltawire.kernels.gpu.compare import ELEMENTS
-from deltawire.kernels.gpu.digest import gain
 from deltawire.kernels.gpu.positions import LOW_BYTES, LOW_NIBBLES, count_eight
+from deltawire.kernels.gpu.sums import gain
 
 CLASSES = tl.constexpr(16)
 

@@ -53,11 +53,11 @@ export class Anatomy {
     this.version = version;
     if (document.activeElement !== byId("anatomy-version")) byId("anatomy-version").value = version;
     say("anatomy-facts", `reading version ${version}`);
-    let told;
+    let found;
     try {
       const answer = await fetch(`/api/anatomy/${version}${base === "" ? "" : `?base=${base}`}`);
-      told = await answer.json();
-      if (!answer.ok) throw new Error(told.error);
+      found = await answer.json();
+      if (!answer.ok) throw new Error(found.error);
     } catch (error) {
       if (version === this.version) {
         say("anatomy-facts", `Version ${version} cannot be shown: ${error.message}`);
@@ -68,35 +68,35 @@ export class Anatomy {
     }
     // Another one was asked for meanwhile.
     if (version !== this.version) return;
-    this.bases(version, told.base);
-    this.fill(told);
+    this.bases(version, found.base);
+    this.fill(found);
     this.onShown(version);
   }
 
   // The skip deltas that the chain knows of.
   bases(version, chosen) {
-    const skips = (this.waysTo?.(version) ?? []).filter((way) => way.kind === "skip");
+    const skips = (this.hopsTo?.(version) ?? []).filter((hop) => hop.kind === "skip");
     const options = [make("option", { value: "" }, "the one before"),
-      ...skips.map((way) => make("option", { value: way.base, selected: way.base === chosen }, `${way.base} (skip delta)`))];
+      ...skips.map((hop) => make("option", { value: hop.base, selected: hop.base === chosen }, `${hop.base} (skip delta)`))];
     refill(byId("anatomy-base"), ...options);
   }
 
-  fill(told) {
-    if (told.kind === "anchor") {
-      say("anatomy-facts", `version ${told.version} is an anchor: all ${count(told.total)} weights, ${size(told.bytes)}`);
+  fill(found) {
+    if (found.kind === "anchor") {
+      say("anatomy-facts", `version ${found.version} is an anchor: all ${count(found.total)} weights, ${size(found.bytes)}`);
       show("anatomy-body", false);
       return;
     }
-    say("anatomy-facts", `${told.base} → ${told.version}: ${count(told.changed)} of ${count(told.total)} weights changed `
-      + `(${percent(told.changed / told.total)}), in ${count(told.num_tensors)} tensors; ${size(told.bytes)}, `
-      + `${(told.bytes / Math.max(told.changed, 1)).toFixed(2)} bytes a change`);
+    say("anatomy-facts", `${found.base} → ${found.version}: ${count(found.changed)} of ${count(found.total)} weights changed `
+      + `(${percent(found.changed / found.total)}), in ${count(found.num_tensors)} tensors; ${size(found.bytes)}, `
+      + `${(found.bytes / Math.max(found.changed, 1)).toFixed(2)} bytes a change`);
     show("anatomy-body", true);
-    heat(told.cells, told.parts);
-    const untold = told.steps_untold ? [["not told", told.steps_untold]] : [];
-    const steps = [...Object.entries(told.steps), ...untold];
-    refill(byId("steps"), bars(["ULPs", "changes", "share"], steps, told.changed, (value) => count(value)));
-    const mix = Object.entries(told.encodings).map(([name, each]) => [name, each.bytes]).sort((a, b) => b[1] - a[1]);
-    refill(byId("encodings"), bars(["encoding", "bytes", "share"], [...mix, ["headers", told.header_bytes]], told.bytes, size));
+    heat(found.cells, found.parts);
+    const unknown = found.steps_unknown ? [["not recorded", found.steps_unknown]] : [];
+    const steps = [...Object.entries(found.steps), ...unknown];
+    refill(byId("steps"), bars(["ULPs", "changes", "share"], steps, found.changed, (value) => count(value)));
+    const mix = Object.entries(found.encodings).map(([name, each]) => [name, each.bytes]).sort((a, b) => b[1] - a[1]);
+    refill(byId("encodings"), bars(["encoding", "bytes", "share"], [...mix, ["headers", found.header_bytes]], found.bytes, size));
   }
 }
 
@@ -105,7 +105,7 @@ function bars(header, rows, total, format) {
     make("thead", {}, make("tr", {}, ...header.map((each) => make("th", { scope: "col" }, each)),
       make("td", { "aria-hidden": "true" }))),
     make("tbody", {}, ...rows.map(([name, value]) => {
-      const fill = make("div", { class: name === "headers" || name === "not told" ? "fill soft-fill" : "fill" });
+      const fill = make("div", { class: name === "headers" || name === "not recorded" ? "fill soft-fill" : "fill" });
       fill.hidden = !value;
       fill.style.width = `${total ? (100 * value) / total : 0}%`;
       return make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, format(value)),

@@ -88,15 +88,15 @@ export class Chain {
     byId("chain-older").disabled = this.after < first;
     byId("chain-newer").disabled = this.end === null;
     refill(byId("chain-table").tBodies[0], ...Object.entries(totals).map(([kind, total]) => make("tr", {},
-      make("td", { class: `key ${kind}` }, NAMES[kind]), make("td", {}, count(total.ways)),
+      make("td", { class: `key ${kind}` }, NAMES[kind]), make("td", {}, count(total.hops)),
       make("td", {}, size(total.bytes)), make("td", {}, count(total.goes)))));
     say("chain-gc", problem ?? (gc.objects
       ? `deltawire gc, with its defaults, would remove ${plural(gc.objects, "object")} (${size(gc.bytes)}) and keep `
         + `${count(gc.kept)} (${size(gc.kept_bytes)}): everything from version ${gc.oldest_anchor} on`
         + (gc.live_replicas ? `, and what ${plural(gc.live_replicas, "live replica")} may need.` : ".")
       : `deltawire gc would remove nothing; it keeps ${plural(gc.kept, "object")} (${size(gc.kept_bytes)}).`));
-    const told = Object.entries(totals).map(([kind, total]) => `${total.ways} ${NAMES[kind]}`).join(", ");
-    this.canvas.setAttribute("aria-label", `The chain: ${told}; the table below says how much of each gc would remove`);
+    const counts = Object.entries(totals).map(([kind, total]) => `${total.hops} ${NAMES[kind]}`).join(", ");
+    this.canvas.setAttribute("aria-label", `The chain: ${counts}; the table below says how much of each gc would remove`);
   }
 
   draw() {
@@ -113,22 +113,22 @@ export class Chain {
       context.strokeStyle = context.fillStyle = goes ? colour("--soft")
         : colour({ anchor: "--anchor", delta: "--accent", skip: "--skip" }[kind]);
     };
-    for (const way of this.page.ways.filter((each) => each.kind === "skip")) {
-      paint("skip", way.goes);
-      const from = x(way.base), to = x(way.version), reach = (to - from) / 2;
+    for (const hop of this.page.hops.filter((each) => each.kind === "skip")) {
+      paint("skip", hop.goes);
+      const from = x(hop.base), to = x(hop.version), reach = (to - from) / 2;
       context.lineWidth = 1.25;
       context.beginPath();
       context.ellipse((from + to) / 2, ground - 5, reach, Math.min(6 + reach * 0.75, ground - 12), 0, Math.PI, 0);
       context.stroke();
     }
-    for (const way of this.page.ways.filter((each) => each.kind === "delta")) {
-      paint("delta", way.goes);
-      context.fillRect(x(way.base) + 2, ground - 1, x(way.version) - x(way.base) - 4, 3);
-      context.fillRect(x(way.version) - 1.5, ground - 2, 3, 5);
+    for (const hop of this.page.hops.filter((each) => each.kind === "delta")) {
+      paint("delta", hop.goes);
+      context.fillRect(x(hop.base) + 2, ground - 1, x(hop.version) - x(hop.base) - 4, 3);
+      context.fillRect(x(hop.version) - 1.5, ground - 2, 3, 5);
     }
-    for (const way of this.page.ways.filter((each) => each.kind === "anchor")) {
-      paint("anchor", way.goes);
-      context.fillRect(x(way.version) - 4.5, ground + 6, 9, 9);
+    for (const hop of this.page.hops.filter((each) => each.kind === "anchor")) {
+      paint("anchor", hop.goes);
+      context.fillRect(x(hop.version) - 4.5, ground + 6, 9, 9);
     }
     context.globalAlpha = 1;
     context.fillStyle = colour("--soft");

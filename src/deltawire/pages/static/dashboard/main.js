@@ -19,7 +19,7 @@ const chain = new Chain(model);
 const replicas = new Replicas(model);
 const events = new Events(model);
 const reward = new Reward(model);
-anatomy.waysTo = (version) => chain.page?.ways.filter((way) => way.version === version);
+anatomy.hopsTo = (version) => chain.page?.hops.filter((hop) => hop.version === version);
 
 const shows = {
   state: [summary, replicas, chain],

@@ -19,7 +19,7 @@ export class Replicas {
     show("replicas-scroll", rows.length > 0);
     show("replicas-empty", !rows.length);
     if (!rows.length) {
-      byId("replicas-empty").replaceChildren("No replica has told of itself. Start one with ",
+      byId("replicas-empty").replaceChildren("No replica has reported yet. Start one with ",
         make("code", {}, `deltawire watch ${state.url} --to mirror/`));
     }
     this.speak(rows);

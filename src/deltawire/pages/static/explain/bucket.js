@@ -10,9 +10,9 @@ const FRAMES = VERSIONS + 2;
 const ANCHOR_SIDE = 64;
 const ROWS = { anchors: 0, deltas: 84, skips: 132, axis: 178, follows: 206, late: 256, height: 304 };
 
-const kindOf = (link) => (link.base === null ? "anchor" : link.version - link.base > 1 ? "skip" : "delta");
-const nameOf = (link) => (link.base === null ? `anchor ${link.version}` : `${link.base} → ${link.version}`);
-const sum = (links) => links.reduce((total, link) => total + link.bytes, 0);
+const kindOf = (hop) => (hop.base === null ? "anchor" : hop.version - hop.base > 1 ? "skip" : "delta");
+const nameOf = (hop) => (hop.base === null ? `anchor ${hop.version}` : `${hop.base} → ${hop.version}`);
+const sum = (hops) => hops.reduce((total, hop) => total + hop.bytes, 0);
 
 export function bucket(section, data) {
   const names = Object.keys(data.recordings);
@@ -21,28 +21,28 @@ export function bucket(section, data) {
   let width = 0;
   const field = inside(section, data);
 
-  const links = () =>
-    data.recordings[state.recording].bucket.links.filter(
-      (link) =>
-        (state.skips || kindOf(link) !== "skip") && (state.anchors || kindOf(link) !== "anchor" || link.version === 0),
+  const hops = () =>
+    data.recordings[state.recording].bucket.hops.filter(
+      (hop) =>
+        (state.skips || kindOf(hop) !== "skip") && (state.anchors || kindOf(hop) !== "anchor" || hop.version === 0),
     );
 
   /** What the replica that joins late fetches, as deltawire's own planner chose: the way in, then each delta. */
   function lateLinks(version) {
-    const { links: all, plans } = data.recordings[state.recording].bucket;
+    const { hops: all, plans } = data.recordings[state.recording].bucket;
     if (version < state.joins) return [];
     const joined = plans[`skips=${Number(state.skips)} anchors=${Number(state.anchors)}`][state.joins].map(
       (i) => all[i],
     );
     return [
       ...joined,
-      ...all.filter((link) => kindOf(link) === "delta" && link.version > state.joins && link.version <= version),
+      ...all.filter((hop) => kindOf(hop) === "delta" && hop.version > state.joins && hop.version <= version),
     ];
   }
 
   const followLinks = (version) =>
-    data.recordings[state.recording].bucket.links.filter(
-      (link) => link.version <= version && (kindOf(link) === "delta" || link.version === 0),
+    data.recordings[state.recording].bucket.hops.filter(
+      (hop) => hop.version <= version && (kindOf(hop) === "delta" || hop.version === 0),
     );
 
   function draw(position) {
@@ -51,50 +51,50 @@ export function bucket(section, data) {
     const frame = Math.floor(at + 1e-6);
     const part = at - frame < 1e-6 ? 0 : at - frame;
     const version = frame - 1;
-    const present = links().filter((link) => link.version <= version);
-    const landing = part ? links().filter((link) => link.version === version + 1) : [];
+    const present = hops().filter((hop) => hop.version <= version);
+    const landing = part ? hops().filter((hop) => hop.version === version + 1) : [];
     const narrow = width < 600;
     const left = narrow ? 0 : 120;
     const column = (width - left - (narrow ? 30 : 60)) / VERSIONS;
     const x = (number) => left + (narrow ? 14 : 24) + number * column;
-    const side = (link) => ANCHOR_SIDE * Math.sqrt(link.bytes / links()[0].bytes);
+    const side = (hop) => ANCHOR_SIDE * Math.sqrt(hop.bytes / hops()[0].bytes);
     const row = (text, y) => s("text", { class: "lane", x: 0, y: y + 4 }, text);
 
-    const object = (link, fall) => {
-      const size = side(link);
-      const kind = kindOf(link);
+    const object = (hop, fall) => {
+      const size = side(hop);
+      const kind = kindOf(hop);
       const top =
         kind === "anchor"
           ? ROWS.anchors + 8 + ANCHOR_SIDE - size
           : (kind === "delta" ? ROWS.deltas : ROWS.skips) + 12 - size / 2;
       const y = top - (1 - fall) * 30;
-      const start = kind === "anchor" ? x(link.version) - 8 : x(link.version) - size / 2;
+      const start = kind === "anchor" ? x(hop.version) - 8 : x(hop.version) - size / 2;
       return s(
         "g",
         { class: kind, opacity: fall },
         kind === "skip"
-          ? s("path", { class: "span", d: `M ${x(link.base)} ${y + size / 2} H ${x(link.version)}` })
+          ? s("path", { class: "span", d: `M ${x(hop.base)} ${y + size / 2} H ${x(hop.version)}` })
           : null,
         s("rect", { x: start, y, width: size, height: size }),
         kind === "anchor"
           ? s(
               "text",
               { class: "size", x: start + size / 2, y: y + size / 2 + 4, "text-anchor": "middle" },
-              bytesText(link.bytes),
+              bytesText(hop.bytes),
             )
           : null,
         !narrow && kind === "delta"
           ? s(
               "text",
-              { class: "axis", x: x(link.version), y: ROWS.deltas + 31, "text-anchor": "middle" },
-              bytesText(link.bytes),
+              { class: "axis", x: x(hop.version), y: ROWS.deltas + 31, "text-anchor": "middle" },
+              bytesText(hop.bytes),
             )
           : null,
         !narrow && kind === "skip"
           ? s(
               "text",
-              { class: "axis", x: (x(link.base) + x(link.version)) / 2, y: ROWS.skips + 5, "text-anchor": "middle" },
-              `${nameOf(link)}: ${bytesText(link.bytes)}`,
+              { class: "axis", x: (x(hop.base) + x(hop.version)) / 2, y: ROWS.skips + 5, "text-anchor": "middle" },
+              `${nameOf(hop)}: ${bytesText(hop.bytes)}`,
             )
           : null,
       );
@@ -102,13 +102,13 @@ export function bucket(section, data) {
 
     const replica = (taken, y, text, label) => {
       const last = taken.at(-1);
-      const marks = taken.map((link) => {
-        const kind = kindOf(link);
+      const marks = taken.map((hop) => {
+        const kind = kindOf(hop);
         return kind === "anchor"
-          ? s("circle", { class: "anchor", cx: x(link.version), cy: y, r: 5 })
+          ? s("circle", { class: "anchor", cx: x(hop.version), cy: y, r: 5 })
           : s("path", {
               class: kind,
-              d: `M ${x(link.base)} ${y} Q ${(x(link.base) + x(link.version)) / 2} ${y - 22} ${x(link.version)} ${y}`,
+              d: `M ${x(hop.base)} ${y} Q ${(x(hop.base) + x(hop.version)) / 2} ${y - 22} ${x(hop.version)} ${y}`,
             });
       });
       return s(
@@ -133,9 +133,9 @@ export function bucket(section, data) {
           `object${present.length === 1 ? "" : "s"}, ${bytesText(sum(present))}. ` +
           `Replica A has fetched ${bytesText(sum(following))}; B ` +
           (late.length ? `has fetched ${late.map(nameOf).join(", ")}: ${bytesText(sum(late))}.` : "has not joined.");
-    const deltas = present.filter((link) => kindOf(link) === "delta");
+    const deltas = present.filter((hop) => kindOf(hop) === "delta");
     const objects = (list) => `${list.length} object${list.length === 1 ? "" : "s"}, ${bytesText(sum(list))}`;
-    const many = deltas.length ? Math.round(links()[0].bytes / (sum(deltas) / deltas.length)) : 0;
+    const many = deltas.length ? Math.round(hops()[0].bytes / (sum(deltas) / deltas.length)) : 0;
     stage.replaceChildren(
       picture(
         width,
@@ -159,8 +159,8 @@ export function bucket(section, data) {
               `weighs as much as ${many} deltas`,
             )
           : null,
-        present.map((link) => object(link, 1)),
-        landing.map((link) => object(link, part)),
+        present.map((hop) => object(hop, 1)),
+        landing.map((hop) => object(hop, part)),
         Array.from({ length: VERSIONS + 1 }, (_, i) =>
           s(
             "text",
@@ -197,14 +197,14 @@ export function bucket(section, data) {
     });
     section.querySelector("[data-status]").textContent = `${label} ${
       version > 0
-        ? `All weights at each version would have been ${bytesText((version + 1) * links()[0].bytes)} for each replica.`
+        ? `All weights at each version would have been ${bytesText((version + 1) * hops()[0].bytes)} for each replica.`
         : ""
     }`;
     field.show(state.recording, Math.max(version, 1));
-    const rows = links().map((link) => [
-      nameOf(link),
-      kindOf(link) === "skip" ? "skip delta" : kindOf(link),
-      bytesText(link.bytes),
+    const rows = hops().map((hop) => [
+      nameOf(hop),
+      kindOf(hop) === "skip" ? "skip delta" : kindOf(hop),
+      bytesText(hop.bytes),
     ]);
     section
       .querySelector("[data-numbers]")

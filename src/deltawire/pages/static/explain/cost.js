@@ -177,7 +177,7 @@ export function costs(measured, input) {
   };
 }
 
-/** The formulas at the conditions of the recorded runs, beside what was measured there. */
+/** The formulas at the conditions of the recorded runs, next to what was measured there. */
 export function checks(measured) {
   const { loopback, slow } = measured.chain;
   const at = (line, gbits, full) =>

@@ -88,7 +88,7 @@ export function table(caption, head, rows) {
   );
 }
 
-/** Draws anew whenever the width changes. */
+/** Draws again whenever the width changes. */
 export function onWidth(element, draw) {
   let last = 0;
   new ResizeObserver(() => {

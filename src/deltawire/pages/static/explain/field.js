@@ -2,7 +2,7 @@
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** The colours of the page, by name; asked for anew at each drawing, as the theme may change. */
+/** The colours of the page, by name; asked for again at each drawing, as the theme may change. */
 export const colours = () =>
   Object.fromEntries(
     [

@@ -1,6 +1,0 @@
-"""Wordle as an OpenEnv environment.
-
-`game` has the rules, `sessions` the games of a server, `server` the OpenEnv server and its endpoint for many games at
-once, `client` plays many games through it, `env` one game through OpenEnv's own client. `python -m
-deltawire.demo.wordle` starts the server.
-"""

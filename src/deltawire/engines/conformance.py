@@ -1,0 +1,439 @@
+"""A conformance suite for engines: test cases that every adapter must pass.
+
+Write a `Harness` for your engine, then run the cases in plain Python,
+
+    for case in deltawire.testing.CASES:
+        case(MyHarness)
+
+or in pytest:
+
+    @pytest.mark.parametrize("case", deltawire.testing.CASES, ids=lambda case: case.__name__)
+    def test_conformance(case):
+        case(MyHarness)
+
+A case that fails raises `NotConforming` with the expected behaviour; one that does not apply raises
+`unittest.SkipTest`, which test runners know.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+from unittest import SkipTest
+from uuid import uuid4
+
+import numpy as np
+
+from deltawire.engines.engine import Engine, EngineChange
+from deltawire.engines.target import EngineTarget
+from deltawire.errors import DeltawireError, EngineBroken
+from deltawire.follow.replica import Replica
+from deltawire.format.patches import Patch
+from deltawire.publish.publisher import Publisher
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, WeightVersion, digest
+from deltawire.tensors.weights import Tensor, Weights, spec, view
+
+RUN = "conformance"
+NUM_READERS = 4
+
+
+class NotConforming(AssertionError):
+    """An engine does not do what it should."""
+
+
+class Harness(Protocol):
+    """What the suite needs to know about an engine. It is created without arguments, once for each case."""
+
+    timeout_seconds: float = 60.0
+    """How long a request may take."""
+
+    def weights(self) -> Weights:
+        """Names, shapes, dtypes and values of a small checkpoint that the engine can serve."""
+
+    def start(self, weights: Weights) -> Engine:
+        """A new engine that serves these weights. A second call is a restart: the engine before is gone."""
+
+    def matches(self, weights: Weights) -> bool:
+        """Whether the engine serves exactly these weights, bit for bit, checked without deltawire."""
+
+    def request(self) -> None:
+        """Send the engine a request that uses its weights, and return when it is answered.
+
+        Called from several threads. Raise if the response shows a mix of two versions.
+        """
+
+    def fail_next_write(self) -> None:
+        """Make the next write of a change fail half-way. Without this, a case is skipped."""
+        raise SkipTest("the harness cannot make a write fail")
+
+    def close(self) -> None: ...
+
+
+Factory = Callable[[], Harness]
+Case = Callable[[Factory], None]
+
+
+def starts_unknown(factory: Factory) -> None:
+    """An engine that has just started reports no version; each start has another `boot`."""
+    with _subject(factory) as subject:
+        engine, served = subject.engine, subject.engine.status()
+        _expect(bool(served.states), "status() must have a state for each process, None where it is not known")
+        _expect(served.state is None, f"before the first mark() no version is known, but status() says {served}")
+        _expect(engine.status().boot == served.boot, "boot must stay the same until the engine is started again")
+        subject.begin()
+        _expect(subject.matches(), "bind() and mark() must leave the weights as they are")
+        boot = engine.status().boot
+        subject.restart()
+        served = subject.engine.status()
+        _expect(served.boot != boot, "boot must be another one after the engine was started again")
+        _expect(served.state is None, f"after a restart nothing is known, but status() says {served.state}")
+
+
+def right_weights(factory: Factory) -> None:
+    """After each change the engine serves exactly the new weights, and until then the old ones."""
+    with _subject(factory) as subject:
+        subject.begin_in_place()
+        for name, change in subject.changes():
+            subject.engine.stage(change)
+            _expect(subject.matches(), f"staging must leave the weights as they are ({name})")
+            subject.request()
+            subject.engine.commit(change)
+            subject.move(change)
+            _expect(subject.matches(), f"after commit() the weights must be the new ones, bit for bit ({name})")
+            found = subject.engine.digest()
+            _expect(found == change.state.digest, f"digest() must be that of the weights, and is {found} ({name})")
+
+
+def right_version(factory: Factory) -> None:
+    """The engine reports a version when it has its weights, not before."""
+    with _subject(factory) as subject:
+        subject.begin_in_place()
+        subject.expect_state("after mark()")
+        for name, change in subject.changes():
+            subject.engine.stage(change)
+            subject.expect_state(f"staging tells no new version ({name})")
+            seconds = subject.engine.commit(change)
+            subject.move(change)
+            subject.expect_state(f"after commit() ({name})")
+            _expect(seconds >= 0, f"commit() must return the seconds of the pause, not {seconds!r}")
+
+
+def wrong_base_refused(factory: Factory) -> None:
+    """A change for other weights is refused; weights and version stay, and requests are answered."""
+    with _subject(factory) as subject:
+        subject.begin_in_place()
+        subject.update()
+        change, now = subject.next_change(0.1), subject.state
+        elsewhere, other = (
+            WeightVersion(RUN, now.version + 5, Digest(1, 2)),
+            WeightVersion(RUN, now.version, Digest(3, 4)),
+        )
+        state = WeightVersion(RUN, now.version + 6, change.state.digest)
+        for name, wrong in {
+            "another version's": EngineChange(elsewhere, state, change.patches, change.old),
+            "another run's": EngineChange(
+                WeightVersion("other", now.version, now.digest), state, change.patches, change.old
+            ),
+            "other weights of that version": EngineChange(other, state, change.patches, change.old),
+            "one that leads to another digest": EngineChange(
+                now, WeightVersion(RUN, 9, Digest(5, 6)), change.patches, change.old
+            ),
+        }.items():
+            try:
+                subject.engine.stage(wrong)
+                subject.engine.commit(wrong)
+            except DeltawireError:
+                pass
+            else:
+                raise NotConforming(f"a change must be refused where it is {name}")
+            subject.expect_unchanged(f"after a change was refused ({name})")
+        subject.update()
+
+
+def failure_in_mid_apply(factory: Factory) -> None:
+    """A write that fails half-way is undone, or the engine is known to be broken; both can be repaired."""
+    with _subject(factory) as subject:
+        subject.begin_in_place()
+        subject.update()
+        change = subject.next_change(0.2)
+        subject.harness.fail_next_write()
+        try:
+            subject.engine.stage(change)
+            subject.engine.commit(change)
+        except EngineBroken:
+            state = subject.engine.status().state
+            _expect(state is None, f"an engine with a mix of weights must not tell a version, and reports {state}")
+            subject.engine.load(subject.after(change), None, change.state)
+        except DeltawireError:
+            subject.expect_unchanged("after a write that failed and was taken back")
+            subject.engine.stage(change)
+            subject.engine.commit(change)
+        except Exception as error:
+            raise NotConforming(f"a write that fails must raise one of deltawire's errors, not {error!r}") from error
+        subject.move(change)
+        subject.expect_current("after the failure was put right")
+
+
+def repeat_apply(factory: Factory) -> None:
+    """A change may be written again, also over itself."""
+    with _subject(factory) as subject:
+        subject.begin_in_place()
+        change = subject.next_change(0.2)
+        subject.engine.stage(change)
+        subject.engine.stage(change)
+        subject.engine.commit(change)
+        subject.move(change)
+        for _ in range(2):
+            subject.engine.stage(change)
+            subject.engine.commit(change)
+            subject.expect_current("after a change was written again")
+        subject.update()
+
+
+def loads_all(factory: Factory) -> None:
+    """load() replaces all weights at once; a wrong digest is detected, and repaired by loading again."""
+    with _subject(factory) as subject:
+        subject.begin()
+        change = subject.next_change(0.9)
+        subject.engine.load(subject.after(change), None, change.state)
+        subject.move(change)
+        subject.expect_current("after load()")
+        change = subject.next_change(0.5)
+        wrong = WeightVersion(RUN, change.state.version, Digest(1, 2))
+        try:
+            subject.engine.load(subject.after(change), None, wrong)
+        except DeltawireError:
+            state = subject.engine.status().state
+            _expect(state != wrong, "weights with another digest must not be reported as that version")
+        else:
+            raise NotConforming("load() must check the digest of what the engine has then")
+        subject.engine.load(subject.after(change), None, change.state)
+        subject.move(change)
+        subject.expect_current("after weights were loaded again")
+
+
+def late_join(factory: Factory) -> None:
+    """An engine with the first weights of a run joins late, follows, is restarted, and is current each time."""
+    with _subject(factory) as subject, TemporaryDirectory() as folder:
+        url, trained = f"memory:{uuid4().hex}", _copy(subject.weights)
+        with Publisher(url, trained, run=RUN) as publisher:
+            publisher.publish().wait()
+
+            def publish() -> None:
+                _flip(trained, subject.rng, 0.05)
+                publisher.publish().wait()
+                subject.weights, subject.version = _copy(trained), subject.version + 1
+
+            for _ in range(5):
+                publish()
+            target = EngineTarget(subject.engine, Path(folder) / "mirror")
+            with Replica(url, target, heartbeat_seconds=None) as replica:
+                for when in ("joined late", "followed", "was started again with the first weights"):
+                    if when == "followed":
+                        publish()
+                    elif when.startswith("was started"):
+                        subject.restart()
+                        target.engine = subject.engine
+                    replica.pull()
+                    _expect(replica.version == subject.version, f"the replica says {replica.version} after it {when}")
+                    subject.expect_current(f"after the engine {when}")
+                subject.is_closed = True
+
+
+def concurrent_requests(factory: Factory) -> None:
+    """Requests that run during updates are answered, all of them."""
+    with _subject(factory) as subject:
+        subject.begin_in_place()
+        done, problems = threading.Event(), list[Exception]()
+
+        def ask() -> None:
+            try:
+                while not done.is_set():
+                    subject.harness.request()
+            except Exception as error:
+                problems.append(error)
+
+        readers = [threading.Thread(target=ask, daemon=True) for _ in range(NUM_READERS)]
+        for reader in readers:
+            reader.start()
+        try:
+            for _ in range(10):
+                subject.update()
+        finally:
+            done.set()
+        for reader in readers:
+            reader.join(subject.harness.timeout_seconds)
+        _expect(not any(reader.is_alive() for reader in readers), "requests that ran during updates were not answered")
+        if problems:
+            raise NotConforming(f"a request failed while weights were updated: {problems[0]!r}") from problems[0]
+        subject.expect_current("after updates while requests were running")
+
+
+CASES: tuple[Case, ...] = (
+    starts_unknown,
+    right_weights,
+    right_version,
+    wrong_base_refused,
+    failure_in_mid_apply,
+    repeat_apply,
+    loads_all,
+    late_join,
+    concurrent_requests,
+)
+
+
+def check(factory: Factory) -> dict[str, str]:
+    """Run all cases. Returns those that were skipped, and why; raises `NotConforming` with all that fail."""
+    skipped, failed = {}, {}
+    for case in CASES:
+        try:
+            case(factory)
+        except SkipTest as reason:
+            skipped[case.__name__] = str(reason)
+        except Exception as error:
+            failed[case.__name__] = error
+    if failed:
+        lines = [f"{name}: {error}" for name, error in failed.items()]
+        raise NotConforming("\n".join(lines)) from next(iter(failed.values()))
+    return skipped
+
+
+class _Subject:
+    """An engine under test, and what it should be serving."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness, self.rng = harness, np.random.default_rng(0)
+        given = harness.weights()
+        self._first = {name: view(name, given[name]) for name in given}
+        self.weights, self.version = _copy(self._first), 0
+        self.engine = harness.start(_copy(self._first))
+        self.is_closed = False
+
+    @property
+    def state(self) -> WeightVersion:
+        return WeightVersion(RUN, self.version, digest(self.weights))
+
+    def restart(self) -> None:
+        self.engine.close()
+        self.engine = self.harness.start(_copy(self._first))
+
+    def begin(self) -> None:
+        self.engine.bind({name: spec(self.weights, name) for name in self.weights})
+        found = self.engine.digest()
+        _expect(found == self.state.digest, f"digest() must be {self.state.digest}, as of the weights, and is {found}")
+        self.engine.mark(self.state)
+
+    def begin_in_place(self) -> None:
+        if not self.engine.in_place:
+            raise SkipTest("the engine takes no changes in place")
+        self.begin()
+
+    def changes(self) -> Iterator[tuple[str, EngineChange]]:
+        """Changes of several kinds. Each is generated after the one before was written."""
+        yield "some elements", self.next_change(0.05)
+        yield "nothing", self.next_change(0.0)
+        yield "the first and the last element of each tensor", self.next_change(0.0, ends=True)
+        yield "all elements", self.next_change(1.0)
+
+    def next_change(self, density: float, *, ends: bool = False) -> EngineChange:
+        new, patches = _copy(self.weights), []
+        _flip(new, self.rng, density, ends=ends)
+        for name, tensor in new.items():
+            where = np.flatnonzero(tensor.bits != self.weights[name].bits)
+            # All of them: a whole tensor, without positions.
+            positions = None if len(where) == len(tensor.bits) else where
+            patches.append(Patch(name, tensor.dtype.name, Box.whole(tensor.shape), tensor.bits[where], positions))
+        patches = [patch for patch in patches if len(patch.bits)]
+        return EngineChange(self.state, WeightVersion(RUN, self.version + 1, digest(new)), patches, self.weights)
+
+    def after(self, change: EngineChange) -> dict[str, Tensor]:
+        new = _copy(change.old)
+        for patch in change.patches:
+            new[patch.name].bits[patch.where] = patch.bits
+        return new
+
+    def move(self, change: EngineChange) -> None:
+        self.weights, self.version = self.after(change), change.state.version
+
+    def update(self) -> None:
+        change = self.next_change(0.05)
+        self.engine.stage(change)
+        self.engine.commit(change)
+        self.move(change)
+        self.expect_current("after an update")
+
+    def matches(self) -> bool:
+        return self.harness.matches(_copy(self.weights))
+
+    def request(self) -> None:
+        """One request, with a timeout."""
+        problems: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                self.harness.request()
+            except Exception as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(self.harness.timeout_seconds)
+        _expect(not thread.is_alive(), f"a request was not answered within {self.harness.timeout_seconds} s")
+        if problems:
+            raise NotConforming(f"a request failed: {problems[0]!r}") from problems[0]
+
+    def expect_state(self, when: str) -> None:
+        served = self.engine.status()
+        _expect(
+            served.state == self.state,
+            f"status() must give version {self.version} and the digest {self.state.digest}, and gives {served}: {when}",
+        )
+        _expect(
+            served.version in (None, str(self.version)),
+            f"clients see version {served.version!r} and not {str(self.version)!r}: {when}",
+        )
+
+    def expect_current(self, when: str) -> None:
+        _expect(self.matches(), f"the weights must be those of version {self.version}, and are not, {when}")
+        self.expect_state(when)
+        self.request()
+
+    def expect_unchanged(self, when: str) -> None:
+        _expect(self.matches(), f"the weights must be what they were, and are not, {when}")
+        self.expect_state(when)
+        self.request()
+
+
+@contextmanager
+def _subject(factory: Factory) -> Iterator[_Subject]:
+    harness = factory()
+    try:
+        subject = _Subject(harness)
+        try:
+            yield subject
+        finally:
+            if not subject.is_closed:
+                subject.engine.close()
+    finally:
+        harness.close()
+
+
+def _expect(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise NotConforming(sentence)
+
+
+def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: Tensor(each.dtype, each.shape, each.bits.copy()) for name, each in weights.items()}
+
+
+def _flip(weights: Mapping[str, Tensor], rng: np.random.Generator, density: float, *, ends: bool = False) -> None:
+    """Flip the lowest bit of some elements."""
+    for tensor in weights.values():
+        chosen = rng.random(len(tensor.bits)) < density
+        if ends and len(chosen):
+            chosen[[0, -1]] = True
+        tensor.bits[chosen] ^= tensor.bits.dtype.type(1)

@@ -1,0 +1,77 @@
+"""A folder that an agent and a server on the same machine both see: how changes get from one to the other."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+
+from deltawire.engines.engine import EngineChange
+from deltawire.engines.layout import Layout
+from deltawire.engines.staged import split
+from deltawire.errors import Conflict
+from deltawire.format.checkpoint import save_anchor
+from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.weights import Weights
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+class SharedFolder:
+    """One agent's folder for one server, empty at the start. By default in shared memory, where there is that."""
+
+    def __init__(self, folder: str | Path | None, address: str) -> None:
+        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        own = f"deltawire-{os.getuid()}-{sha256(address.encode()).hexdigest()[:12]}"
+        self.folder = (parent if folder is None else Path(folder).absolute()) / own
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = (self.folder / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise Conflict(f"another agent drives {address}: stop it first", path=str(self.folder)) from None
+        # What an agent before this one left when it was killed.
+        for left in self.folder.iterdir():
+            if left.name != "lock":
+                self.remove(left)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    @contextmanager
+    def change(self, change: EngineChange, layout: Layout, token: str) -> Iterator[list[Path]]:
+        """A change as files, one for each process of the engine, while a block runs."""
+        paths = []
+        try:
+            for rank, staged in enumerate(split(change, layout, token)):
+                paths.append(self.path(f"{token}-{rank}.safetensors"))
+                staged.save(paths[-1])
+            yield paths
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def checkpoint(self, weights: Weights, folder: Path | None, state: WeightVersion) -> Iterator[Path]:
+        """Weights as a checkpoint while a block runs: the one that is there, or one that is made."""
+        if folder is not None:
+            yield folder.absolute()
+            return
+        made = self.path(f"checkpoint-{token_hex(4)}")
+        try:
+            save_anchor(weights, made, run=state.run, version=state.version)
+            yield made
+        finally:
+            self.remove(made)
+
+    def remove(self, path: Path) -> None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()

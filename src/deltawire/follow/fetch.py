@@ -1,0 +1,123 @@
+"""Downloads the objects of hops to a local folder, in parallel and checked."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from deltawire.errors import CorruptObject, DeltawireError
+from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.container import Container
+from deltawire.format.delta import Delta
+from deltawire.format.parts import merge
+from deltawire.run.manifest import StoredHop, StoredObject
+from deltawire.store import Store
+from deltawire.store.transfer import download
+
+PARALLEL = 4
+
+# Called with the number of bytes that have arrived, and the total.
+Progress = Callable[[int, int], None]
+
+
+class Fetched(NamedTuple):
+    """A hop whose objects are in a local folder."""
+
+    hop: StoredHop
+    folder: Path
+
+    def delta(self, run: str) -> Delta:
+        """Open the delta, and check that it is the one the hop describes."""
+        hop = self.hop
+        try:
+            delta = Delta(*merge([Container(self.folder / each.file) for each in hop.objects]))
+        except DeltawireError as error:
+            raise _blaming(hop, error) from error
+        stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
+        if stated != (run, hop.version, hop.base, hop.digest, hop.base_digest):
+            raise CorruptObject(f"the delta {hop} is not the one its document is about", hop=hop)
+        return delta
+
+    def checkpoint(self, run: str) -> Checkpoint:
+        """Open the anchor, and check that it is the one the hop describes."""
+        hop = self.hop
+        try:
+            checkpoint = Checkpoint(self.folder)
+            stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
+        except DeltawireError as error:
+            raise _blaming(hop, error) from error
+        if stated != (run, hop.version, str(hop.digest)):
+            raise CorruptObject(f"the anchor of version {hop.version} is not the one its document is about", hop=hop)
+        return checkpoint
+
+    def other_files(self) -> list[Path]:
+        """Configuration, tokenizer and the like."""
+        return [self.folder / each.file for each in self.hop.extra_files]
+
+
+class Fetcher:
+    """Downloads into `scratch`, where a later call resumes them, or into a temporary folder."""
+
+    def __init__(self, store: Store, scratch: Path | None) -> None:
+        self._store = store
+        self._temporary = None if scratch is not None else tempfile.TemporaryDirectory(prefix="deltawire-")
+        self._folder = scratch if scratch is not None else Path(self._temporary.name)  # type: ignore[union-attr]
+
+    @contextmanager
+    def fetch(self, hops: Sequence[StoredHop], progress: Progress | None = None) -> Iterator[list[Fetched]]:
+        """Fetch all objects of some hops. They are deleted if the block succeeds, else kept for the next attempt."""
+        total = sum(hop.num_bytes for hop in hops)
+        there: dict[str, int] = {}
+
+        def arrived(key: str, num_bytes: int) -> None:
+            there[key] = num_bytes
+            if progress is not None:
+                progress(sum(there.values()), total)
+
+        fetched = [Fetched(hop, self._folder / _folder_name(hop)) for hop in hops]
+        jobs = [(each.hop, each.folder, stored) for each in fetched for stored in each.hop.objects]
+        for each in fetched:
+            each.folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(PARALLEL, "deltawire-fetch") as pool:
+            futures = [pool.submit(self._one, *job, arrived) for job in jobs]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        yield fetched
+        self.clear()
+
+    def _one(self, hop: StoredHop, folder: Path, stored: StoredObject, arrived: Callable[[str, int], None]) -> None:
+        try:
+            download(
+                self._store, stored.key, folder / stored.file,
+                num_bytes=stored.num_bytes, sha256=stored.sha256, progress=partial(arrived, stored.key),
+            )  # fmt: skip
+        except DeltawireError as error:
+            raise _blaming(hop, error) from error
+
+    def clear(self) -> None:
+        """Delete everything that was downloaded."""
+        if self._folder.exists():
+            for each in self._folder.iterdir():
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+    def close(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _folder_name(hop: StoredHop) -> str:
+    # Two uploads of one hop differ in their hashes, and their parts must not be mixed.
+    return f"{hop.version:08}-{'anchor' if hop.base is None else f'{hop.base:08}'}-{hop.objects[0].sha256[:16]}"
+
+
+def _blaming(hop: StoredHop, error: DeltawireError) -> DeltawireError:
+    """The same error, with the hop that caused it."""
+    return type(error)(error.message, **{**error.fields, "hop": hop})

@@ -1,0 +1,498 @@
+"""The inference side: a replica finds new versions, fetches and checks them, and only then updates the weights."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deltawire.errors import (
+    BaseMismatch,
+    ChainError,
+    DeltawireError,
+    DigestMismatch,
+    FormatError,
+    ObjectMissing,
+    RunMismatch,
+)
+from deltawire.follow.comparison import differing_names
+from deltawire.follow.fetch import Fetcher, Progress
+from deltawire.follow.mirror import Mirror
+from deltawire.follow.routing import find_route
+from deltawire.follow.target import MemoryTarget, Target, new_tensor
+from deltawire.format.patches import Patch
+from deltawire.format.replay import Replay
+from deltawire.redact import redacted
+from deltawire.run.heartbeat import Heartbeat
+from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.planner import HopKey, Route
+from deltawire.run.run import Run
+from deltawire.store import Store
+from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.names import plain_name
+from deltawire.tensors.weights import DTypeChoice
+from deltawire.workers import Workers
+
+# How often the engine that serves the weights is checked, also if the store is polled less often.
+LOOK_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """The result of one pull.
+
+    Attributes:
+        version: The version that the weights are at now.
+        base: The version they were at before; None if an anchor was loaded.
+        num_bytes: Bytes downloaded.
+        num_objects: Objects downloaded.
+        num_changed: Changed elements, summed over the deltas of the route.
+        anchor: Whether the route started with an anchor, that is, all weights were replaced.
+        fetch_seconds: Time to download.
+        decode_seconds: Time to decode and check.
+        apply_seconds: Time to write to the target.
+    """
+
+    version: int
+    base: int | None
+    num_bytes: int
+    num_objects: int
+    num_changed: int
+    anchor: bool
+    fetch_seconds: float
+    decode_seconds: float
+    apply_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The total time of the pull."""
+        return self.fetch_seconds + self.decode_seconds + self.apply_seconds
+
+
+class Replica:
+    """Follows a run and keeps weights at its newest version, or at any other.
+
+    `pull` updates once, `watch` stays current (`watching` in the background), and `for pull in replica` yields each
+    update. After any failure the weights are at the old version or at the new one, and `version` gives which. After a
+    fault a replica retries, then takes another route to the same version, and only then raises an error.
+
+    >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
+    ...     replica.pull()
+
+    Args:
+        store: The run to follow: a URL or folder (see `open_store`), a store, or a `Run`.
+        target: The weights to update in place: a folder (a mirror, which is always a loadable checkpoint), a torch
+            module, a mapping from names to arrays or tensors, or a `Target` such as `EngineTarget`. An empty dictionary
+            is filled with torch tensors, or with numpy arrays if torch is not imported.
+        name: The name of the replica in the run (default: from host and process).
+        dtype: What the bits of integer arrays mean (bf16 kept as uint16): one dtype, or a mapping from tensor names.
+        public_key: Accept only documents signed with this key: 64 hexadecimal digits, or a file with them.
+        run: Accept only the run with this id, also if the weights are at a version of another run. By default weights
+            stay with their run: another one at the URL raises RunMismatch.
+        heartbeat_seconds: How often the replica writes its status to the store; None for never.
+        scratch: A persistent folder for downloads, for one replica only, from which interrupted downloads are resumed
+            (default: inside the mirror, or a temporary folder for weights in memory).
+        threads: Number of threads (default: all available cores).
+
+    Raises:
+        ValueError: An option is invalid, or was given with a `Run` that has it already.
+        Conflict: The folder is not a mirror, or another process updates it.
+    """
+
+    def __init__(
+        self,
+        store: str | Path | Store | Run,
+        target: Any,
+        *,
+        name: str | None = None,
+        dtype: DTypeChoice = None,
+        public_key: str | None = None,
+        run: str | None = None,
+        heartbeat_seconds: float | None = 15.0,
+        scratch: str | Path | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if isinstance(store, Run) and (public_key is not None or run is not None):
+            raise ValueError("public_key and run belong to the Run that was given: give them to Run(...)")
+        self.run = store if isinstance(store, Run) else Run(store, public_key=public_key, expected=run)
+        self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
+        self.target: Target = _target_of(target, dtype)
+        self.error: Exception | None = None
+        """Why the last attempt of `watch` failed; None if it succeeded."""
+        self.last_pull: Pull | None = None
+        self.latest: int | None = None
+        """The newest version seen in the store."""
+        self.num_pulls = self.num_faults = 0
+        self._threads = threads
+        # A subfolder, since it is emptied after each pull.
+        own = self.target.scratch if scratch is None else Path(scratch) / "deltawire-downloads"
+        self._fetcher = Fetcher(self.run.store, own)
+        self._unfinished: tuple[list[Patch], WeightVersion, WeightVersion, Mapping[str, str]] | None = None
+        self._pulling = threading.Lock()
+        self._changed = threading.Condition()
+        self._wake, self._stopped = threading.Event(), threading.Event()
+        self._watched = self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Replica({redacted(self.run.store.url)!r}, name={self.name!r}, version={self.version})"
+
+    @property
+    def name(self) -> str:
+        """The name of the replica in the run."""
+        return self._heartbeat.name
+
+    @property
+    def version(self) -> int | None:
+        """The version in use; None if it is unknown or of another run."""
+        state = self._served()
+        return None if state is None else state.version
+
+    def _served(self) -> WeightVersion | None:
+        state = self.target.served()
+        return None if state is None or self.run.known_id not in (None, state.run) else state
+
+    @property
+    def lag(self) -> int | None:
+        """How many versions the weights are behind `latest`."""
+        latest, version = self.latest, self.version  # `watch` may change them meanwhile
+        return None if latest is None or version is None else max(latest - version, 0)
+
+    def pull(self, version: int | None = None, *, progress: Progress | None = None) -> Pull:
+        """Update the weights to a version, and return what was done.
+
+        Args:
+            version: The version to pull (default: the newest). It may be older than the current one.
+            progress: Called with the bytes that have arrived, and the total.
+
+        Raises:
+            ObjectMissing: There is no run, or no such version.
+            RunMismatch: The store holds another run than the weights are at.
+            DeltawireError: No route to the version works (ChainError, FormatError, MismatchError), the target cannot
+                load the weights (EngineError), or the store does not answer (StoreUnavailable).
+        """
+        with self._pulling:
+            self._check_open()
+            self.target.refresh()
+            self.check_run()
+            manifest = self._manifest(version)
+            done = self._reach(manifest, self._have(manifest), progress)
+            self.last_pull, self.error = done, None
+            self.num_pulls += 1
+        with self._changed:
+            self._changed.notify_all()
+        self._heartbeat.beat(self.status(), at_once=True)
+        return done
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this replica is closed: create a new one")
+
+    def check_run(self) -> None:
+        """Raise RunMismatch if the store holds another run than the expected one, or than the target follows."""
+        found = self.run.id
+        for state in (self.target.state(), self.target.served()):
+            if state is not None and state.run != found and self.run.expected is None:
+                raise RunMismatch(
+                    f"the weights are at version {state.version} of run {state.run}, and {self.run.store.url} holds "
+                    f"run {found}: to follow that, use another folder (or fresh weights), or name the run with --run "
+                    f"{found} (or run={found!r}). Nothing was changed",
+                    expected=state.run, actual=found,
+                )  # fmt: skip
+
+    def route(self, version: int | None = None) -> Route[StoredHop]:
+        """The route that a pull would take, without fetching it."""
+        self.check_run()
+        manifest = self._manifest(version)
+        have = self._have(manifest)
+        return find_route(self.run, None if have is None else have.version, manifest)
+
+    def _manifest(self, version: int | None) -> Manifest:
+        self._refresh()
+        want = self.latest if version is None else version
+        if want is None:
+            raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
+        try:
+            return self.run.manifest(want)
+        except ObjectMissing:
+            # A version that was listed but does not exist is a transfer error: list from the start next time.
+            self.latest = None
+            raise
+
+    def _refresh(self) -> None:
+        found = self.run.latest(after=-1 if self.latest is None else self.latest)
+        self.latest = self.latest if found is None else found
+
+    def _have(self, manifest: Manifest) -> WeightVersion | None:
+        """The version of the target; weights of unknown version are recognised by their digest."""
+        if self._unfinished is not None and self.target.state() is None:
+            self.target.apply(*self._unfinished)
+        self._unfinished = None
+        state = self.target.state()
+        if state is not None:
+            return state if state.run == self.run.id else None
+        found = self.target.digest(manifest.tied)
+        for hop in (*manifest.route, manifest.hop):
+            if found is not None and found == hop.digest:
+                return WeightVersion(self.run.id, hop.version, found)
+            if found is not None and hop.base is not None and found == hop.base_digest:
+                return WeightVersion(self.run.id, hop.base, found)
+        return None
+
+    def _reach(self, manifest: Manifest, have: WeightVersion | None, progress: Progress | None) -> Pull:
+        """Try one route after the other, avoiding hops that turned out to be bad."""
+        bad: set[HopKey] = set()
+        first: DeltawireError | None = None
+        while True:
+            try:
+                route = find_route(self.run, None if have is None else have.version, manifest, bad)
+            except ChainError as error:
+                raise first or error from None
+            try:
+                return self._follow(manifest, have, route, progress)
+            except (FormatError, ObjectMissing, DigestMismatch, BaseMismatch) as error:
+                first = first or error
+                self.num_faults += 1
+                hop = getattr(error, "hop", None)
+                if hop is not None:
+                    bad.add((hop.version, hop.base))
+                elif have is not None and (
+                    isinstance(error, BaseMismatch) or self.target.digest(manifest.tied) != have.digest
+                ):
+                    # Not the weights of this version, or changed by someone else: start from an anchor.
+                    have = None
+                else:
+                    bad.add((route.hops[-1].version, route.hops[-1].base))
+
+    def _follow(
+        self, manifest: Manifest, have: WeightVersion | None, route: Route[StoredHop], progress: Progress | None
+    ) -> Pull:
+        started = time.perf_counter()
+        using = {"using": [str(hop) for hop in route.hops]}
+        self._heartbeat.beat(self.status() | using, at_once=bool(route.hops))
+        with self._fetcher.fetch(route.hops, progress) as fetched, Workers(self._threads) as workers:
+            fetch_seconds = time.perf_counter() - started
+            deltas = [each.delta(self.run.id) for each in fetched if each.hop.base is not None]
+            state = WeightVersion(self.run.id, manifest.version, manifest.digest)
+            decoded = time.perf_counter()
+            if not route.hops:
+                applied = decoded
+                if have is not None and self.target.served() != state:
+                    self.target.apply([], have, state, manifest.tied)
+            elif route.starts_over:
+                anchor = Replay(fetched[0].checkpoint(self.run.id), deltas, workers)
+                manifest.check_tensors(anchor.base, anchor.base)
+                applied = time.perf_counter()
+                self.target.load(anchor, state, fetched[0].other_files(), manifest.tied)
+            elif have is not None:
+                patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
+                manifest.check_tensors({patch.name for patch in patches}, self.target.weights())
+                applied = time.perf_counter()
+                self._apply(patches, have, state, manifest.tied)
+        return Pull(
+            version=manifest.version,
+            base=None if route.starts_over or have is None else have.version,
+            num_bytes=route.num_bytes,
+            num_objects=sum(len(hop.objects) for hop in route.hops),
+            num_changed=sum(delta.num_changed for delta in deltas),
+            anchor=route.starts_over,
+            fetch_seconds=fetch_seconds,
+            decode_seconds=applied - started - fetch_seconds,
+            apply_seconds=time.perf_counter() - applied,
+        )
+
+    def _apply(self, patches: list[Patch], have: WeightVersion, state: WeightVersion, tied: Mapping[str, str]) -> None:
+        self._unfinished = patches, have, state, tied
+        self.target.apply(patches, have, state, tied)
+        self._unfinished = None
+
+    def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
+        """Stay at the newest version until `stop` is called. Blocks; `watching` does the same in a thread.
+
+        Looks for a new version every `poll_seconds`, and calls `on_pull` after each pull. Faults do not end it: they
+        are kept in `error`, and retried with longer pauses.
+        """
+        if not poll_seconds > 0:
+            raise ValueError(f"poll_seconds is a positive number, not {poll_seconds}")
+        self._check_open()
+        self._watched = True
+        try:
+            for _ in self._pulls(on_pull, poll_seconds):
+                pass
+        finally:
+            self._watched = False
+
+    def __iter__(self) -> Iterator[Pull]:
+        """Yield each pull as new versions arrive: waits for the next version, and ends only after `stop` or `close`.
+
+        Like `watch` it retries after faults, and pulls the newest version, so a slow loop body skips some. While the
+        loop body runs, nothing is pulled and no heartbeat is written.
+        """
+        self._check_open()
+        self._stopped.clear()
+        return self._pulls(None, 1.0)
+
+    def _pulls(self, on_pull: Callable[[Pull], None] | None, poll_seconds: float) -> Iterator[Pull]:
+        failures = 0
+        while not self._stopped.is_set():
+            done = None
+            try:
+                if self._is_behind():
+                    done = self.pull()
+                    if on_pull is not None:
+                        on_pull(done)
+                failures, self.error = 0, None
+            except (DeltawireError, OSError) as error:
+                failures, self.error = failures + 1, error
+                self.num_faults += 1
+            except Exception as error:
+                self.error = error
+                raise
+            self._heartbeat.beat(self.status(), at_once=False)
+            if done is not None:
+                yield done
+            if not self._stopped.is_set():
+                # Jitter, so that a thousand replicas do not poll at the same moment.
+                self._pause(poll_seconds * random.uniform(0.75, 1.25) * min(2**failures, 32))  # noqa: S311
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, but end early on a nudge, or if an engine has stopped, come back or been restarted."""
+        before, until = self.status(), time.monotonic() + seconds
+        while not self._wake.wait(min(max(until - time.monotonic(), 0), LOOK_SECONDS)) and time.monotonic() < until:
+            with suppress(DeltawireError, OSError):
+                self.target.refresh()
+            now = self.status()
+            self._heartbeat.beat(now, at_once=False)
+            if now != before:
+                break
+        self._wake.clear()
+
+    def _is_behind(self) -> bool:
+        self.target.refresh()
+        self._refresh()
+        # `version` needs the run's id, to ignore versions of another run.
+        return self.latest is not None and bool(self.run.id) and (self.version is None or self.version < self.latest)
+
+    @contextmanager
+    def watching(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> Iterator[None]:
+        """Run `watch` in a background thread for the duration of a `with` block."""
+        thread = threading.Thread(
+            target=self.watch,
+            args=(on_pull,),
+            kwargs={"poll_seconds": poll_seconds},
+            name="deltawire-watch",
+            daemon=True,
+        )
+        self._stopped.clear()
+        self._watched = True
+        thread.start()
+        try:
+            yield
+        finally:
+            self.stop()
+            thread.join()
+
+    def nudge(self) -> None:
+        """Look for a new version now instead of at the next poll."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End `watch`, and iteration, after the current pull."""
+        self._stopped.set()
+        self._wake.set()
+
+    def wait(self, version: int, timeout: float | None = None) -> int:
+        """Wait until the weights are at a version or a later one, and return it; TimeoutError after `timeout` seconds.
+
+        Pulls itself if `watch` is not running.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.version is None or self.version < version:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(
+                    f"version {version} did not come within {timeout} s; the weights are at {self.version}"
+                    + (f" and the last fault was: {self.error}" if self.error else "")
+                )
+            if self._watched:
+                with self._changed:
+                    self._changed.wait(0.5 if left is None else min(left, 0.5))
+            elif self._is_behind():
+                self.pull()
+            else:
+                self._wake.wait(0.2 if left is None else min(left, 0.2))
+        return self.version
+
+    def status(self) -> dict[str, Any]:
+        """The status of the replica, as in its heartbeat: version, digest, lag, timings, the last fault."""
+        state = self._served()
+        return {
+            "version": None if state is None else state.version,
+            "digest": None if state is None else str(state.digest),
+            "latest": self.latest,
+            "lag": self.lag,
+            "last_pull": None if self.last_pull is None else asdict(self.last_pull),
+            "error": None if self.error is None else str(self.error),
+            **self.target.about(),
+        }
+
+    def verify(self, *, progress: Progress | None = None) -> dict[str, int]:
+        """Fetch the current version again and compare every element, instead of relying on digests.
+
+        Returns:
+            The tensors that differ, with the number of elements that differ. Empty if all are equal.
+        """
+        with self._pulling:
+            self._check_open()
+            state = self.target.state()
+            if state is None or state.run != self.run.id:
+                raise ValueError("the weights are of no known version of this run: pull first")
+            return differing_names(
+                self.run, state.version, self.target.weights(), threads=self._threads, progress=progress
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics for an experiment tracker, as a flat dictionary."""
+        pulled = self.last_pull
+        values: dict[str, float | None] = {"version": self.version, "lag": self.lag}
+        values |= {"pulls": self.num_pulls, "faults": self.num_faults}
+        if pulled is not None:
+            values |= {
+                "bytes": pulled.num_bytes,
+                "changed": pulled.num_changed,
+                "fetch_seconds": pulled.fetch_seconds,
+                "decode_seconds": pulled.decode_seconds,
+                "apply_seconds": pulled.apply_seconds,
+                "pause_seconds": self.target.about().get("pause_seconds"),
+            }
+        return {f"deltawire/replica/{name}": value for name, value in values.items() if value is not None}
+
+    def close(self) -> None:
+        """Stop, delete the heartbeat, and release the target."""
+        self.stop()
+        self._closed = True
+        self._heartbeat.remove()
+        self._fetcher.close()
+        self.target.close()
+
+    def __enter__(self) -> "Replica":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _target_of(value: Any, dtype: DTypeChoice) -> Target:
+    """The target for a folder, a torch module or a mapping of arrays; a target is returned unchanged."""
+    if isinstance(value, (str, Path)):
+        return Mirror(value)
+    if hasattr(value, "state_dict"):
+        return MemoryTarget(lambda: {plain_name(name): tensor for name, tensor in value.state_dict().items()})
+    if isinstance(value, Mapping):
+        return MemoryTarget(value, dtype=dtype, make=new_tensor)
+    if all(hasattr(value, name) for name in ("state", "apply", "load")):
+        target: Target = value
+        return target
+    raise TypeError(f"expected a folder, a torch module, a mapping or a target, got {type(value).__name__}")

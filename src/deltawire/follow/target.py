@@ -1,0 +1,213 @@
+"""Targets hold the weights of a replica: the protocol, and the target for arrays or a torch module in memory."""
+
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.format.patches import Patch
+from deltawire.format.replay import Replay
+from deltawire.tensors.digest import Digest, WeightVersion, digest
+from deltawire.tensors.dtypes import ALIASES, DType, dtype_named, empty_bits
+from deltawire.tensors.weights import (
+    DTypeChoice,
+    Place,
+    Tensor,
+    Viewed,
+    Weights,
+    aliases_of,
+    place,
+    spec,
+    untied_name,
+    writable,
+    write,
+)
+
+
+class Target(Protocol):
+    """Weights that a replica updates.
+
+    `state` describes the actual weights: it is None during an update and after one that failed half-way. Patches are
+    absolute, so an update can be repeated.
+    """
+
+    scratch: Path | None
+    """A persistent folder for downloads, from which they are resumed; None if there is none."""
+
+    def state(self) -> WeightVersion | None:
+        """Run, version and digest of the weights; None if unknown."""
+
+    def served(self) -> WeightVersion | None:
+        """The weights in use: the target's own, or those of the engine that it is the mirror of."""
+        return self.state()
+
+    def refresh(self) -> None:
+        """Check again which weights are in use, if that can change on its own."""
+        return
+
+    def about(self) -> dict[str, Any]:
+        """Additional fields for the status of a replica."""
+        return {}
+
+    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+        """Compute the digest of the weights, for weights of unknown version; None if there are none yet."""
+
+    def weights(self) -> Weights:
+        """The weights to decode deltas against, read-only."""
+
+    def apply(
+        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
+    ) -> None:
+        """Write patches that turn the weights from `base` into `state`. Everything was checked before."""
+
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+        """Replace all weights. `anchor.base` is the anchor, `files` are its additional files (configuration, ...)."""
+
+    def close(self) -> None: ...
+
+
+class MemoryTarget(Target):
+    """Arrays or tensors in memory, updated in place: those of a mapping, or of the mapping that a function returns.
+
+    An empty dictionary is filled from the first anchor: `make` creates a tensor for a name, a dtype and a shape.
+    Without it they are `Tensor`s, and tied names are left out.
+    """
+
+    scratch: Path | None = None
+
+    def __init__(
+        self,
+        weights: Weights | Callable[[], Weights],
+        *,
+        dtype: DTypeChoice = None,
+        make: Callable[[str, DType, tuple[int, ...]], Any] | None = None,
+    ) -> None:
+        self._read = weights if callable(weights) else lambda: weights
+        self._owned = weights if isinstance(weights, MutableMapping) and not weights else None
+        """The dictionary if it was empty: its names then follow those of the run."""
+        self._dtype, self._make = dtype, make
+        self._tied: Mapping[str, str] = {}
+        self._state: WeightVersion | None = None
+        self._written: dict[str, Any] = {}
+        """The tensors of that state, kept alive so that no other tensor gets their addresses."""
+
+    def state(self) -> WeightVersion | None:
+        return self._state
+
+    def refresh(self) -> None:
+        """Reset the state if the tensors were replaced by others."""
+        if self._state is not None and _places(self._read()) != _places(self._written):
+            self._state, self._written = None, {}
+
+    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+        weights = self._read()
+        if not weights or untied_name(weights, tied, self._dtype) is not None:
+            return None
+        return digest(weights, dtype=self._dtype, tied=tied)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return Viewed(self._read(), self._dtype)
+
+    def apply(
+        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
+    ) -> None:
+        weights, aliases = self._read(), aliases_of(tied)
+        names = {name: None for patch in patches for name in (patch.name, *aliases.get(patch.name, []))}
+        values = writable(weights, [name for name in names if name in weights], tied)
+        self._state = None
+        for patch in patches:
+            for name in (patch.name, *aliases.get(patch.name, [])):
+                if name in values:
+                    write(values[name], patch.where, patch.bits)
+        self._become(state, tied)
+
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+        if self._owned is None:
+            self._check(anchor.base, tied)
+        anchor.verify(state.digest)
+        self._state = None
+        if self._owned is not None:
+            self._make_room(self._owned, anchor.base, tied)
+        weights, aliases = self._read(), aliases_of(tied)
+        for name in anchor.base:
+            bits = anchor.bits_of(name)
+            for each in (name, *aliases.get(name, [])):
+                if each in weights:
+                    write(weights[each], slice(None), bits)
+        self._become(state, tied)
+
+    def _become(self, state: WeightVersion, tied: Mapping[str, str]) -> None:
+        weights = self._read()
+        self._written = {name: weights[name] for name in weights}
+        self._state, self._tied = state, tied
+
+    def _make_room(self, weights: MutableMapping[str, Any], base: Weights, tied: Mapping[str, str]) -> None:
+        now = Viewed(weights, self._dtype)
+        # A name that was tied refers to another tensor's memory.
+        kept = {name for name in weights if name in base and name not in self._tied}
+        for name in [name for name in weights if name not in kept or now.spec(name) != spec(base, name)]:
+            del weights[name]
+        for name in base:
+            if name not in weights:
+                dtype, shape = spec(base, name)
+                make = self._make or _plain
+                weights[name] = make(name, dtype_named(dtype), shape)
+        if self._make is not None:
+            weights.update({name: weights[to] for name, to in tied.items()})
+        writable(weights, weights, tied)
+
+    def _check(self, base: Weights, tied: Mapping[str, str]) -> None:
+        weights = self._read()
+        now = Viewed(weights, self._dtype)
+        for name in base:
+            if name not in weights:
+                raise UnknownParameter(f"the run has {name}, which the target does not have", tensor=name)
+        for name in weights:
+            if name not in base and name not in tied:
+                raise UnknownParameter(
+                    f"the target has {name}, which the run does not have, so that it would never be updated: "
+                    "publish it too, or pass a mapping without it",
+                    tensor=name,
+                )
+            expected, actual = spec(base, tied.get(name, name)), now.spec(name)
+            if expected != actual:
+                raise ShapeMismatch(
+                    f"{name} is {actual[0]} {list(actual[1])} at the target, and {expected[0]} {list(expected[1])} "
+                    "in the run" + _advice(expected[0], actual[0]),
+                    tensor=name, expected=str(expected), actual=str(actual),
+                )  # fmt: skip
+        writable(weights, weights, tied)
+
+    def close(self) -> None: ...
+
+
+def _plain(name: str, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+    return Tensor(dtype, shape, empty_bits(shape, dtype, name))
+
+
+def _places(weights: Weights) -> dict[str, Place | None]:
+    return {name: place(weights[name]) for name in weights}
+
+
+def _advice(expected: str, actual: str) -> str:
+    same_size = dtype_named(expected).itemsize == dtype_named(actual).itemsize
+    return f': pass dtype="{expected}" if these integers are its bits' if actual[0] in "IU" and same_size else ""
+
+
+def new_tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
+    """Create an uninitialized tensor: of torch if that is imported, otherwise of numpy.
+
+    For dtypes that numpy lacks it is an array of ml_dtypes if that is imported, otherwise a `Tensor`.
+    """
+    torch, ml_dtypes = sys.modules.get("torch"), sys.modules.get("ml_dtypes")
+    known_as = next(alias for alias, own in ALIASES.items() if own == dtype.name)
+    plain = _plain(name, dtype, shape)
+    if torch is not None:
+        kind = getattr(torch, known_as)
+        bits = torch.from_numpy(plain.bits.view(np.uint8))
+        return bits.view(kind).view(shape) if len(bits) else torch.empty(shape, dtype=kind)
+    own_kind = getattr(np, known_as, None) or getattr(ml_dtypes, known_as, None)
+    return plain if own_kind is None else plain.bits.view(own_kind).reshape(shape)

@@ -1,0 +1,277 @@
+"""Checkpoints: a safetensors file, or a folder of them with the usual index. Anchors have a version in the header."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from deltawire.disk import read_small
+from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
+from deltawire.format.container import MOST_HEADER_BYTES, Container, beside, header_bytes, lay_out, raw, replacing
+from deltawire.format.wire import FORMAT_VERSION, read_number, read_tied
+from deltawire.tensors.digest import Digest, digest
+from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
+from deltawire.tensors.names import PREFIX, check_names, resolve_ties
+from deltawire.tensors.weights import DTypeChoice, Tensor, TensorSpec, Weights, mapping_of, view
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# Next to the weights of a mirror: their current version, since their own headers are not updated.
+STATE_NAME = "deltawire.json"
+MOST_STATE_BYTES = 16_000_000
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """A checkpoint on disk, opened for reading as a mapping from names to tensors. Each tensor is read on access.
+
+    Args:
+        path: A safetensors file, or a folder with one file or with several and an index.
+
+    Raises:
+        ObjectMissing: The path does not exist, or is a folder without a checkpoint.
+        CorruptObject: A header or an index is damaged, or a tensor is in two files.
+        UnsupportedFormat: A tensor has a dtype that is not supported.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise ObjectMissing(f"{path} does not exist", path=str(path))
+        self.shards = self._open_folder() if self.path.is_dir() else {self.path.name: Container(self.path)}
+        self._shard_of: dict[str, Container] = {}
+        for file, shard in self.shards.items():
+            for name in shard.header.slots:
+                if name in self._shard_of:
+                    raise CorruptObject(f"tensor {name!r} is in two files of {path}, one is {file}", tensor=name)
+                self._shard_of[name] = shard
+        self.metadata = dict(next(iter(self.shards.values())).header.metadata)
+        if self.path.is_dir() and (self.path / STATE_NAME).is_file():
+            self.metadata |= _read_state(self.path / STATE_NAME)
+
+    def _open_folder(self) -> dict[str, Container]:
+        indexes = sorted(file for file in self.path.glob("*.safetensors.index.json") if file.is_file())
+        files = sorted(file.name for file in self.path.glob("*.safetensors") if file.is_file())
+        if len(indexes) == 1:
+            files = _index_files(indexes[0])
+        elif SINGLE_NAME in files:
+            files = [SINGLE_NAME]
+        elif len(files) != 1:
+            found = (
+                f"{len(files)} safetensors files and {len(indexes)} indexes"
+                if files or indexes
+                else "no safetensors file"
+            )
+            raise ObjectMissing(f"{self.path} is not a checkpoint: it has {found}", path=str(self.path))
+        return {file: Container(self.path / file) for file in files}
+
+    def __getitem__(self, name: str) -> Tensor:
+        shard = self._shard_of[name]
+        dtype, shape = self.spec(name)
+        return Tensor(dtype_named(dtype), shape, shard.bits(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._shard_of))
+
+    def __len__(self) -> int:
+        return len(self._shard_of)
+
+    def __repr__(self) -> str:
+        stated = self.fact("version")
+        version = "" if stated is None else f", version={stated}"
+        return f"Checkpoint({str(self.path)!r}, num_tensors={len(self)}{version})"
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shard_of
+
+    def spec(self, name: str) -> TensorSpec:
+        """The dtype and shape of a tensor, from the header."""
+        slot = self._shard_of[name].header.slots[name]
+        return slot.dtype, slot.shape
+
+    def num_elements(self, name: str) -> int:
+        return prod(self.spec(name)[1])
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names that share the weights of other names, as stated by an anchor."""
+        return read_tied(self.fact("tied"))
+
+    def other_files(self) -> list[Path]:
+        """The files next to the weights in a folder: configuration, tokenizer and so on."""
+        if not self.path.is_dir():
+            return []
+        weights = {STATE_NAME, *self.shards, *(index.name for index in self.path.glob("*.safetensors.index.json"))}
+        return sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in weights)
+
+    @property
+    def version(self) -> int | None:
+        """The version stated by an anchor or a mirror; None for other checkpoints."""
+        text = self.fact("version")
+        return None if text is None else read_number(text, "version")
+
+    def fact(self, key: str) -> str | None:
+        """The value of `deltawire.KEY` in the metadata, if there is one."""
+        return self.metadata.get(PREFIX + key)
+
+
+def _read_state(path: Path) -> dict[str, str]:
+    try:
+        stated = json.loads(read_small(path, MOST_STATE_BYTES))
+        return {PREFIX + key: str(stated[key]) for key in ("run", "version", "digest")}
+    except (LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
+        raise CorruptObject(f"{path} does not state run, version and digest", path=str(path)) from None
+
+
+def _index_files(index: Path) -> list[str]:
+    try:
+        files = sorted(set(json.loads(read_small(index, MOST_HEADER_BYTES))["weight_map"].values()))
+        plain = all(isinstance(file, str) and Path(file).name == file for file in files)
+    except (LimitExceeded, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        plain = False
+    if not plain or not files:
+        raise CorruptObject(f"{index} has no weight_map from tensors to file names", path=str(index))
+    return files
+
+
+def save_anchor(
+    weights: Weights,
+    path: str | Path,
+    *,
+    run: str = "",
+    version: int = 0,
+    dtype: DTypeChoice = None,
+    tied: Mapping[str, str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int | None = None,
+) -> Digest:
+    """Write all weights as a checkpoint that states its version and digest.
+
+    Args:
+        weights: Arrays or tensors by name, or a torch module.
+        path: One file if it ends in `.safetensors`; otherwise a folder, which must not exist yet or be empty.
+        run: The id of the run, for the header.
+        version: The version, for the header.
+        dtype: What the bits of integer arrays mean (bf16 kept as uint16): one dtype, or a mapping from tensor names.
+        tied: Names that share the weights of another name. They are left out, as transformers does.
+        max_shard_bytes: A folder gets several files and an index above this size.
+        threads: Number of threads (default: all available cores).
+
+    Returns:
+        The digest of the weights.
+
+    Raises:
+        Conflict: The folder exists already and is not empty.
+    """
+    path, weights = Path(path), mapping_of(weights)
+    tied = resolve_ties(tied or {}, weights)
+    check_names(weights)
+    state = digest(weights, dtype=dtype, tied=tied, threads=threads)
+    specs = {}
+    for name in weights:
+        if name not in tied:
+            tensor = view(name, weights[name], dtype)
+            specs[name] = tensor.dtype.name, tensor.shape
+    num_elements = sum(prod(shape) for _, shape in specs.values())
+    metadata = {"format": "pt"} | anchor_info(run, version, state, num_elements, tied)
+    single = path.suffix == ".safetensors"
+    shards = split_shards(specs, None if single else max_shard_bytes)
+    write_checkpoint(path, shards, metadata, lambda name: view(name, weights[name], dtype).bits)
+    return state
+
+
+def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: Mapping[str, str]) -> dict[str, str]:
+    """The metadata that makes a checkpoint an anchor."""
+    info = {
+        "format": str(FORMAT_VERSION),
+        "kind": "anchor",
+        "run": run,
+        "version": str(version),
+        "digest": str(state),
+        "total": str(num_elements),
+    }
+    if tied:
+        info["tied"] = json.dumps(dict(tied), separators=(",", ":"))
+    return {PREFIX + key: value for key, value in info.items()}
+
+
+def split_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int | None) -> dict[str, dict[str, TensorSpec]]:
+    """Assign tensors to files: all to one, or to as many as the size limit requires."""
+    return name_shards(group_specs(specs, max_shard_bytes))
+
+
+def group_specs(specs: Mapping[str, TensorSpec], max_shard_bytes: int | None) -> list[dict[str, TensorSpec]]:
+    """Group tensors by a size limit, or all in one group; there is at least one group."""
+    groups: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name in sorted(specs):
+        dtype, shape = specs[name]
+        size = prod(shape) * DTYPES[dtype].itemsize
+        if max_shard_bytes is not None and groups[-1] and filled + size > max_shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = specs[name]
+        filled += size
+    return groups
+
+
+def name_shards(groups: list[dict[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
+    """File names for groups of tensors, as in any Hugging Face checkpoint."""
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def write_checkpoint(
+    path: Path,
+    shards: Mapping[str, Mapping[str, TensorSpec]],
+    metadata: Mapping[str, str],
+    bits_of: Callable[[str], Bits],
+    *,
+    extra_files: list[Path] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a checkpoint tensor by tensor. It appears at `path` once all is written and `check` did not raise."""
+    if path.suffix == ".safetensors":
+        (specs,) = shards.values()
+        with replacing(path) as file:
+            for piece in _shard_bytes(specs, metadata, bits_of):
+                file.write(piece)
+            check()
+        return
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
+    temporary = beside(path)
+    temporary.mkdir()
+    try:
+        for name, specs in shards.items():
+            with replacing(temporary / name) as file:
+                for piece in _shard_bytes(specs, metadata, bits_of):
+                    file.write(piece)
+        if len(shards) > 1:
+            with replacing(temporary / INDEX_NAME) as file:
+                file.write(index_bytes(shards))
+        for extra in extra_files or []:
+            shutil.copy2(extra, temporary / extra.name)
+        check()
+        temporary.replace(path)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _shard_bytes(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
+) -> Iterator[bytes | memoryview]:
+    slots = lay_out(specs)
+    yield header_bytes(slots, metadata)
+    for name in slots:
+        yield raw(bits_of(name))
+
+
+def index_bytes(shards: Mapping[str, Mapping[str, TensorSpec]]) -> bytes:
+    size = sum(prod(shape) * DTYPES[dtype].itemsize for specs in shards.values() for dtype, shape in specs.values())
+    weight_map = {name: file for file, specs in shards.items() for name in specs}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()

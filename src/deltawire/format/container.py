@@ -1,0 +1,202 @@
+"""The safetensors container: eight bytes of header length, a JSON header, the tensors' bytes.
+
+The safetensors package holds a whole file in memory to write it, and needs another package to give bf16 and fp8 to
+numpy. Here tensors are read and written one at a time, as bit patterns, and every offset is checked before use.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from deltawire.disk import open_regular
+from deltawire.errors import CorruptObject, LimitExceeded, UnsupportedFormat
+from deltawire.tensors.dtypes import DTYPES, Bits, empty_bits
+from deltawire.tensors.names import METADATA, is_text
+
+MOST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The location of a tensor: offsets are relative to the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    slots: Mapping[str, Slot]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+class Container:
+    """A safetensors file, or the bytes of one, opened for reading."""
+
+    def __init__(self, source: Path | bytes | memoryview) -> None:
+        self.source = source
+        if isinstance(source, Path):
+            with open_regular(source) as file:
+                self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
+        else:
+            data = memoryview(source)
+            self.header = read_header(_Reader(data), len(data), "the bytes")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header.slots
+
+    def bits(self, name: str) -> Bits:
+        """The elements of a tensor, flat, as unsigned integers."""
+        slot = self.header.slots[name]
+        kind = DTYPES[slot.dtype].unsigned
+        start = self.header.data_start + slot.start
+        if not isinstance(self.source, Path):
+            return np.frombuffer(self.source, np.uint8, slot.stop - slot.start, start).copy().view(kind)
+        array = empty_bits(slot.shape, DTYPES[slot.dtype], name)
+        with open_regular(self.source) as file:
+            file.seek(start)
+            if file.readinto(raw(array)) != array.nbytes:
+                raise CorruptObject(f"{self.source} became shorter while it was read", path=str(self.source))
+        return array
+
+
+class _Reader:
+    """A minimal file object over bytes."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+
+    def read(self, count: int) -> bytes:
+        taken, self.data = bytes(self.data[:count]), self.data[count:]
+        return taken
+
+
+def read_header(file: Any, size: int, where: str) -> Header:
+    """Read and check a header: the tensors' bytes must cover the rest of the file, in sequence and without gaps."""
+
+    def corrupt(problem: str) -> CorruptObject:
+        return CorruptObject(f"{where} is not a whole safetensors file: {problem}", path=where)
+
+    if size < 8:
+        raise corrupt(f"it has {size} bytes")
+    length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER_BYTES:
+        raise LimitExceeded(
+            f"{where} states a header of {length} bytes; at most {MOST_HEADER_BYTES} are read", path=where
+        )
+    if 8 + length > size:
+        raise corrupt(f"its header of {length} bytes is longer than the file")
+    try:
+        entries = json.loads(file.read(length).decode(), object_pairs_hook=no_duplicates)
+    except CorruptObject as error:
+        raise corrupt(error.message) from None
+    except (ValueError, RecursionError):
+        raise corrupt("its header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise corrupt("its header is not a JSON object")
+    metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise corrupt("its metadata is not a map of strings")
+    if not all(map(is_text, (*entries, *metadata, *metadata.values()))):
+        raise corrupt("its header has text that UTF-8 cannot hold")
+    slots = {name: _slot(name, entry, corrupt) for name, entry in entries.items()}
+    end = 0
+    for name, slot in sorted(slots.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if slot.start != end:
+            raise corrupt(f"tensor {name!r} does not start where the one before it ends")
+        end = slot.stop
+    if 8 + length + end != size:
+        raise corrupt(f"its tensors take {end} bytes, {size - 8 - length} are there")
+    return Header(slots, metadata, 8 + length)
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: reject objects in which a key appears twice."""
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise CorruptObject(f"{name!r} appears twice in its header")
+        entries[name] = value
+    return entries
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _slot(name: str, entry: Any, corrupt: Any) -> Slot:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        well_formed = isinstance(dtype, str) and all(map(_is_count, [*shape, start, stop]))
+    except (KeyError, TypeError, ValueError):
+        well_formed = False
+    if not well_formed:
+        raise corrupt(f"the entry of tensor {name!r} is malformed")
+    if dtype not in DTYPES:
+        raise UnsupportedFormat(
+            f"tensor {name!r} has dtype {dtype!r}, which is not supported", tensor=name, actual=dtype
+        )
+    if stop - start != prod(shape) * DTYPES[dtype].itemsize:
+        raise corrupt(f"tensor {name!r} has shape {shape} but {stop - start} bytes")
+    return Slot(dtype, tuple(shape), start, stop)
+
+
+def raw(array: Bits) -> memoryview:
+    """The bytes of an array, without a copy."""
+    return array.view(np.uint8).data
+
+
+def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Slot]:
+    """Place tensors of given dtype and shape in sequence, the widest items first so that all are aligned."""
+    slots = {}
+    at = 0
+    for name in sorted(tensors, key=lambda name: (-DTYPES[tensors[name][0]].itemsize, name)):
+        dtype, shape = tensors[name]
+        size = prod(shape) * DTYPES[dtype].itemsize
+        slots[name] = Slot(dtype, shape, at, at + size)
+        at += size
+    return slots
+
+
+def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> bytes:
+    """Encode a header, padded so that the tensors start at a multiple of eight."""
+    entries: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for name, slot in slots.items():
+        entries[name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": [slot.start, slot.stop]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER_BYTES:
+        raise ValueError(f"{len(slots)} tensors need a header of {len(text)} bytes, {MOST_HEADER_BYTES} are read")
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file atomically: it appears at `path`, synced to disk, if the block succeeds; otherwise nothing does."""
+    temporary = beside(path)
+    try:
+        # Opened like any new file, so that the umask applies.
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def beside(path: Path) -> Path:
+    """An unused name in the same folder, for the temporary file that will replace `path`."""
+    return path.with_name(f".{path.name}.{token_hex(8)}.tmp")

@@ -1,0 +1,336 @@
+"""Deltas without a store: `diff` computes one from two sets of weights, `apply` applies it in place."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from deltawire.codec import EncodingChoice, allowed_encodings
+from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
+from deltawire.format import parts
+from deltawire.format.container import Container
+from deltawire.format.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
+from deltawire.format.wire import DeltaInfo, Entry, part_bytes
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, WeightVersion, digest, tensor_digest
+from deltawire.tensors.names import check_names, resolve_ties
+from deltawire.tensors.weights import (
+    DTypeChoice,
+    Weights,
+    aliases_of,
+    mapping_of,
+    num_elements,
+    untied_name,
+    view,
+    writable,
+    write,
+)
+from deltawire.workers import Workers
+
+# Called with the name and the number of elements of each tensor that is done.
+Progress = Callable[[str, int], None]
+
+
+class Delta:
+    """The changes from one version of the weights to another. Computed by `diff`, or read with `load`."""
+
+    def __init__(self, info: DeltaInfo, entries: list[Entry]) -> None:
+        self.info = info
+        self.entries = entries
+
+    @property
+    def run(self) -> str:
+        return self.info.run
+
+    @property
+    def version(self) -> int:
+        return self.info.version
+
+    @property
+    def base_version(self) -> int:
+        return self.info.base_version
+
+    @property
+    def base_digest(self) -> Digest:
+        """The digest of the weights that the delta applies to."""
+        return self.info.base_digest
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of the weights after the delta."""
+        return self.info.digest
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names that share the weights of a tensor that the delta changes."""
+        return self.info.tied
+
+    @property
+    def num_changed(self) -> int:
+        return self.info.num_changed
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of the whole model, changed or not."""
+        return self.info.num_elements
+
+    def __repr__(self) -> str:
+        return (
+            f"Delta(run={self.run!r}, version={self.version}, base_version={self.base_version}, "
+            f"num_changed={self.num_changed}, num_elements={self.num_elements}, num_bytes={self.num_bytes})"
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The encoded size in bytes, without headers."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def patches(
+        self,
+        weights: Weights | None = None,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        dtype: DTypeChoice = None,
+        threads: int | None = None,
+    ) -> Iterator[Patch]:
+        """Decode the delta tensor by tensor, into absolute positions and new bits.
+
+        Args:
+            weights: The weights before the delta. Needed for `gap` and `context`, not for `coo` and `dense`.
+            boxes: The shards that a sharded reader holds: `weights[name]` is then this box of its tensor, and the patch
+                has only the changes inside it. Not for `context`, which needs the whole tensor.
+            dtype: What the bits of integer arrays mean, as for `diff`.
+            threads: Number of threads (default: all available cores).
+
+        Raises:
+            CorruptObject: The delta is damaged, or `weights` are not its base.
+            UnknownParameter: The weights lack a tensor that the delta changes.
+            ShapeMismatch: A tensor has another shape or dtype than in the delta.
+            ValueError: An encoding needs weights that were not given.
+        """
+
+        def decode_one(entry: Entry, workers: Workers) -> Patch | None:
+            if boxes is not None and entry.name in boxes:
+                shard = None if weights is None else view(entry.name, weights[entry.name], dtype)
+                return decode_part(entry, boxes[entry.name], shard, workers)
+            return decode_entry(entry, None if weights is None else matching(entry, weights, dtype), workers)
+
+        with Workers(threads) as workers:
+            for _, patch in workers.spread(self.entries, lambda entry: entry.box.num_elements, decode_one):
+                if patch is not None:
+                    yield patch
+
+    def to_bytes(self) -> bytes:
+        """The delta as one safetensors file."""
+        return b"".join(part_bytes(self.info, self.entries))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Delta":
+        """Read what `to_bytes` returned."""
+        return cls(*parts.merge([Container(data)]))
+
+    def save(self, path: str | Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES) -> list[Path]:
+        """Write the delta to disk and return the paths written.
+
+        Above `max_file_bytes` there are several files, named `STEM-00001-of-0000N.safetensors`.
+        """
+        return parts.save(self.info, self.entries, Path(path), max_file_bytes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Delta":
+        """Open a delta by the path it was saved to. Its arrays are read on access.
+
+        Raises:
+            ObjectMissing: There is no such file.
+            FormatError: It is not a delta, is damaged, or parts of it are missing.
+        """
+        return cls(*parts.merge(parts.find(Path(path))))
+
+
+def diff(
+    old: Weights,
+    new: Weights,
+    *,
+    encoding: EncodingChoice = "auto",
+    dtype: DTypeChoice = None,
+    tied: Mapping[str, str] | None = None,
+    run: str = "",
+    version: int = 1,
+    base_version: int = 0,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Delta:
+    """Compute the delta between two sets of weights, exact to the bit.
+
+    Args:
+        old: The weights before: arrays or tensors by name, a `Checkpoint`, or a torch module.
+        new: The weights after, with the same names, shapes and dtypes.
+        encoding: `auto` (the smallest for each tensor), `mirrorless` (the smallest of those that need at most the old
+            bits at the changed positions), the name of an encoding, or several names to choose from.
+        dtype: What the bits of integer arrays mean (bf16 kept as uint16): one dtype, or a mapping from tensor names.
+        tied: Names that share the weights of another name, mapped to that name.
+        run: The id of the run, for the header.
+        version: The version of the new weights, for the header.
+        base_version: The version of the old weights, for the header; it must be lower.
+        threads: Number of threads (default: all available cores).
+        progress: Called with the name and the number of elements of each tensor that is done.
+
+    Returns:
+        The delta, with the digests of both sets of weights.
+
+    Raises:
+        UnknownParameter: A tensor is in one set of weights only.
+        ShapeMismatch: A tensor has another shape or dtype in the new weights.
+    """
+    entries: list[Entry] = []
+    info = diff_into(
+        entries.append, old, new, encoding=encoding, dtype=dtype, tied=tied, run=run, version=version,
+        base_version=base_version, threads=threads, progress=progress,
+    )  # fmt: skip
+    return Delta(info, entries)
+
+
+def diff_into(
+    add: Callable[[Entry], None],
+    old: Weights,
+    new: Weights,
+    *,
+    encoding: EncodingChoice,
+    dtype: DTypeChoice,
+    tied: Mapping[str, str] | None,
+    run: str,
+    version: int,
+    base_version: int,
+    threads: int | None,
+    progress: Progress | None,
+) -> DeltaInfo:
+    """Like `diff`, but pass each entry to `add` as soon as it is encoded."""
+    allowed = allowed_encodings(encoding)
+    old, new = mapping_of(old), mapping_of(new)
+    tied = resolve_ties(tied or {}, old)
+    names = [name for name in old if name not in tied]
+    _check_names(names, [name for name in new if name not in tied])
+    if not 0 <= base_version < version:
+        raise ValueError(f"version {version} cannot be built on version {base_version}")
+
+    def compare(name: str, workers: Workers) -> tuple[Entry | None, Digest, Digest, int]:
+        before, after = view(name, old[name], dtype), view(name, new[name], dtype)
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            raise ShapeMismatch(
+                f"{name} is {describe(before)} in the old weights and {describe(after)} in the new ones: "
+                "a delta keeps shapes and dtypes, publish an anchor instead",
+                tensor=name, expected=describe(before), actual=describe(after),
+            )  # fmt: skip
+        was = tensor_digest(name, before, workers)
+        entry, gain = encode_box(name, before.dtype, before.bits, after.bits, Box.whole(before.shape), allowed, workers)
+        return entry, was, gain, len(before.bits)
+
+    base_digest = gained = Digest()
+    total = num_changed = 0
+    changed_names = set()
+    with Workers(threads) as workers:
+        for name, (entry, was, gain, size) in workers.spread(names, lambda name: num_elements(new, name), compare):
+            if entry is not None:
+                add(entry)
+                changed_names.add(name)
+                num_changed += entry.num_changed
+            base_digest, gained = base_digest + was, gained + gain
+            total += size
+            if progress is not None:
+                progress(name, size)
+    return DeltaInfo.after(
+        WeightVersion(run, base_version, base_digest),
+        version,
+        gained,
+        num_changed=num_changed,
+        num_elements=total,
+        tied={name: to for name, to in tied.items() if to in changed_names},
+    )
+
+
+def apply(
+    delta: Delta,
+    weights: Weights,
+    *,
+    base_digest: Digest | None = None,
+    dtype: DTypeChoice = None,
+    threads: int | None = None,
+) -> Digest:
+    """Apply a delta to weights in place, or raise and leave them unchanged.
+
+    Everything is decoded and checked before the first write: names, shapes and dtypes, the digest of the weights, and
+    the digest that they will have.
+
+    Args:
+        delta: The delta to apply.
+        weights: The weights at its base version: arrays or tensors by name, or a torch module.
+        base_digest: The digest of the weights, if known. Saves a scan of all weights.
+        dtype: What the bits of integer arrays mean, as for `diff`.
+        threads: Number of threads (default: all available cores).
+
+    Returns:
+        The digest of the weights after the delta.
+
+    Raises:
+        BaseMismatch: The weights are not the base of the delta.
+        DigestMismatch: The delta does not lead to the digest that it states: it is damaged.
+        UnknownParameter: The weights lack a tensor that the delta changes.
+        ShapeMismatch: A tensor has another shape or dtype than in the delta.
+        ValueError: A tensor cannot be changed in place, or a tied name has other weights.
+    """
+    weights = mapping_of(weights)
+    for entry in delta.entries:
+        matching(entry, weights, dtype)
+    aliases = aliases_of(delta.tied)
+    names = {name: None for entry in delta.entries for name in (entry.name, *aliases.get(entry.name, []))}
+    values = writable(weights, [name for name in names if name in weights], delta.tied)
+    differing = untied_name(weights, delta.tied, dtype)
+    if differing is not None:
+        raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, and has other weights here")
+    if base_digest is None:
+        base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
+    check_base(delta.info, base_digest)
+
+    def prepare(entry: Entry, workers: Workers) -> tuple[Patch, Digest]:
+        old = matching(entry, weights, dtype)
+        patch = decode_entry(entry, old, workers)
+        return patch, patch_digest(patch, old, workers)
+
+    patches = []
+    reached = base_digest
+    with Workers(threads) as workers:
+        for _, (patch, gain) in workers.spread(delta.entries, lambda entry: entry.box.num_elements, prepare):
+            patches.append(patch)
+            reached += gain
+    check_reached(delta.info, reached)
+    for patch in patches:
+        for name in (patch.name, *aliases.get(patch.name, [])):
+            if name in values:
+                write(values[name], patch.where, patch.bits)
+    return reached
+
+
+def check_base(info: DeltaInfo, actual: Digest) -> None:
+    if actual != info.base_digest:
+        raise BaseMismatch(
+            f"these are not the weights of version {info.base_version} that the delta was made for: "
+            f"their digest is {actual}, not {info.base_digest}",
+            version=info.base_version, expected=str(info.base_digest), actual=str(actual),
+        )  # fmt: skip
+
+
+def check_reached(info: DeltaInfo, actual: Digest) -> None:
+    if actual != info.digest:
+        raise DigestMismatch(
+            f"the delta leads to digest {actual}, not to {info.digest} as it states for version {info.version}: "
+            "it is damaged, get it again",
+            version=info.version, expected=str(info.digest), actual=str(actual),
+        )  # fmt: skip
+
+
+def _check_names(old: list[str], new: list[str]) -> None:
+    for missing, where in ((set(old) - set(new), "new"), (set(new) - set(old), "old")):
+        if missing:
+            raise UnknownParameter(
+                f"{min(missing)} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead",
+                tensor=min(missing),
+            )
+    check_names(old)

@@ -1,0 +1,51 @@
+"""Inspect and check the entries of a delta without the weights they apply to."""
+
+from typing import Any
+
+import numpy as np
+
+from deltawire.codec import ENCODINGS
+from deltawire.codec.tiled import Tiled, step_lengths
+from deltawire.format.patches import decode_entry
+from deltawire.format.wire import Entry
+
+# Bins of step lengths, and the largest length of each but the last.
+STEP_NAMES = ("1", "2", "3-4", "5-8", ">8")
+_STEP_ENDS = np.array([1, 2, 4, 8], np.uint64)
+
+
+def inspect_entry(entry: Entry) -> dict[str, Any]:
+    """One row: encoding, counts, bytes, and a histogram of step lengths (None if the encoding does not have them)."""
+    return {
+        "name": entry.name,
+        "encoding": entry.encoding,
+        "dtype": entry.dtype.name,
+        "shape": list(entry.box.full),
+        "offset": list(entry.box.offset),
+        "box_shape": list(entry.box.shape),
+        "changed": entry.num_changed,
+        "density": entry.num_changed / entry.box.num_elements,
+        "bytes": entry.num_bytes,
+        "bytes_per_change": entry.num_bytes / entry.num_changed,
+        "steps": _step_histogram(entry),
+    }
+
+
+def check_structure(entry: Entry) -> None:
+    """Check everything that can be checked without the old weights."""
+    encoding = ENCODINGS[entry.encoding]
+    if isinstance(encoding, Tiled):
+        _step_histogram(entry)
+    else:
+        decode_entry(entry, None)
+
+
+def _step_histogram(entry: Entry) -> dict[str, int] | None:
+    encoding = ENCODINGS[entry.encoding]
+    if not isinstance(encoding, Tiled):
+        return None
+    payload = entry.arrays[encoding.name]
+    lengths = step_lengths(payload, entry.box.num_elements, entry.num_changed, encoding.contextual)
+    counts = np.bincount(np.searchsorted(_STEP_ENDS, lengths), minlength=len(STEP_NAMES))
+    counts[0] = entry.num_changed - len(lengths)
+    return dict(zip(STEP_NAMES, map(int, counts), strict=True))

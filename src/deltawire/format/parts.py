@@ -1,0 +1,150 @@
+"""A delta on disk: one safetensors file, or several numbered parts."""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from deltawire.errors import CorruptObject, ObjectMissing
+from deltawire.format.container import Container, raw, replacing
+from deltawire.format.wire import DeltaInfo, Entry, part_bytes, read_part
+from deltawire.tensors.dtypes import DTYPES, Bits
+from deltawire.tensors.names import PREFIX
+
+MAX_FILE_BYTES = 5_000_000_000
+
+_PART_NAME = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors")
+
+
+def split(entries: list[Entry], max_file_bytes: int) -> list[list[Entry]]:
+    """Assign entries to files."""
+    groups: list[list[Entry]] = [[]]
+    room = max_file_bytes
+    for entry in entries:
+        if entry.num_bytes > room and groups[-1]:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(entry)
+        room -= entry.num_bytes
+    return groups
+
+
+def part_names(stem: str, num_parts: int) -> list[str]:
+    if num_parts == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i:05}-of-{num_parts:05}.safetensors" for i in range(1, num_parts + 1)]
+
+
+def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int) -> list[Path]:
+    """Write the files of a delta, each atomically, and return their paths."""
+    groups = split(entries, max_file_bytes)
+    paths = [path]
+    if len(groups) > 1:
+        stem = path.name.removesuffix(".safetensors")
+        paths = [path.with_name(name) for name in part_names(stem, len(groups))]
+    for number, (group, target) in enumerate(zip(groups, paths, strict=True), 1):
+        with replacing(target) as file:
+            for piece in part_bytes(info, group, number, len(groups)):
+                file.write(piece)
+    return paths
+
+
+def is_delta(path: Path) -> bool:
+    """Whether a path is a delta rather than a checkpoint."""
+    if path.is_dir():
+        return False
+    if path.is_file():
+        return Container(path).header.metadata.get(PREFIX + "kind") == "delta"
+    return bool(_part_files(path))
+
+
+def find(path: Path) -> list[Container]:
+    """All files of the delta that was saved to `path`, which may be one of several parts."""
+    if path.is_file():
+        first = Container(path)
+        if read_part(first)[2] == (1, 1):
+            return [first]
+    files = _part_files(path)
+    if not files:
+        raise ObjectMissing(f"{path} does not exist", path=str(path))
+    return [Container(file) for file in files]
+
+
+def _part_files(path: Path) -> list[Path]:
+    named = _PART_NAME.fullmatch(path.name)
+    stem = named[1] if named else path.name.removesuffix(".safetensors")
+    matches = ((file, _PART_NAME.fullmatch(file.name)) for file in path.parent.glob("*.safetensors"))
+    return sorted(file for file, match in matches if match and match[1] == stem)
+
+
+def merge(containers: list[Container]) -> tuple[DeltaInfo, list[Entry]]:
+    """Merge the parts of a delta, after checking that they are complete and consistent."""
+    read = [read_part(container) for container in containers]
+    info, _, (_, num_parts) = read[0]
+    if any((other, position[1]) != (info, num_parts) for other, _, position in read):
+        raise CorruptObject("these files are parts of different deltas")
+    present = sorted(position[0] for _, _, position in read)
+    if present != list(range(1, num_parts + 1)):
+        raise CorruptObject(f"a delta of {num_parts} parts is not whole: only parts {present} are there")
+    entries = [entry for _, part, _ in read for entry in part]
+    by_name: dict[str, list[Entry]] = {}
+    for entry in entries:
+        others = by_name.setdefault(entry.name, [])
+        for other in others:
+            if (other.dtype, other.box.full) != (entry.dtype, entry.box.full) or other.box.intersection(entry.box):
+                raise CorruptObject(f"{entry.name} is in two parts that contradict each other", tensor=entry.name)
+        others.append(entry)
+    for name, to in info.tied.items():
+        if name in by_name:
+            raise CorruptObject(f"{name} is changed and tied to another tensor at once", tensor=name)
+        if to not in by_name:
+            raise CorruptObject(f"{name} is tied to {to}, which this delta does not change", tensor=name)
+    if sum(entry.num_changed for entry in entries) != info.num_changed:
+        raise CorruptObject(f"the patches do not hold {info.num_changed} changes, as the delta states")
+    return info, entries
+
+
+class Spool:
+    """Keeps the arrays of entries in an unnamed file, so that a delta can be larger than memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
+        self.entries: list[Entry] = []
+
+    def add(self, entry: Entry) -> None:
+        starts = {}
+        for part, array in entry.arrays.items():
+            starts[part] = self._file.seek(0, os.SEEK_END)
+            self._file.write(raw(array))
+        arrays = _SpooledArrays(self._file, entry, starts)
+        self.entries.append(
+            Entry(entry.name, entry.dtype, entry.box, entry.encoding, entry.num_changed, arrays, entry.lengths)
+        )
+
+    def __enter__(self) -> "Spool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class _SpooledArrays(Mapping[str, Bits]):
+    def __init__(self, file: BinaryIO, entry: Entry, starts: Mapping[str, int]) -> None:
+        self.file, self.starts = file, starts
+        self.kinds = {part: DTYPES[kind].unsigned for part, kind in entry.parts.items()}
+        self.lengths = entry.lengths
+
+    def __getitem__(self, part: str) -> Bits:
+        self.file.seek(self.starts[part])
+        kind = self.kinds[part]
+        return np.frombuffer(self.file.read(self.lengths[part] * kind.itemsize), kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts)

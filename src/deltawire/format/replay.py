@@ -1,0 +1,140 @@
+"""Apply several deltas in sequence without changing the base weights: the resulting tensors, patches and digest."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from deltawire.errors import BrokenChain, CorruptObject, DigestMismatch
+from deltawire.format.delta import Delta, Progress, check_base, check_reached
+from deltawire.format.patches import Patch, check_known, check_spec, decode_entry, patch_digest
+from deltawire.format.wire import Entry
+from deltawire.tensors.boxes import Box, Positions
+from deltawire.tensors.digest import Digest, digest, tensor_digest
+from deltawire.tensors.dtypes import Bits
+from deltawire.tensors.weights import Tensor, Weights, num_elements, spec, view
+from deltawire.workers import Workers
+
+
+class Replay:
+    """The result of applying deltas to `base`. Nothing is written; all stated digests are checked."""
+
+    def __init__(
+        self, base: Weights, deltas: Sequence[Delta], workers: Workers, progress: Progress | None = None
+    ) -> None:
+        self.base, self.deltas, self._workers, self._progress = base, deltas, workers, progress
+        self._before = self._after = Digest()
+        for before, after in pairwise(deltas):
+            if (before.version, before.digest) != (after.base_version, after.base_digest):
+                raise BrokenChain(
+                    f"the delta to version {after.version} does not start where the one to {before.version} ends",
+                    version=after.version,
+                )
+        # For each tensor, one list of entries per delta that changes it.
+        self._entries: dict[str, list[list[Entry]]] = {}
+        for delta in deltas:
+            by_name: dict[str, list[Entry]] = {}
+            for entry in delta.entries:
+                check_known(entry, base)
+                check_spec(entry, spec(base, entry.name))
+                by_name.setdefault(entry.name, []).append(entry)
+            for name, entries in by_name.items():
+                self._entries.setdefault(name, []).append(entries)
+
+    def patches(self, base_digest: Digest) -> list[Patch]:
+        """One patch for each tensor that changes; `base_digest` is the digest of the base weights."""
+        if not self.deltas:
+            return []
+        check_base(self.deltas[0].info, base_digest)
+        patches, reached = [], base_digest
+        for name, (patch, gain) in self._workers.spread(
+            sorted(self._entries), lambda name: num_elements(self.base, name), self._patch
+        ):
+            patches.append(patch)
+            reached += gain
+            self._report(name, num_elements(self.base, name))
+        check_reached(self.deltas[-1].info, reached)
+        return patches
+
+    def _patch(self, name: str, workers: Workers) -> tuple[Patch, Digest]:
+        tensor, groups = view(name, self.base[name]), self._entries[name]
+        if len(groups) == len(groups[0]) == 1:
+            patch = decode_entry(groups[0][0], tensor, workers)
+            return patch, patch_digest(patch, tensor, workers)
+        bits, touched, gain = _advance(tensor, groups, workers)
+        where = None if touched is None else np.unique(touched)
+        # A position takes four times the space of a bf16 weight.
+        if where is None or 5 * len(where) > len(bits):
+            return Patch(name, tensor.dtype.name, Box.whole(tensor.shape), bits, None), gain
+        return Patch(name, tensor.dtype.name, Box.whole(tensor.shape), bits[where], where), gain
+
+    def bits_of(self, name: str) -> Bits:
+        """The final bits of a tensor. Call `check` after the last tensor to verify them."""
+        tensor = view(name, self.base[name])
+        was, gain, bits = tensor_digest(name, tensor, self._workers), Digest(), tensor.bits
+        if name in self._entries:
+            try:
+                bits, _, gain = _advance(tensor, self._entries[name], self._workers)
+            except CorruptObject:
+                # A valid patch decoded against the wrong weights looks corrupt, so check the base first.
+                check_base(self.deltas[0].info, digest(self.base))
+                raise
+        self._before, self._after = self._before + was, self._after + was + gain
+        self._report(name, len(bits))
+        return bits
+
+    def check(self, expected: Digest) -> None:
+        """Check the digests of the base and of the result, once `bits_of` was called for every tensor."""
+        before, after = self._before, self._after
+        self._before = self._after = Digest()
+        if self.deltas:
+            check_base(self.deltas[0].info, before)
+            check_reached(self.deltas[-1].info, after)
+        if after != expected:
+            raise DigestMismatch(
+                f"the weights have digest {after}, not {expected} as they should",
+                expected=str(expected), actual=str(after),
+            )  # fmt: skip
+
+    def verify(self, expected: Digest) -> None:
+        """Compute all tensors and check the digests, without keeping them."""
+        for name in self.base:
+            self.bits_of(name)
+        self.check(expected)
+
+    def patches_from(self, weights: Weights, expected: Digest, most: float) -> list[Patch] | None:
+        """Patches that turn other weights into the result, which must have the digest `expected`.
+
+        None if the specs differ, or if more than the fraction `most` of all elements would change.
+        """
+        if {name: spec(weights, name) for name in weights} != {name: spec(self.base, name) for name in self.base}:
+            return None
+        patches, left = [], most * sum(num_elements(self.base, name) for name in self.base)
+        for name in self.base:
+            tensor, bits = view(name, weights[name]), self.bits_of(name)
+            where = np.flatnonzero(tensor.bits != bits)
+            left -= len(where)
+            if left < 0:
+                self._before = self._after = Digest()
+                return None
+            patches.append(Patch(name, tensor.dtype.name, Box.whole(tensor.shape), bits[where], where))
+        self.check(expected)
+        return [patch for patch in patches if len(patch.bits)]
+
+    def _report(self, name: str, count: int) -> None:
+        if self._progress is not None:
+            self._progress(name, count)
+
+
+def _advance(tensor: Tensor, groups: list[list[Entry]], workers: Workers) -> tuple[Bits, Positions | None, Digest]:
+    """A tensor after all its entries, the positions they changed (None: all), and what the digest gains."""
+    now = Tensor(tensor.dtype, tensor.shape, tensor.bits.copy())
+    touched: list[Positions] | None = []
+    gain = Digest()
+    for group in groups:
+        # The boxes of one delta do not overlap, but all of them are decoded against the weights before it.
+        for patch in [decode_entry(entry, now, workers) for entry in group]:
+            gain += patch_digest(patch, now, workers)
+            now.bits[patch.where] = patch.bits
+            touched = None if touched is None or isinstance(patch.where, slice) else [*touched, patch.positions]
+    return now.bits, None if touched is None else np.concatenate(touched), gain

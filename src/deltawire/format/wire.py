@@ -1,0 +1,265 @@
+"""A delta as safetensors: the metadata that describes it, and the tensors that carry it.
+
+One file is one part of a delta. Its metadata has keys for the delta as a whole (`deltawire.version`, ...) and one key
+per changed tensor, under the tensor's own name: encoding, dtype, shape, changed elements, and the box if that is not
+the whole tensor. The arrays of an encoding are tensors named `NAME.PART`. See docs/format.md.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from deltawire.codec import DENSE, ENCODINGS, Arrays, Encoded
+from deltawire.errors import CorruptObject, UnsupportedFormat
+from deltawire.format.container import Container, Slot, header_bytes, lay_out, no_duplicates, raw
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.dtypes import DTYPES, Bits, DType, dtype_named
+from deltawire.tensors.names import PREFIX, check_names, check_ties
+
+FORMAT_VERSION = 1
+MOST_PARTS = 100_000
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInfo:
+    """The header of a delta; the same in each of its parts."""
+
+    run: str
+    version: int
+    base_version: int
+    base_digest: Digest
+    digest: Digest
+    num_changed: int
+    num_elements: int
+    tied: Mapping[str, str]
+
+    @classmethod
+    def after(
+        cls,
+        base: WeightVersion,
+        version: int,
+        gain: Digest,
+        *,
+        num_changed: int,
+        num_elements: int,
+        tied: Mapping[str, str],
+    ) -> "DeltaInfo":
+        """The header of a delta that leads from a base to a version, by what the digest gains."""
+        return cls(base.run, version, base.version, base.digest, base.digest + gain, num_changed, num_elements, tied)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One encoded patch: a box of a tensor, and the arrays of its encoding."""
+
+    name: str
+    dtype: DType
+    box: Box
+    encoding: str
+    num_changed: int
+    arrays: Arrays
+    lengths: Mapping[str, int]
+    """The number of items of each array, so that an array in a file need not be read to know it."""
+
+    @classmethod
+    def of(cls, name: str, dtype: DType, box: Box, encoded: Encoded) -> "Entry":
+        lengths = {part: len(array) for part, array in encoded.arrays.items()}
+        return cls(name, dtype, box, encoded.encoding, encoded.num_changed, encoded.arrays, lengths)
+
+    @property
+    def encoded(self) -> Encoded:
+        return Encoded(self.encoding, self.num_changed, self.arrays)
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        return ENCODINGS[self.encoding].parts(self.dtype, self.box.num_elements)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(DTYPES[kind].itemsize * self.lengths[part] for part, kind in self.parts.items())
+
+
+def metadata_of(info: DeltaInfo, entries: Iterable[Entry], part: int, num_parts: int) -> dict[str, str]:
+    """The metadata of one part."""
+    metadata = {
+        "format": str(FORMAT_VERSION),
+        "kind": "delta",
+        "run": info.run,
+        "version": str(info.version),
+        "base_version": str(info.base_version),
+        "base_digest": str(info.base_digest),
+        "digest": str(info.digest),
+        "changed": str(info.num_changed),
+        "total": str(info.num_elements),
+        "part": f"{part}/{num_parts}",
+    }
+    if info.tied:
+        metadata["tied"] = json.dumps(dict(info.tied), separators=(",", ":"))
+    metadata = {PREFIX + key: value for key, value in metadata.items()}
+    for entry in entries:
+        fields = [entry.encoding, entry.dtype.name, _dims(entry.box.full), str(entry.num_changed)]
+        if not entry.box.is_whole:
+            fields += [_dims(entry.box.offset), _dims(entry.box.shape)]
+        metadata[entry.name] = " ".join(fields)
+    return metadata
+
+
+def slots_of(entries: Iterable[Entry]) -> dict[str, Slot]:
+    """The layout of the arrays of a part."""
+    tensors = {}
+    for entry in entries:
+        for part, kind in entry.parts.items():
+            shape = entry.box.shape if part == DENSE.name else (entry.lengths[part],)
+            tensors[f"{entry.name}.{part}"] = kind, shape
+    return lay_out(tensors)
+
+
+def part_bytes(
+    info: DeltaInfo, entries: list[Entry], part: int = 1, num_parts: int = 1
+) -> Iterator[bytes | memoryview]:
+    """The bytes of one part, piece by piece."""
+    slots = slots_of(entries)
+    yield header_bytes(slots, metadata_of(info, entries, part, num_parts))
+    owners = {f"{entry.name}.{part}": (entry, part) for entry in entries for part in entry.parts}
+    for name in slots:
+        entry, array = owners[name]
+        yield raw(entry.arrays[array])
+
+
+def read_part(container: Container) -> tuple[DeltaInfo, list[Entry], tuple[int, int]]:
+    """Read the header and entries of a part, and its number and the number of parts. Arrays are read on access."""
+    metadata = container.header.metadata
+    version = metadata.get(PREFIX + "format")
+    if version is None:
+        raise UnsupportedFormat("this is not a deltawire delta: its metadata has no deltawire.format")
+    if version != str(FORMAT_VERSION):
+        raise UnsupportedFormat(
+            f"this delta has format {version}, this release reads {FORMAT_VERSION}: upgrade deltawire", actual=version
+        )
+    if metadata.get(PREFIX + "kind") != "delta":
+        raise UnsupportedFormat(f"this is a deltawire {metadata.get(PREFIX + 'kind')}, not a delta")
+    info = _read_info(metadata)
+    part, _, num_parts = _field(metadata, "part").partition("/")
+    position = read_number(part, "part"), read_number(num_parts, "part")
+    if not 1 <= position[0] <= position[1] <= MOST_PARTS:
+        raise CorruptObject(f"part {part} of {num_parts} is impossible")
+    entries = [_read_entry(name, text, container) for name, text in metadata.items() if not name.startswith(PREFIX)]
+    try:
+        check_names(entry.name for entry in entries)
+    except ValueError as error:
+        raise CorruptObject(str(error)) from None
+    expected = {f"{entry.name}.{part}" for entry in entries for part in entry.parts}
+    left = set(container.header.slots) - expected
+    if left:
+        raise CorruptObject(f"tensor {min(left)!r} belongs to no patch")
+    if sum(entry.num_changed for entry in entries) > info.num_changed:
+        raise CorruptObject("the patches hold more changes than the delta states")
+    return info, entries, position
+
+
+class _ContainerArrays(Mapping[str, Bits]):
+    """The arrays of one entry, read from their container on each access."""
+
+    def __init__(self, container: Container, names: Mapping[str, str]) -> None:
+        self.container = container
+        self.names = names
+
+    def __getitem__(self, part: str) -> Bits:
+        return self.container.bits(self.names[part])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def read_tied(text: str | None) -> dict[str, str]:
+    """Parse the tied names of the metadata."""
+    if text is None:
+        return {}
+    try:
+        tied: dict[str, str] = json.loads(text, object_pairs_hook=no_duplicates)
+        check_ties(tied)
+    except (CorruptObject, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise CorruptObject(f"the tied names are malformed: {error}") from None
+    return tied
+
+
+def _read_info(metadata: Mapping[str, str]) -> DeltaInfo:
+    numbers = {key: read_number(_field(metadata, key), key) for key in ("version", "base_version", "changed", "total")}
+    if numbers["changed"] > numbers["total"]:
+        raise CorruptObject(f"{numbers['changed']} of {numbers['total']} elements cannot have changed")
+    return DeltaInfo(
+        run=_field(metadata, "run"),
+        version=numbers["version"],
+        base_version=numbers["base_version"],
+        base_digest=Digest.parse(_field(metadata, "base_digest")),
+        digest=Digest.parse(_field(metadata, "digest")),
+        num_changed=numbers["changed"],
+        num_elements=numbers["total"],
+        tied=read_tied(metadata.get(PREFIX + "tied")),
+    )
+
+
+def _read_entry(name: str, text: str, container: Container) -> Entry:
+    fields = text.split(" ")
+    if len(fields) not in (4, 6):
+        raise CorruptObject(f"the metadata of {name!r} is malformed: {text[:80]!r}", tensor=name)
+    encoding = ENCODINGS.get(fields[0])
+    if encoding is None:
+        raise UnsupportedFormat(
+            f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name
+        )
+    dtype = dtype_named(fields[1])
+    full = _read_dims(fields[2], name)
+    try:
+        box = (
+            Box(full, _read_dims(fields[4], name), _read_dims(fields[5], name)) if len(fields) == 6 else Box.whole(full)
+        )
+    except ValueError as error:
+        raise CorruptObject(f"{name}: {error}", tensor=name) from None
+    num_changed = read_number(fields[3], name)
+    if not 1 <= num_changed <= box.num_elements:
+        raise CorruptObject(f"{name} cannot have {num_changed} changes in {box.num_elements} elements", tensor=name)
+    names = {part: f"{name}.{part}" for part in encoding.parts(dtype, box.num_elements)}
+    lengths = {}
+    stored = 0
+    for part, kind in encoding.parts(dtype, box.num_elements).items():
+        slot = container.header.slots.get(names[part])
+        if slot is None or slot.dtype != kind:
+            raise CorruptObject(f"{name} has no {kind} tensor {names[part]!r}", tensor=name)
+        if slot.shape != box.shape if part == DENSE.name else len(slot.shape) != 1:
+            raise CorruptObject(f"tensor {names[part]!r} cannot have shape {list(slot.shape)}", tensor=name)
+        lengths[part] = prod(slot.shape)
+        stored += slot.stop - slot.start
+    # Every change takes at least one bit: do not allocate memory for a higher count.
+    if num_changed > 8 * stored:
+        raise CorruptObject(f"{name} states {num_changed} changes in {stored} bytes", tensor=name)
+    return Entry(name, dtype, box, fields[0], num_changed, _ContainerArrays(container, names), lengths)
+
+
+def _field(metadata: Mapping[str, str], key: str) -> str:
+    value = metadata.get(PREFIX + key)
+    if value is None:
+        raise CorruptObject(f"the metadata lacks {PREFIX}{key}")
+    return value
+
+
+def read_number(text: str, what: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise CorruptObject(f"{what}: {text[:40]!r} is not a number")
+    return int(text)
+
+
+def _dims(dims: tuple[int, ...]) -> str:
+    return "x".join(map(str, dims)) or "scalar"
+
+
+def _read_dims(text: str, name: str) -> tuple[int, ...]:
+    return () if text == "scalar" else tuple(read_number(dim, name) for dim in text.split("x"))

@@ -1,0 +1,191 @@
+"""Garbage collection: find the objects of a run that are no longer needed, and delete them in a second step.
+
+All hops that start at the oldest kept anchor or later stay, and so do those that live replicas need from their current
+version. Documents determine what an object is for: one that no document refers to was abandoned, whatever its key.
+Documents are deleted before objects, so that no document refers to a deleted object. A reader that had read a document
+before finds an object missing and takes another route; the kept anchors guarantee that there is one.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissing
+from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
+from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, REPLICAS, read_document_key, read_object_key
+from deltawire.run.manifest import StoredHop
+from deltawire.run.planner import cheapest_route
+from deltawire.run.run import Run
+from deltawire.store import Stat
+
+# Younger objects without a document may belong to a publish in progress.
+GRACE_SECONDS = 3600.0
+PARALLEL = 8
+
+GIVEN_UP = "an upload that was given up"
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    key: str
+    num_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """What to delete, documents first, and what stays."""
+
+    removals: tuple[Removal, ...]
+    num_kept: int
+    kept_bytes: int
+    oldest_anchor: int | None
+    live_replicas: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(removal.num_bytes for removal in self.removals)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "removals": [{"key": each.key, "bytes": each.num_bytes, "why": each.why} for each in self.removals],
+            "bytes": self.num_bytes,
+            "kept": self.num_kept,
+            "kept_bytes": self.kept_bytes,
+            "oldest_anchor": self.oldest_anchor,
+            "live_replicas": list(self.live_replicas),
+        }
+
+
+def plan_gc(
+    run: Run,
+    *,
+    keep_anchors: int = 2,
+    live_seconds: float = LIVE_SECONDS,
+    grace_seconds: float = GRACE_SECONDS,
+) -> GcPlan:
+    """Find what can be deleted: hops that start before the last `keep_anchors` anchors, and abandoned uploads."""
+    if keep_anchors < 1:
+        raise ValueError("at least one anchor must stay, or nobody could start")
+    # Heartbeats are read first: a replica that starts later reads the newest documents, and those stay.
+    heartbeats = read_heartbeats(run)
+    live = [beat for beat in heartbeats if beat["age_seconds"] < live_seconds]
+    # Objects before documents: an object that is committed meanwhile has a document by then.
+    objects = [*run.store.list(DELTAS), *run.store.list(ANCHORS)]
+    documents = list(run.store.list(MANIFESTS))
+    by_document = _read_hops(run, documents)
+    known = [hop for hop in by_document.values() if hop is not None]
+    sizes = {stat.key: stat.num_bytes for stat in objects}
+    anchors = sorted({hop.version for hop in known if hop.base is None and _is_whole(hop, sizes)})
+    floor = anchors[-keep_anchors:][0] if anchors else 0
+    kept = {hop for hop in known if (hop.version if hop.base is None else hop.base) >= floor}
+    hops = sorted(set(known), key=lambda hop: hop.version)
+    for beat in live:
+        kept |= _needed_by(beat, hops)
+    keeping = _Keeping(floor, by_document, kept, grace_seconds)
+    removals = [
+        *(Removal(stat.key, stat.num_bytes, why) for stat in documents if (why := keeping.why_document(stat))),
+        *(Removal(stat.key, stat.num_bytes, why) for stat in objects if (why := keeping.why_object(stat))),
+        *(
+            Removal(f"{REPLICAS}{beat['name']}.json", 0, "a replica that was silent for a day")
+            for beat in heartbeats
+            if beat["age_seconds"] > 86400
+        ),
+    ]
+    gone = {removal.key for removal in removals}
+    left = [stat for stat in (*documents, *objects) if stat.key not in gone]
+    return GcPlan(
+        removals=tuple(removals),
+        num_kept=len(left),
+        kept_bytes=sum(stat.num_bytes for stat in left),
+        oldest_anchor=floor if anchors else None,
+        live_replicas=tuple(sorted(beat["name"] for beat in live)),
+    )
+
+
+def collect(run: Run, removals: Iterable[Removal]) -> None:
+    """Delete what `plan_gc` found, documents first: after a crash the next plan finds the rest."""
+    keys = [removal.key for removal in removals]
+    documents = [key for key in keys if key.startswith(MANIFESTS)]
+    run.store.delete(documents)
+    run.store.delete(key for key in keys if not key.startswith(MANIFESTS))
+
+
+def _read_hops(run: Run, documents: Sequence[Stat]) -> dict[str, StoredHop | None]:
+    """The hop of each document; None if the document is not valid. Those deleted meanwhile are left out."""
+
+    def read(key: str) -> StoredHop | None:
+        version, base, is_manifest = read_document_key(key) or (0, None, True)
+        try:
+            return run.manifest(version).hop if is_manifest else run.hop(version, base)
+        except (ChainError, FormatError, MismatchError):
+            return None
+
+    def found(key: str) -> list[tuple[str, StoredHop | None]]:
+        with suppress(ObjectMissing):
+            return [(key, read(key))]
+        return []
+
+    keys = [stat.key for stat in documents if read_document_key(stat.key)]
+    with ThreadPoolExecutor(PARALLEL, "deltawire-gc") as pool:
+        return dict(each for some in pool.map(found, keys) for each in some)
+
+
+def _is_whole(hop: StoredHop, sizes: Mapping[str, int]) -> bool:
+    """Whether all objects of a hop exist, according to the listing."""
+    return all(sizes.get(each.key) == each.num_bytes for each in hop.objects)
+
+
+class _Keeping:
+    """Decides what stays, and why something is deleted."""
+
+    def __init__(
+        self, floor: int, hops: Mapping[str, StoredHop | None], kept: set[StoredHop], grace_seconds: float
+    ) -> None:
+        self._floor, self._grace, self._kept = floor, grace_seconds, kept
+        self._hops = hops
+        known = [hop for hop in hops.values() if hop is not None]
+        self._named = {each.key for hop in known for each in hop.objects}
+        self._needed = {each.key for hop in known if hop in kept for each in hop.objects}
+        self._versions = {hop.version for hop in kept}
+        # Versions with an invalid document: what they need is unknown.
+        self._unknown = {about[0] for key, hop in hops.items() if hop is None and (about := read_document_key(key))}
+
+    def why_document(self, stat: Stat) -> str | None:
+        about = read_document_key(stat.key)
+        if about is None or stat.key not in self._hops:
+            return None
+        version, base, is_manifest = about
+        if is_manifest:
+            return None if version >= self._floor or version in self._versions else self._before()
+        hop = self._hops[stat.key]
+        if hop is None:
+            return None if (version if base is None else base) >= self._floor else self._before()
+        return None if hop in self._kept else self._before()
+
+    def why_object(self, stat: Stat) -> str | None:
+        about = read_object_key(stat.key)
+        if about is None or stat.key in self._needed:
+            return None
+        if stat.key in self._named:
+            return self._before()
+        if about[0] in self._unknown and about[0] >= self._floor:
+            return None
+        return GIVEN_UP if time.time() - stat.modified > self._grace else None
+
+    def _before(self) -> str:
+        return f"leads there from before version {self._floor}, the oldest anchor that is kept"
+
+
+def _needed_by(heartbeat: dict[str, Any], hops: list[StoredHop]) -> set[StoredHop]:
+    """The hops that a live replica is using, or would take from its current version."""
+    using = heartbeat.get("using")
+    needed = {hop for hop in hops if isinstance(using, list) and str(hop) in using}
+    version = heartbeat.get("version")
+    if isinstance(version, int) and hops:
+        with suppress(ChainError):
+            needed |= set(cheapest_route(version, hops[-1].version, hops).hops)
+    return needed

@@ -1,0 +1,194 @@
+"""A publisher's snapshot on the GPU that trains.
+
+`publish` runs one comparison on the device and waits for it; the weights never cross the bus. The changes are then
+encoded on the device, on a stream of its own: as the delta, and as the reverse streams that a history keeps. Only those
+bytes go to the host.
+
+Weights that are published in bf16 or fp16 are kept in that dtype, also where they train in float32. All other tensors
+of a module, and frozen parameters, are kept in host memory as `History` does.
+"""
+
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from deltawire.kernels.gpu import encode as kernels
+from deltawire.publish.device_part import DTYPES, Part, single_stride
+from deltawire.publish.history import CHUNK, ChunkKey, History, PackedVersion, Prepared, Record, StagedVersion
+from deltawire.publish.sources import ModuleWeights
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest
+from deltawire.tensors.dtypes import Bits, DType
+from deltawire.tensors.weights import Tensor
+from deltawire.workers import Workers
+
+
+class OnDevice:
+    """The changes of a version: on the host, and on devices until they are encoded there."""
+
+    def __init__(self, host: StagedVersion, records: list[kernels.Record]) -> None:
+        self.host: Record = host
+        self.records = records
+        """One for each part, until they are encoded."""
+        self.counted: Mapping[str, int] = {}
+        """The number of changes of each changed tensor on devices, once they are encoded."""
+        self.reverse: PackedVersion | None = None
+        self.prepared: Mapping[str, Prepared] = {}
+
+    @property
+    def num_changed(self) -> Mapping[str, int]:
+        return {**self.host.num_changed, **self.counted}
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        self.host.revert(key, bits, dtype)
+        if self.reverse is not None:
+            self.reverse.revert(key, bits, dtype)
+
+
+class DeviceBits:
+    """A tensor of a part, with the interface of a snapshot's array."""
+
+    dtype = np.dtype(np.uint16)
+
+    def __init__(self, part: Part, name: str) -> None:
+        self._part, self._name = part, name
+
+    def __len__(self) -> int:
+        return self._part.held[self._name].num_elements
+
+    def __getitem__(self, stretch: slice) -> Bits:
+        return self._part.read(self._name, stretch)
+
+
+class DeviceHistory(History):
+    """A history whose snapshot is on GPUs, for the tensors that `is_kept` selects."""
+
+    def __init__(
+        self,
+        weights: ModuleWeights,
+        version: int,
+        *,
+        allowed: list[str],
+        tied: Mapping[str, str] | None = None,
+        scratch: Path | None = None,
+    ) -> None:
+        by_device: dict[Any, list[str]] = {}
+        for name in weights:
+            if is_kept(weights, name):
+                by_device.setdefault((weights.tensor(name).device, weights.dtype_of(name).name), []).append(name)
+        self._on_device = {name for names in by_device.values() for name in names}
+        super().__init__(weights, version, tied=tied, scratch=scratch)
+        self._allowed = allowed
+        self._parts = [Part(weights, self.boxes, names) for names in by_device.values()]
+        for part in self._parts:
+            for name in part.names:
+                self._snapshot[name] = cast(Bits, DeviceBits(part, name))
+        # Reading and moving the snapshot exclude each other.
+        self._alone = threading.RLock()
+
+    def _first_bits(self, name: str, tensor: Tensor) -> Bits:
+        return np.empty(0, np.uint16) if name in self._on_device else super()._first_bits(name, tensor)
+
+    def stage(
+        self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
+    ) -> StagedVersion:
+        if not isinstance(weights, ModuleWeights):
+            raise TypeError("a snapshot on a device is for torch modules: use snapshot='host' for other weights")
+        with self._alone:
+            if self.version in self._records:
+                self._encode(self.version)
+            staged = super().stage(version, weights, workers, {*fixed, *self._on_device})
+            records: list[kernels.Record] = []
+            try:
+                for part in self._parts:
+                    records.append(part.stage(weights))  # noqa: PERF401 (one by one: what was staged is undone)
+            except BaseException:
+                for part, record in zip(self._parts[: len(records)], records, strict=True):
+                    part.put_back(record)
+                super().roll_back(version)
+                raise
+            self._records[version] = OnDevice(staged, records)
+            return staged
+
+    def _encode(self, version: int) -> None:
+        """Encode the changes of a version while the snapshot is still at it."""
+        record = self._records[version]
+        if not isinstance(record, OnDevice) or record.reverse is not None:
+            return
+        counts = [part.num_changed(each) for part, each in zip(self._parts, record.records, strict=True)]
+        record.counted = {name: int(count.sum()) for each in counts for name, count in each.items() if count.any()}
+        reverse = PackedVersion(record.num_changed, self._scratch)
+        prepared: dict[str, Prepared] = {}
+        for part, each, count in zip(self._parts, record.records, counts, strict=True):
+            prepared |= part.encode(each, count, self._allowed, reverse)
+        record.prepared, record.reverse, record.records = prepared, reverse, []
+
+    def changed_since(self, base: int, version: int) -> dict[str, int]:
+        with self._alone:
+            if self.version in self._records:
+                self._encode(self.version)
+            return super().changed_since(base, version)
+
+    def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
+        with self._alone:
+            between = [each for each in self._records if base < each <= version]
+            record = self._records.get(version)
+            if between != [version] or not isinstance(record, OnDevice):
+                return {}
+            if version == self.version:
+                self._encode(version)
+            return record.prepared
+
+    def pack(self, version: int, workers: Workers) -> None:
+        with self._alone:
+            record = self._records[version]
+            if isinstance(record, OnDevice) and isinstance(record.host, StagedVersion):
+                self._encode(version)
+                record.host, record.prepared = self._packed(record.host, version, workers), {}
+
+    def _undo(self, version: int) -> None:
+        with self._alone:
+            record = self._records[version]
+            if isinstance(record, OnDevice) and record.reverse is None:
+                for part, each in zip(self._parts, record.records, strict=True):
+                    part.put_back(each)
+            super()._undo(version)
+
+    def _revert_chunk(self, record: Record, name: str, index: int) -> None:
+        if name not in self._on_device:
+            super()._revert_chunk(record, name, index)
+            return
+        stretch = slice(index * CHUNK, (index + 1) * CHUNK)
+        bits = self._snapshot[name][stretch].copy()
+        record.revert((name, index), bits, self.specs[name][0])
+        self._part_of(name).write(name, stretch, bits)
+
+    def _part_of(self, name: str) -> Part:
+        return next(part for part in self._parts if name in part.held)
+
+    def _take_chunk(self, name: str, index: int) -> tuple[Bits, dict[int, Record]]:
+        with self._alone:
+            if self.version in self._records:
+                self._encode(self.version)
+            return super()._take_chunk(name, index)
+
+    def digest_of(self, name: str, version: int, workers: Workers) -> Digest:
+        with self._alone:
+            if name in self._on_device and version == self.version:
+                return self._part_of(name).digest(name)
+        return super().digest_of(name, version, workers)
+
+
+def is_kept(weights: ModuleWeights, name: str) -> bool:
+    """Whether the snapshot of a tensor is kept next to it, on its device."""
+    tensor = weights.tensor(name)
+    box = getattr(weights, "boxes", {}).get(name) or Box.whole(tuple(tensor.shape))
+    return (
+        weights.dtype_of(name).name in DTYPES
+        and name not in weights.fixed
+        and tensor.numel() > 0
+        and single_stride(box) is not None
+    )

@@ -1,0 +1,334 @@
+"""The tensors of one device: their snapshot in an arena, and its encoding on the device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
+from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
+from deltawire.kernels.gpu import encode as kernels
+from deltawire.kernels.gpu.arena import Arena
+from deltawire.kernels.gpu.compare import BLOCK
+from deltawire.kernels.gpu.sums import Runs, box_sum
+from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
+from deltawire.publish.sources import ModuleWeights
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, tensor_key
+from deltawire.tensors.dtypes import Bits, DType
+from deltawire.tensors.weights import torch_view
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+# How much is encoded at a time: shares of all changes and of all blocks, and the least that is worth a launch.
+SHARE = 24
+LEAST_CHANGES, LEAST_BLOCKS = 1 << 20, 1 << 12
+
+# Tensors of at most so many elements are read all at once: one copy for each would be dominated by its latency.
+SMALL = 1 << 14
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Chunks(NamedTuple):
+    """Chunks, or the tiles that they are split into: the tensor of each, and its row, as in kernels/gpu/ranks.py."""
+
+    tensors: Numbers
+    rows: Numbers
+
+    @property
+    def first_blocks(self) -> Numbers:
+        return self.rows[:, 0]
+
+    @property
+    def sizes(self) -> Numbers:
+        return self.rows[:, 1]
+
+    @property
+    def starts(self) -> Numbers:
+        return self.rows[:, 2]
+
+    def split(self, log2: Numbers) -> "Chunks":
+        """Split each chunk into tiles of the given size."""
+        num_tiles = -(-self.sizes >> log2)
+        whole = np.repeat(np.arange(len(num_tiles)), num_tiles)
+        at = (np.arange(len(whole)) - (np.cumsum(num_tiles) - num_tiles)[whole]) << log2[whole]
+        tiles = Chunks(self.tensors[whole], self.rows[whole])
+        tiles.first_blocks[:] += at // BLOCK
+        tiles.sizes[:] = np.minimum(tiles.sizes - at, 1 << log2[whole])
+        tiles.starts[:] += at
+        return tiles
+
+    def by_tensor(self) -> Iterator[tuple[int, slice]]:
+        edges = [0, *(np.flatnonzero(np.diff(self.tensors)) + 1).tolist(), len(self.tensors)]
+        for first, last in pairwise(edges):
+            yield int(self.tensors[first]), slice(first, last)
+
+
+@dataclass(slots=True)
+class Streams:
+    """The streams of one tensor's tiles, in order; a piece has several."""
+
+    tile_log2: int
+    sizes: list[int] = field(default_factory=list)
+    pieces: list[Bits] = field(default_factory=list)
+
+    def payload(self) -> Bits:
+        head = np.array([self.tile_log2, 0, 0, 0], np.uint8)
+        return np.concatenate([head, np.array(self.sizes, "<u4").view(np.uint8), *self.pieces])
+
+    @property
+    def num_bytes(self) -> int:
+        return HEAD_BYTES + 4 * len(self.sizes) + sum(self.sizes)
+
+
+class Held(NamedTuple):
+    """Where a tensor is in an arena, and where its box is in the whole tensor."""
+
+    dtype: DType
+    seed: int
+    first_block: int
+    num_elements: int
+    runs: Runs
+
+
+class Part:
+    """The tensors of one device."""
+
+    def __init__(self, weights: ModuleWeights, boxes: Mapping[str, Box], names: Sequence[str]) -> None:
+        tensors = [weights.tensor(name) for name in names]
+        self.names, self._device = list(names), tensors[0].device
+        dtype = weights.dtype_of(names[0])
+        self._layout = kernels.Layout(dtype.exponent_shift, dtype.exponent_mask)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with self._after_training():
+            self._arena = Arena([tensor.numel() for tensor in tensors], DTYPES[dtype.name], self._device)
+            self._arena.point_at(tensors)
+            self._arena.take_all()
+        self._join()
+        self.held = {
+            name: Held(
+                dtype, int(tensor_key(name, dtype, boxes[name].full).seed), first, tensor.numel(),
+                cast(Runs, single_stride(boxes[name])),
+            )
+            for name, tensor, first in zip(names, tensors, self._arena.first_blocks, strict=True)
+        }  # fmt: skip
+        seeds = np.array([held.seed for held in self.held.values()], np.uint64).view(np.int64)
+        tensor_rows = np.array(
+            [
+                (held.first_block, held.num_elements, 0, seed, *held.runs)
+                for held, seed in zip(self.held.values(), seeds, strict=True)
+            ],
+            np.int64,
+        )
+        # All chunks follow each other without a gap.
+        self._chunks = Chunks(np.arange(len(names)), tensor_rows).split(np.full(len(names), CHUNK_LOG2))
+        edges = np.append(self._chunks.first_blocks, self._arena.num_blocks)
+        self._chunk_edges = torch.from_numpy(edges).to(self._device)
+        self._small: dict[str, Bits] | None = None
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """The stream of this snapshot, so that training goes on in parallel."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _after_training(self) -> AbstractContextManager[Any]:
+        """The same, after the work that is queued on the trainer's stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._alone()
+
+    def _join(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def stage(self, weights: ModuleWeights) -> kernels.Record:
+        """Move the snapshot to the weights, and return when they may change again."""
+        self._small = None
+        with self._after_training():
+            self._arena.point_at([weights.tensor(name) for name in self.names])
+            record = self._arena.find()
+        self._join()
+        return record
+
+    def put_back(self, record: kernels.Record) -> None:
+        self._small = None
+        with self._alone():
+            self._arena.put_back(record)
+        self._join()
+
+    def read(self, name: str, stretch: slice) -> Bits:
+        held = self.held[name]
+        start, stop, _ = stretch.indices(held.num_elements)
+        if held.num_elements <= SMALL:
+            return self._read_small()[name][start:stop]
+        first = held.first_block * BLOCK
+        with self._alone():
+            return torch_view(self._arena.snapshot[first + start : first + stop])
+
+    def _read_small(self) -> dict[str, Bits]:
+        """All small tensors, until the snapshot moves."""
+        if self._small is None:
+            small = {name: held for name, held in self.held.items() if held.num_elements <= SMALL}
+            starts = {name: held.first_block * BLOCK for name, held in small.items()}
+            with self._alone():
+                pieces = [self._arena.snapshot[at : at + small[name].num_elements] for name, at in starts.items()]
+                bits = torch_view(torch.cat(pieces))
+            ends = np.cumsum([held.num_elements for held in small.values()]).tolist()
+            parts = zip(small, [0, *ends[:-1]], ends, strict=True)
+            self._small = {name: bits[start:end] for name, start, end in parts}
+        return self._small
+
+    def write(self, name: str, stretch: slice, bits: Bits) -> None:
+        self._small = None
+        held = self.held[name]
+        start, stop, _ = stretch.indices(held.num_elements)
+        first = held.first_block * BLOCK
+        with self._alone():
+            self._arena.snapshot[first + start : first + stop] = torch.from_numpy(bits.view(np.int16)).to(self._device)
+        self._join()
+
+    def digest(self, name: str) -> Digest:
+        """The contribution of a tensor's snapshot to the digest."""
+        held = self.held[name]
+        first = held.first_block * BLOCK
+        with self._alone():
+            bits = self._arena.snapshot[first : first + held.num_elements]
+            return as_digest(box_sum(bits, held.seed, held.runs).cpu().numpy())
+
+    def num_changed(self, record: kernels.Record) -> dict[str, Numbers]:
+        """The number of changes in each chunk, for each tensor."""
+        with self._alone():
+            counts = np.diff(record.begins[self._chunk_edges].cpu().numpy())
+        return {self.names[tensor]: counts[stretch] for tensor, stretch in self._chunks.by_tensor()}
+
+    def encode(
+        self, record: kernels.Record, counts: Mapping[str, Numbers], allowed: list[str], reverse: PackedVersion
+    ) -> dict[str, Prepared]:
+        """Encode a record: return the delta, and add the reverse streams to `reverse`."""
+        encoder = kernels.Encoder(self._arena.snapshot, record, self._layout)
+        totals = {name: int(count.sum()) for name, count in counts.items()}
+        log2 = [min(tile_log2_for(totals[name], self.held[name].num_elements), CHUNK_LOG2) for name in self.names]
+        batch = _Batch(encoder, self._device, np.array(log2), allowed)
+        num_changed = np.concatenate([counts[name] for name in self.names])
+        origins = np.cumsum(num_changed) - num_changed
+        # Files are written in parallel to the rest.
+        with self._alone(), ThreadPoolExecutor(1) as writer:
+            kept = []
+            for some in self._batches(num_changed):
+                chunks = Chunks(self._chunks.tensors[some], self._chunks.rows[some])
+                back = batch.encode(chunks, int(origins[some.start]), int(num_changed[some].sum()))
+                kept.append(writer.submit(self._keep, chunks, num_changed[some], back, reverse))
+        for each in kept:
+            each.result()
+        prepared = {}
+        for tensor, name in enumerate(self.names):
+            if not totals[name]:
+                continue
+            held, streams = self.held[name], {each: batch.streams[each][tensor] for each in batch.streams}
+            found = {each: streams[each].num_bytes for each in streams if each in allowed}
+            best = smallest_encoding(found, held.num_elements, totals[name], held.dtype, allowed)
+            # Anything else is encoded on the host; it is small, or nearly everything.
+            if best == batch.wanted:
+                encoded = Encoded(best, totals[name], {best: streams[best].payload()})
+                prepared[name] = Prepared(encoded, batch.gains[tensor])
+        return prepared
+
+    def _batches(self, num_changed: Numbers) -> Iterator[slice]:
+        """Slices of the chunks. Chunks without changes are included."""
+        most_changes = max(int(num_changed.sum()) // SHARE, LEAST_CHANGES)
+        most_blocks = max(self._arena.num_blocks // SHARE, LEAST_BLOCKS)
+        num_blocks = -(-self._chunks.sizes // BLOCK)
+        first = blocks = changes = 0
+        for i, more in enumerate(zip(num_blocks.tolist(), num_changed.tolist(), strict=True)):
+            blocks, changes = blocks + more[0], changes + more[1]
+            if i > first and (changes > most_changes or blocks > most_blocks):
+                yield slice(first, i)
+                first, (blocks, changes) = i, more
+        yield slice(first, len(num_changed))
+
+    def _keep(self, chunks: Chunks, num_changed: Numbers, back: list[Bits], reverse: PackedVersion) -> None:
+        numbers = (chunks.starts // CHUNK).tolist()
+        for tensor, number, count, stream in zip(chunks.tensors, numbers, num_changed.tolist(), back, strict=False):
+            if count:
+                reverse.add((self.names[tensor], number), stream, count, is_raw=False)
+
+
+class _Batch:
+    """Encodes some chunks at a time, and collects the results by tensor."""
+
+    def __init__(self, encoder: kernels.Encoder, device: Any, log2: Numbers, allowed: list[str]) -> None:
+        self._encoder, self._device, self._log2 = encoder, device, log2
+        self._contextual = CONTEXT.name in allowed
+        tiled = CONTEXT.name if self._contextual else GAP.name
+        self.wanted = tiled if tiled in allowed else None
+        """The encoding whose streams are written; of the others only sizes are known."""
+        encodings = [GAP.name, CONTEXT.name] if self._contextual else [GAP.name]
+        self.streams = {each: [Streams(int(size)) for size in log2] for each in encodings}
+        self.gains = [Digest()] * len(log2)
+
+    def encode(self, chunks: Chunks, origin: int, num_changes: int) -> list[Bits]:
+        """The reverse streams, one for each chunk; none where nothing changed."""
+        split = chunks.split(self._log2[chunks.tensors])
+        if num_changes == 0:
+            for tensor, some in split.by_tensor():
+                for streams in self.streams.values():
+                    streams[tensor].sizes += [0] * (some.stop - some.start)
+            return []
+        tiles = kernels.tile_table(split.rows, origin, num_changes, self._device)
+        surveyed = self._encoder.survey(tiles, self._contextual)
+        rows = {GAP.name: self._encoder.gap_rows(tiles, surveyed)}
+        if self._contextual:
+            rows[CONTEXT.name] = self._encoder.context_rows(tiles, surveyed)
+        # One wait for all numbers.
+        numbers = torch.cat([surveyed.digests.view(-1), *(each.sizes for each in rows.values())]).cpu().numpy()
+        gains, *lengths = np.split(numbers, len(split.rows) * np.arange(2, 2 + len(rows)))
+        sizes = dict(zip(rows, lengths, strict=True))
+        for tensor, some in split.by_tensor():
+            self.gains[tensor] += as_digest(gains.reshape(-1, 2)[some].sum(0))
+            for each, streams in self.streams.items():
+                streams[tensor].sizes += sizes[each][some].tolist()
+        if self.wanted is not None:
+            host, edges = self._written(tiles, surveyed, rows[self.wanted], sizes[self.wanted], False)
+            for tensor, some in split.by_tensor():
+                self.streams[self.wanted][tensor].pieces.append(host[edges[some.start] : edges[some.stop]])
+        gap, back_sizes = rows[GAP.name], sizes[GAP.name]
+        if len(split.rows) != len(chunks.rows):
+            del rows
+            tiles = kernels.tile_table(chunks.rows, origin, num_changes, self._device)
+            surveyed = self._encoder.survey(tiles, False)
+            gap = self._encoder.gap_rows(tiles, surveyed)
+            back_sizes = gap.sizes.cpu().numpy()
+        host, edges = self._written(tiles, surveyed, gap, back_sizes, True)
+        return [host[start:end] for start, end in pairwise(edges)]
+
+    def _written(
+        self, tiles: kernels.Tiles, surveyed: kernels.Surveyed, rows: kernels.Rows, sizes: Numbers, back: bool
+    ) -> tuple[Bits, list[int]]:
+        """Streams, concatenated on the host, and where they begin and end; `back` for reverse streams."""
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        offsets = torch.from_numpy(edges[:-1]).to(self._device)
+        out = torch.zeros(int(edges[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
+        self._encoder.write(tiles, surveyed, rows, offsets, out, back)
+        return torch_view(out).view(np.uint8), edges.tolist()
+
+
+def single_stride(box: Box) -> Runs | None:
+    """A box as runs of elements at equal distances; None if it is not that."""
+    starts, length = box.runs()
+    if len(starts) == 0:
+        return None
+    strides = np.unique(np.diff(starts))
+    if len(strides) > 1:
+        return None
+    return Runs(length, int(strides[0]) if len(strides) else length, int(starts[0]))
+
+
+def as_digest(sums: npt.NDArray[np.int64]) -> Digest:
+    low, high = sums.reshape(2).view(np.uint64)
+    return Digest(int(low), int(high))

@@ -1,0 +1,366 @@
+"""The snapshot of the last published weights, and the old bits that lead back to earlier versions.
+
+A snapshot moves forward as versions are staged; for each version the bits that it replaced are kept, so that any recent
+version can be read while the snapshot is already ahead: to encode it, to write it as an anchor, to encode a skip delta,
+or to roll back what could not be committed. Bits are kept in chunks: as arrays while a version is being
+published, then as short reverse streams in an unnamed file.
+
+Readers take no lock. A chunk's old bits are recorded before the snapshot changes, and a reader looks for them after it
+has copied the chunk: even if it caught a half-staged version, writing all old bits back gives a consistent chunk. When
+a record was removed or replaced meanwhile, the reader starts again.
+"""
+
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from deltawire.codec import Encoded
+from deltawire.codec.tiled import check_status, kernel_layout
+from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.format.container import raw
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, box_digest, tensor_key
+from deltawire.tensors.dtypes import Bits, DType, no_room
+from deltawire.tensors.weights import Tensor, boxes_of, spec
+from deltawire.workers import Workers
+
+CHUNK_LOG2 = 20
+CHUNK = 1 << CHUNK_LOG2
+
+# A tensor's name and a chunk's number in it.
+ChunkKey = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkChange:
+    """What a version changed in one chunk; no positions where that is nearly everything."""
+
+    positions: npt.NDArray[np.uint32] | slice
+    old: Bits
+    num_changed: int
+
+
+class Record(Protocol):
+    """The old bits that turn a version back into the one before it."""
+
+    @property
+    def num_changed(self) -> Mapping[str, int]:
+        """The number of changed elements of each tensor that changed."""
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        """Turn a chunk's bits into those before the version."""
+
+
+class StagedVersion:
+    """The changes of a version that is being published, kept in memory."""
+
+    def __init__(self) -> None:
+        self.changes: dict[ChunkKey, ChunkChange] = {}
+
+    @property
+    def num_changed(self) -> Mapping[str, int]:
+        counts: dict[str, int] = {}
+        for (name, _), change in list(self.changes.items()):
+            counts[name] = counts.get(name, 0) + change.num_changed
+        return counts
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        change = self.changes.get(key)
+        if change is not None:
+            bits[change.positions] = change.old
+
+
+class _Stream(NamedTuple):
+    start: int
+    num_bytes: int
+    num_changed: int
+    is_raw: bool
+
+
+class Prepared(NamedTuple):
+    """The encoded change of a tensor, and what it adds to the digest."""
+
+    encoded: Encoded
+    gain: Digest
+
+
+class PackedVersion:
+    """The changes of a version that was committed: reverse `gap` streams in a file, or the old bits where shorter."""
+
+    def __init__(self, num_changed: Mapping[str, int], folder: Path | None) -> None:
+        self.num_changed = num_changed
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
+        self._streams: dict[ChunkKey, _Stream] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: ChunkKey, stream: Bits, num_changed: int, *, is_raw: bool) -> None:
+        """Keep a chunk's stream or, raw, all its old bits."""
+        with self._lock:
+            start = self._file.seek(0, 2)
+            self._file.write(raw(stream))
+        self._streams[key] = _Stream(start, stream.nbytes, num_changed, is_raw)
+
+    def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
+        from deltawire.kernels.cpu.decode import decode_tile
+
+        place = self._streams.get(key)
+        if place is None:
+            return
+        with self._lock:
+            self._file.seek(place.start)
+            # Writable, since kernels are compiled again for arrays that are not.
+            stream = np.frombuffer(bytearray(self._file.read(place.num_bytes)), np.uint8)
+        if place.is_raw:
+            bits[:] = stream.view(bits.dtype)
+            return
+        positions, old = np.empty(place.num_changed, np.int64), np.empty(place.num_changed, bits.dtype)
+        check_status(int(decode_tile(stream, bits, *kernel_layout(dtype), False, positions, old)))
+        bits[positions] = old
+
+
+class History:
+    """A snapshot of some weights, at `version`, and records that lead back from there.
+
+    Of each tensor one box is held: the whole tensor, unless `boxes` of the weights says otherwise.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        version: int,
+        *,
+        tied: Mapping[str, str] | None = None,
+        scratch: Path | None = None,
+    ) -> None:
+        self.tied = dict(tied or {})
+        """Names that share the weights of others."""
+        self.boxes: dict[str, Box] = {}
+        self.specs: dict[str, tuple[DType, tuple[int, ...]]] = {}
+        """Dtypes and shapes of whole tensors."""
+        self._snapshot: dict[str, Bits] = {}
+        for name, tensor in weights.items():
+            self.boxes[name] = boxes_of(weights).get(name) or Box.whole(tensor.shape)
+            self.specs[name] = tensor.dtype, self.boxes[name].full
+            self._snapshot[name] = self._first_bits(name, tensor)
+        self._records: dict[int, Record] = {}
+        self._scratch = scratch
+        # A new object before a record is removed or replaced, so that readers notice.
+        self._epoch = object()
+        self.oldest = self.version = version
+
+    def _first_bits(self, name: str, tensor: Tensor) -> Bits:
+        try:
+            return np.array(tensor.bits[:])
+        except MemoryError:
+            raise no_room(f"the snapshot of {name}", tensor.bits.nbytes) from None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(map(len, self._snapshot.values()))
+
+    def num_elements_of(self, name: str) -> int:
+        return len(self._snapshot[name])
+
+    def stage(
+        self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
+    ) -> StagedVersion:
+        """Move the snapshot to new weights, as the next version, and record the old bits. `fixed` is not compared."""
+        from deltawire.kernels.cpu.blocks import changed_positions
+
+        self._check(weights)
+        record = StagedVersion()
+
+        def stage_tensor(name: str, workers: Workers) -> None:
+            bits, fresh = self._snapshot[name], weights[name].bits
+
+            def stage_chunk(index: int) -> None:
+                part = slice(index * CHUNK, (index + 1) * CHUNK)
+                old, new = bits[part], fresh[part]
+                positions = changed_positions(old, new)
+                if len(positions) == 0:
+                    return
+                few = 2 * len(positions) < len(old)
+                where = positions.copy() if few else slice(None)
+                record.changes[name, index] = ChunkChange(where, old[positions] if few else old.copy(), len(positions))
+                old[where] = new[where]
+
+            workers.map(stage_chunk, range(-(-len(bits) // CHUNK)))
+
+        self._records[version] = record
+        try:
+            names = [name for name in self._snapshot if name not in fixed]
+            for _ in workers.spread(names, lambda name: len(self._snapshot[name]), stage_tensor):
+                pass
+        except BaseException:
+            self._undo(version)
+            raise
+        self.version = version
+        return record
+
+    def roll_back(self, version: int) -> None:
+        """Undo everything that was staged from this version on."""
+        for last in sorted((each for each in list(self._records) if each >= version), reverse=True):
+            self._undo(last)
+        self.version = version - 1
+
+    def _undo(self, version: int) -> None:
+        record = self._records[version]
+        for name, index in self._chunks(record.num_changed):
+            self._revert_chunk(record, name, index)
+        self._epoch = object()
+        del self._records[version]
+
+    def _revert_chunk(self, record: Record, name: str, index: int) -> None:
+        bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK]
+        record.revert((name, index), bits, self.specs[name][0])
+
+    def pack(self, version: int, workers: Workers) -> None:
+        """Pack the old bits of a committed version."""
+        staged = self._records[version]
+        if not isinstance(staged, StagedVersion):
+            return
+        packed = self._packed(staged, version, workers)
+        self._epoch = object()
+        self._records[version] = packed
+
+    def _packed(self, staged: StagedVersion, version: int, workers: Workers) -> PackedVersion:
+        from deltawire.kernels.cpu.encode import encode_tile
+
+        packed = PackedVersion(staged.num_changed, self._scratch)
+
+        def pack_chunk(key: ChunkKey) -> None:
+            name, index = key
+            change, dtype = staged.changes[key], self.specs[name][0]
+            new = self._chunk(name, index, version)
+            old = new.copy()
+            old[change.positions] = change.old
+            if isinstance(change.positions, slice):
+                packed.add(key, old, change.num_changed, is_raw=True)
+                return
+            words, num_bits, _ = encode_tile(new, old, change.positions, *kernel_layout(dtype), False)
+            stream = words.view(np.uint8)[: (int(num_bits) + 7) // 8]
+            is_raw = stream.nbytes >= old.nbytes
+            packed.add(key, old if is_raw else stream, change.num_changed, is_raw=is_raw)
+
+        workers.map(pack_chunk, list(staged.changes))
+        return packed
+
+    def forget(self, version: int) -> None:
+        """Drop all records up to this version, which becomes the oldest that can be read."""
+        for each in [each for each in list(self._records) if each <= version]:
+            del self._records[each]
+        self.oldest = max(self.oldest, version)
+
+    def changed_since(self, base: int, version: int) -> dict[str, int]:
+        """The tensors that changed after `base`, up to `version`, and an upper bound of their changed elements."""
+        counts: dict[str, int] = {}
+        for record in [record for each, record in list(self._records.items()) if base < each <= version]:
+            for name, count in record.num_changed.items():
+                counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
+        return counts
+
+    def prepared(self, base: int, version: int) -> Mapping[str, "Prepared"]:
+        """The tensors whose changes from `base` to `version` are encoded already."""
+        return {}
+
+    def digest_of(self, name: str, version: int, workers: Workers) -> Digest:
+        """The contribution of the held box of a tensor to the digest of a version."""
+        key = tensor_key(name, *self.specs[name])
+        return box_digest(key, self.boxes[name], self.at(name, version), workers)
+
+    def at(self, name: str, version: int) -> "TensorAt":
+        """A tensor as it was at a version."""
+        if version < self.oldest:
+            raise ValueError(f"version {version} is no longer kept: the oldest that can be read is {self.oldest}")
+        bits = self._snapshot[name]
+        return TensorAt(lambda index: self._chunk(name, index, version), len(bits), bits.dtype)
+
+    def _chunk(self, name: str, index: int, version: int) -> Bits:
+        bits, records = self._take_chunk(name, index)
+        for each in sorted((each for each in records if each > version), reverse=True):
+            records[each].revert((name, index), bits, self.specs[name][0])
+        return bits
+
+    def _take_chunk(self, name: str, index: int) -> tuple[Bits, dict[int, Record]]:
+        """A copy of a chunk of the snapshot, and the records that go with it."""
+        while True:
+            epoch = self._epoch
+            bits = self._snapshot[name][index * CHUNK : (index + 1) * CHUNK].copy()
+            records = dict(self._records)
+            if epoch is self._epoch:
+                return bits, records
+
+    def _chunks(self, names: Iterable[str]) -> list[ChunkKey]:
+        return [(name, i) for name in list(names) for i in range(-(-len(self._snapshot[name]) // CHUNK))]
+
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
+        for missing, where in ((self.specs.keys() - weights.keys(), "no longer"), (weights.keys() - self.specs, "not")):
+            if missing:
+                raise UnknownParameter(
+                    f"{min(missing)} is {where} among the published weights: call publish(anchor=True) to start over",
+                    tensor=min(missing),
+                )
+        boxes = boxes_of(weights)
+        for name in weights:
+            (dtype, shape), now = self.specs[name], spec(weights, name)
+            box, box_now = self.boxes[name], boxes.get(name)
+            if (dtype.name, shape) == now and (box.is_whole if box_now is None else box == box_now):
+                continue
+            expected, actual = f"{dtype.name} {list(shape)}", f"{now[0]} {list(now[1])}"
+            box_now = box_now or Box.whole(now[1])
+            if box != box_now:
+                expected, actual = f"{expected} {box.place}", f"{actual} {box_now.place}"
+            raise ShapeMismatch(
+                f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start over",
+                tensor=name, expected=expected, actual=actual,
+            )  # fmt: skip
+
+
+class TensorAt:
+    """One tensor's bits at a version, read a chunk at a time; the last few chunks are kept."""
+
+    MOST_KEPT = 2
+
+    def __init__(self, make: Callable[[int], Bits], length: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self._make, self._length, self._dtype = make, length, dtype
+        self._kept: OrderedDict[int, Bits] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self._length * self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, stretch: slice, /) -> Bits:
+        start, stop, _ = stretch.indices(self._length)
+        first, last = start // CHUNK, max(stop - 1, start) // CHUNK
+        if start >= stop:
+            return np.empty(0, self._dtype)
+        if first == last:
+            return self._chunk(first)[start - first * CHUNK : stop - first * CHUNK]
+        whole = np.empty(stop - start, self._dtype)
+        for index in range(first, last + 1):
+            at, end = max(index * CHUNK, start), min((index + 1) * CHUNK, stop)
+            # A caller that reads this much reads it once, so nothing of it is kept.
+            whole[at - start : end - start] = self._make(index)[at - index * CHUNK : end - index * CHUNK]
+        return whole
+
+    def _chunk(self, index: int) -> Bits:
+        with self._lock:
+            bits = self._kept.get(index)
+            if bits is None:
+                bits = self._kept[index] = self._make(index)
+                if len(self._kept) > self.MOST_KEPT:
+                    self._kept.popitem(last=False)
+            return bits

@@ -1,0 +1,198 @@
+"""Hashes the trainer's weights again, independently of the snapshot, and compares them with what is published.
+
+A snapshot that missed a change, names wrongly taken for tied, tensors wrongly declared frozen: each would give replicas
+weights that the trainer does not have, with every digest right. So live tensors are read once more, by their names,
+with nothing but numpy and torch; a tied name must have the weights that a reader gives it. For an anchor all tensors
+are hashed. For every other version some are, in turn: copied during `publish`, hashed in the background, before the
+version is committed. How many is decided by a share of the time between two versions.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from deltawire.errors import SnapshotMismatch
+from deltawire.publish.history import History
+from deltawire.publish.sources import TORCH_NAMES
+from deltawire.tensors.digest import Digest, TensorKey, box_digest, tensor_key
+from deltawire.tensors.dtypes import DType
+from deltawire.tensors.weights import Tensor, Weights, is_torch
+from deltawire.workers import SERIAL, Workers
+
+CHECK_SHARE = 0.01
+
+# Elements per second, until the rate was measured.
+FIRST_RATE = 2e8
+
+# Tensors count as more expensive than the last ones were, so that the share is not exceeded.
+CAUTION = 1.5
+
+Digests = Mapping[str, Digest]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy of a live tensor from the time of `publish`."""
+
+    name: str
+    source: str
+    """The name that a reader takes the weights from."""
+    value: Any
+    seconds: float
+    """How long the copy took."""
+
+
+class Recheck:
+    """Chooses, copies and hashes live tensors of one publisher or rank. `expected` has the digest of each tensor's part
+    that is held there, at the last committed version.
+    """
+
+    def __init__(self, share: float) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"check_share is a share of the time between two versions, from 0 to 1, not {share}")
+        self._share = share
+        self.expected: Digests = {}
+        self._rate = FIRST_RATE
+        self._credit = 0.0
+        self._last: float | None = None
+        self._next = 0
+
+    def measure(self, weights: Weights, history: History, workers: Workers) -> dict[str, Digest]:
+        """The digests of all live tensors; tied ones are compared at once."""
+        if not self._share:
+            return {}
+        sources = _sources(history)
+
+        def one(name: str) -> Digest:
+            return _measured(_copied(weights, name, sources[name], history), history)
+
+        names = list(sources)
+        found = dict(zip(names, workers.map(one, names), strict=True))
+        for name, source in sources.items():
+            if found[name] != found[source]:
+                raise _mismatch(name, source)
+        self._last = time.monotonic()
+        return {name: found[name] for name in history.specs}
+
+    def copy(self, weights: Weights, history: History) -> list[Copied]:
+        """Copies of the tensors whose turn it is."""
+        now = time.monotonic()
+        interval, self._last = 0.0 if self._last is None else now - self._last, now
+        if not self._share:
+            return []
+        sources = list(_sources(history).items())
+        self._credit += self._share * interval
+        copied: list[Copied] = []
+        for name, source in sources[self._next :] + sources[: self._next]:
+            cost = history.num_elements_of(source) / self._rate
+            if cost > self._credit and self._share < 1:
+                break
+            self._credit -= cost
+            copied.append(_copied(weights, name, source, history))
+        # Never save up for more than one pass over all tensors.
+        self._credit = min(max(self._credit, 0.0), history.num_elements / self._rate)
+        self._next = (self._next + len(copied)) % max(len(sources), 1)
+        _wait_for(copied)
+        return copied
+
+    def compare(self, copied: list[Copied], expected: Digests, history: History) -> None:
+        """Raise SnapshotMismatch if the copied tensors differ from what the version would contain."""
+        started, num_elements = time.perf_counter(), 0
+        for each in copied:
+            num_elements += history.num_elements_of(each.source)
+            if _measured(each, history) != expected[each.source]:
+                raise _mismatch(each.name, each.source)
+        seconds = time.perf_counter() - started + sum(each.seconds for each in copied)
+        if num_elements > 1 << 16:
+            self._rate = num_elements / (CAUTION * max(seconds, 1e-6))
+
+    def compare_all(self, live: Digests, expected: Digests) -> None:
+        """The same for the result of `measure`."""
+        for name, found in live.items():
+            if found != expected[name]:
+                raise _mismatch(name, name)
+
+
+def _wait_for(copied: list[Copied]) -> None:
+    """Wait until the copies are done, so that the trainer may change its weights."""
+    devices = {each.value.device for each in copied if is_torch(each.value) and each.value.is_cuda}
+    if devices:
+        import torch
+
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _sources(history: History) -> dict[str, str]:
+    """Every name with weights here, mapped to the name that a reader takes them from."""
+    own = {name: name for name in history.specs}
+    return own | {name: to for name, to in history.tied.items() if to in own}
+
+
+def _copied(weights: Weights, name: str, source: str, history: History) -> Copied:
+    live = getattr(weights, "live", weights)
+    # A name that is tied by its checkpoint has no tensor to read.
+    value = live[name] if name in live else live[source]
+    started = time.perf_counter()
+    copy = _copy(value, history.specs[source][0])
+    return Copied(name, source, copy, time.perf_counter() - started)
+
+
+def _copy(value: Any, dtype: DType) -> Any:
+    """A copy of a tensor in its published dtype, on the same device."""
+    if isinstance(value, Tensor):
+        return np.array(value.bits[:])
+    if not is_torch(value):
+        return np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+    import torch
+
+    value = value.detach()
+    value = value.to_local() if hasattr(value, "to_local") else value
+    published = getattr(torch, TORCH_NAMES[dtype.name]) if dtype.name in TORCH_NAMES else value.dtype
+    casts = value.dtype.is_floating_point and value.dtype.itemsize > 1
+    return torch.clone(value.to(published if casts else value.dtype), memory_format=torch.contiguous_format)
+
+
+def _measured(copied: Copied, history: History) -> Digest:
+    """The contribution of a copied tensor to the digest, under the name that a reader takes it from."""
+    dtype, box = history.specs[copied.source][0], history.boxes[copied.source]
+    key, value = tensor_key(copied.source, dtype, box.full), copied.value
+    if is_torch(value):
+        import torch
+
+        flat = value.reshape(-1).view(torch.uint8)
+        if flat.is_cuda and box.is_whole and find_spec("triton") is not None:
+            return _on_device(flat, key, dtype)
+        value = flat.cpu().numpy()
+    bits = np.ascontiguousarray(value).reshape(-1).view(dtype.unsigned)
+    return box_digest(key, box, bits, SERIAL)
+
+
+def _on_device(flat: Any, key: TensorKey, dtype: DType) -> Digest:
+    import torch
+
+    from deltawire.kernels.gpu.sums import SIGNED, box_sum
+    from deltawire.publish.device_part import as_digest
+
+    # A stream of its own, not to wait for the work on the trainer's.
+    with torch.cuda.stream(torch.cuda.Stream(flat.device)):
+        return as_digest(box_sum(flat.view(SIGNED[dtype.itemsize]), int(key.seed)).cpu().numpy())
+
+
+def _mismatch(name: str, source: str) -> SnapshotMismatch:
+    if name != source:
+        why = f"it is published as {source}, to which it was taken to be tied, and has other weights"
+    else:
+        why = (
+            "they changed while publish ran, or were said to be frozen and are not, or the publisher's snapshot is "
+            "damaged"
+        )
+    return SnapshotMismatch(
+        f"the weights of {name} at the trainer are not those that would be published: {why}. Nothing was committed; "
+        "make a new publisher to go on",
+        tensor=name,
+    )

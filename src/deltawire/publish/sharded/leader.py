@@ -1,0 +1,329 @@
+"""Rank 0's part in publishing a sharded model: it collects the results of all shard workers, and commits.
+
+    delta     encode: gains of the digest, sizes     upload: each rank its own parts, all with the same header
+    anchor    measure: boxes, parts of the digest    write: each rank its own files, from the boxes of all
+
+Both end with a manifest that rank 0 commits, and with a command that reports the outcome to all ranks.
+"""
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from deltawire.errors import ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
+from deltawire.format.checkpoint import anchor_info, group_specs, name_shards
+from deltawire.format.wire import DeltaInfo
+from deltawire.publish.sharded.exchange import share_out
+from deltawire.publish.sharded.messages import Message, Ranks, error_fields
+from deltawire.publish.sharded.worker import ShardWorker, info_message, objects_from
+from deltawire.publish.upkeep import Hops
+from deltawire.publish.upload import (
+    anchor_folder,
+    anchor_hop,
+    check_count,
+    check_files,
+    delta_hop,
+    delta_names,
+    put_files,
+    put_index,
+)
+from deltawire.run.commits import Commits
+from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.run import Run
+from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.weights import TensorSpec
+
+# After so many failed calls in a row the next version is an anchor: until then every rank keeps a file open for each of
+# them, with the old bits that lead back to the last version.
+MOST_FAILED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A version that a delta starts from, and the call that staged it."""
+
+    version: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What all ranks hold together: dtypes and shapes, and which names are tied."""
+
+    specs: Mapping[str, TensorSpec]
+    tied: Mapping[str, str]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(prod(shape) for _, shape in self.specs.values())
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        return {name: DTYPES[dtype].itemsize * prod(shape) for name, (dtype, shape) in self.specs.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An extra hop to write, to a version that a call has staged: from a base or (None) as an anchor."""
+
+    version: int
+    call: int
+    base: Base | None
+    model: Model
+
+    @property
+    def oldest_call(self) -> int:
+        return self.call if self.base is None else self.base.call
+
+
+class Leader:
+    """Publishes what all ranks have staged as versions. Used by one thread at a time."""
+
+    def __init__(
+        self, run: Run, ranks: Ranks, worker: ShardWorker, hops: Hops, files: Sequence[str | Path], max_file_bytes: int
+    ) -> None:
+        self._run, self._ranks, self._worker, self.hops = run, ranks, worker, hops
+        self._given_files, self._files, self._max_file_bytes = files, list[Path](), max_file_bytes
+        self.version: int | None = None
+        self.base: Base | None = None
+        """The base of the next delta; None if the next version must be an anchor."""
+        self.tasks: deque[Task] = deque()
+        self.commits: Commits
+        self._unresolved_call = 0
+        self._calls: dict[int, int] = {}
+        self._num_failed = 0
+        self._oldest_call = 0
+        self.model = Model({}, {})
+
+    def start(self, name: str | None) -> None:
+        """Resume the run: continue with a delta if the weights are those of its last version, else with an anchor."""
+        try:
+            self._files = check_files(self._given_files)
+            self._run.start(name)
+            self.commits = Commits(self._run)
+            self.version = self._run.latest()
+            self._resume()
+        except BaseException as error:
+            self._ranks.send({"kind": "refused", "error": error_fields(error)})
+            raise
+        self._ranks.send({"kind": "started", "version": self.version, "resumed": self.base is not None})
+
+    def _resume(self) -> None:
+        answers = self._round("resume", has_version=self.version is not None)
+        if self.version is None:
+            return
+        manifest = self._run.manifest(self.version)
+        self.hops.note(*manifest.route, manifest.hop)
+        self.hops.extra_files = tuple(each for hop in self.hops.route(self.version) for each in hop.extra_files)
+        model, state = add_up(answers)
+        if state == manifest.digest:
+            self.model = model
+            self.base, self._calls = Base(self.version, 0), {self.version: 0}
+        else:
+            self._worker.start_over()
+
+    def _round(self, kind: str, **arguments: Any) -> list[Message]:
+        """Send a command to all ranks, this one too; returns their answers, by rank."""
+        command = {"kind": kind, **arguments}
+        self._ranks.send(command, asks=True)
+        try:
+            own = json.loads(json.dumps(self._worker.do(command)))
+        except Exception:
+            # The others may need pieces from this rank until they are done.
+            with suppress(DeltawireError):
+                self._ranks.answers()
+            raise
+        return [own, *self._ranks.answers()]
+
+    def publish(
+        self, call: int, step: int | None, metadata: Mapping[str, Any], anchor: bool
+    ) -> tuple[Manifest, dict[str, float]]:
+        """Publish what a call has staged as the next version; returns the manifest and how long it took."""
+        version = 0 if self.version is None else self.version + 1
+        started = time.perf_counter()
+        route: tuple[StoredHop, ...] = ()
+        if anchor or self.base is None:
+            # Until it is committed, the next one must be an anchor too: ranks may hold other boxes now.
+            self.base = None
+            hop, self.model = self._write_anchor(version, call)
+        else:
+            route = self.hops.route(self.base.version)
+            hop = self._write_delta(version, call, self.base, self.model)
+        manifest = Manifest(
+            run=self._run.id,
+            version=version,
+            hop=hop,
+            route=route,
+            num_elements=self.model.num_elements,
+            tied=self.model.tied,
+            step=step,
+            metadata=metadata,
+            writer=self._run.writer,
+            created=time.time(),
+        )
+        uploaded = time.perf_counter()
+        self._unresolved_call = call
+        self.commits.commit(manifest)
+        return manifest, {"upload_seconds": uploaded - started, "commit_seconds": time.perf_counter() - uploaded}
+
+    def resolve_commit(self) -> tuple[Manifest, int] | None:
+        """Find out whether a commit whose response was lost has happened; the manifest and its call, if so."""
+        manifest = self.commits.resolve()
+        return None if manifest is None else (manifest, self._unresolved_call)
+
+    def note(self, manifest: Manifest, call: int) -> int:
+        """Update the state after a commit; returns the oldest call that is still needed."""
+        hop, version = manifest.hop, manifest.version
+        self.version, self._num_failed = version, 0
+        self.hops.note(hop)
+        if call < self._oldest_call:
+            # Resolved too late: its weights were dropped meanwhile.
+            return self._oldest_call
+        self.base = Base(version, call)
+        # An anchor starts a new history.
+        self._calls = {**({} if hop.base is None else self._calls), version: call}
+        coming = any(task.base is None for task in self.tasks)
+        for base in self.hops.due(hop, min(self._calls), anchor_is_coming=coming):
+            start = None if base is None else Base(base, self._calls[base])
+            self.tasks.append(Task(version, call, start, self.model))
+        oldest = version - self.hops.longest_skip
+        self._calls = {each: number for each, number in self._calls.items() if each >= oldest}
+        needed = {*self._calls, *(task.version for task in self.tasks)}
+        needed |= {task.base.version for task in self.tasks if task.base is not None}
+        self.hops.digests = {each: state for each, state in self.hops.digests.items() if each in needed}
+        return min([*self._calls.values(), *(task.oldest_call for task in self.tasks)])
+
+    def note_failure(self, call: int) -> bool:
+        """Count a failed call; whether it was one too many, so that the next version is an anchor."""
+        self._num_failed += 1
+        if self._num_failed < MOST_FAILED:
+            return False
+        self._num_failed, self._oldest_call = 0, call
+        self.base, self._calls = None, {}
+        self.tasks.clear()
+        return True
+
+    def write_hop(self, task: Task) -> None:
+        """Write an extra hop to a version."""
+        if task.base is None:
+            hop, _ = self._write_anchor(task.version, task.call)
+        else:
+            # One thread: nobody waits for this, and the trainer needs its cores.
+            hop = self._write_delta(task.version, task.call, task.base, task.model, threads=1)
+        self._run.commit_hop(hop)
+        self.hops.note(hop)
+
+    def _write_delta(self, version: int, call: int, base: Base, model: Model, threads: int | None = None) -> StoredHop:
+        answers = self._round("encode", base=base.call, call=call, threads=threads)
+        check_steps(call, answers)
+        info = DeltaInfo.after(
+            WeightVersion(self._run.id, base.version, self.hops.digests[base.version]),
+            version,
+            sum((Digest.parse(answer["gain"]) for answer in answers), Digest()),
+            num_changed=sum(answer["num_changed"] for answer in answers),
+            num_elements=model.num_elements,
+            tied={name: to for answer in answers for name, to in answer["tied"].items()},
+        )
+        self._check_state(version, info.digest)
+        num_parts = [answer["num_parts"] for answer in answers]
+        names = delta_names(version, base.version, max(sum(num_parts), 1))
+        first = list(accumulate(num_parts, initial=1))
+        encodings: Counter[str] = Counter()
+        for answer in answers:
+            encodings.update(answer["encodings"])
+        answers = self._round("upload", info=info_message(info), names=names, first=first)
+        return delta_hop(info, objects_from(answers), encodings)
+
+    def _write_anchor(self, version: int, call: int) -> tuple[StoredHop, Model]:
+        answers = self._round("measure", call=call)
+        check_steps(call, answers)
+        model, state = add_up(answers)
+        self._check_state(version, state)
+        if self._files and not self.hops.extra_files:
+            self.hops.extra_files = put_files(self._run.store, version, self._files)
+        folder = anchor_folder(version)
+        shards, files = self._lay_out(model)
+        check_count(len(shards))
+        answers = self._round(
+            "write",
+            call=call,
+            folder=folder,
+            files=files,
+            boxes=_boxes_by_name(answers),
+            metadata={"format": "pt"} | anchor_info(self._run.id, version, state, model.num_elements, model.tied),
+        )
+        objects = (*objects_from(answers), *put_index(self._run.store, folder, shards), *self.hops.extra_files)
+        return anchor_hop(version, state, objects, model.specs), model
+
+    def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
+        """The files of an anchor with their tensors, and the files that each rank writes."""
+        groups, writers = [], []
+        for rank, names in enumerate(share_out(model.num_bytes, self._ranks.size)):
+            if names or rank == 0:
+                own = group_specs({name: model.specs[name] for name in names}, self._max_file_bytes)
+                groups += own
+                writers += [rank] * len(own)
+        shards = name_shards(groups)
+        files: dict[str, dict[str, list[str]]] = {str(rank): {} for rank in range(self._ranks.size)}
+        for (file, tensors), rank in zip(shards.items(), writers, strict=True):
+            files[str(rank)][file] = list(tensors)
+        return shards, files
+
+    def _check_state(self, version: int, state: Digest) -> None:
+        """Check that an extra hop leads to the digest of its version."""
+        if self.hops.digests.get(version, state) != state:
+            raise ChainError(f"an extra hop to version {version} would give other weights than it has", version=version)
+
+
+def check_steps(call: int, answers: list[Message]) -> None:
+    """Refuse weights of different steps: a rank that has missed a call is one behind from then on."""
+    first = answers[0]["step"]
+    for rank, answer in enumerate(answers):
+        if first is not None and answer["step"] not in (None, first):
+            reason = f"its {call}. call of publish was for step {answer['step']}, that of rank 0 for step {first}"
+            raise RankFailed(
+                f"rank {rank}: {reason}; all must call it equally often, so make new publishers",
+                rank=rank, reason=reason,
+            )  # fmt: skip
+
+
+def add_up(answers: list[Message]) -> tuple[Model, Digest]:
+    """The model and its digest, from the answers of all ranks. They must agree on the model, and hold all of it."""
+    specs = answers[0]["specs"]
+    for rank, answer in enumerate(answers):
+        differing = {name for name in specs.keys() | answer["specs"] if specs.get(name) != answer["specs"].get(name)}
+        if differing:
+            name = min(differing)
+            raise ShapeMismatch(
+                f"{name} is not the same tensor on rank 0 and on rank {rank}: give all ranks the same model",
+                tensor=name,
+            )
+    model = Model({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()}, answers[0]["tied"])
+    for name, boxes in _boxes_by_name(answers).items():
+        num_held, num_elements = sum(prod(shape) for _, _, shape in boxes), prod(model.specs[name][1])
+        if num_held != num_elements:
+            raise UnsupportedPlacement(
+                f"the ranks hold {num_held} of the {num_elements} elements of {name}: publish from all that share it",
+                tensor=name, expected=num_elements, actual=num_held,
+            )  # fmt: skip
+    state = sum((Digest.parse(answer["digest"]) for answer in answers), Digest())
+    keys = (tensor_key(name, DTYPES[dtype], shape) for name, (dtype, shape) in model.specs.items())
+    return model, sum((key.constant for key in keys), state)
+
+
+def _boxes_by_name(answers: list[Message]) -> dict[str, list[tuple[int, list[int], list[int]]]]:
+    """Which rank holds which box of each tensor."""
+    boxes: dict[str, list[tuple[int, list[int], list[int]]]] = {name: [] for name in answers[0]["specs"]}
+    for rank, answer in enumerate(answers):
+        for name, (offset, shape) in answer["boxes"].items():
+            if prod(shape):
+                boxes[name].append((rank, offset, shape))
+    return boxes

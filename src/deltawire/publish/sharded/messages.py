@@ -1,0 +1,249 @@
+"""Small messages between the ranks of a trainer, through the key-value store of torch.distributed.
+
+    command/N           the N-th command of rank 0, which all others follow in order
+    answer/N/RANK       the result of a rank, or its error
+    beat/RANK           the heartbeat of a rank: its number, how often the rank has published, whether it has work
+
+Nothing here is a collective, so it can run in a thread next to the training. No wait is unbounded: a rank that sends no
+heartbeat for `timeout` seconds has failed.
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any
+
+from deltawire import errors
+from deltawire.errors import DeltawireError, RankFailed
+
+# Between two polls of the store: short at first, then longer.
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
+BEATS_IN_TIMEOUT, LONGEST_BEAT = 8, 5.0
+
+Message = dict[str, Any]
+
+# How many publishers each group has had: every rank counts the same, so they find each other.
+_numbers: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The last heartbeat of a rank."""
+
+    number: int = 0
+    num_published: int = 0
+    is_busy: bool = False
+
+
+class Ranks:
+    """This rank among the others of a group. Rank 0 sends commands and collects answers; the others follow."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        self.store = store
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.others = [other for other in range(size) if other != rank]
+        self.beats: dict[int, Beat] = {}
+        """The last heartbeats that were read from other ranks."""
+        self._beaten_at: dict[int, float] = {}
+        self._interval = min(timeout / BEATS_IN_TIMEOUT, LONGEST_BEAT)
+        self._look_again = 0.0
+        self._number = 0
+        # Commands that may still be in the store, and those of them whose answers were not all collected.
+        self._sent: list[int] = []
+        self._unanswered: list[int] = []
+        self._pause = SHORTEST_PAUSE
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, group: Any, store: Any, timeout: float) -> "Ranks":
+        """The ranks of a process group (None: all), which communicate through `store` or that of the group."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise ValueError("there are no ranks: call torch.distributed.init_process_group first")
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if store is None:
+            store = dist.distributed_c10d._get_default_store()
+            if hasattr(store, "clone"):
+                # A connection of its own, which no call of the training program blocks.
+                store = store.clone()
+                store.set_timeout(timedelta(seconds=timeout))
+        label = sha256(repr(members).encode()).hexdigest()[:8]
+        _numbers[label] += 1
+        prefixed = dist.PrefixStore(f"deltawire/{label}/{_numbers[label]}", store)
+        return cls(prefixed, members.index(dist.get_rank()), len(members), timeout)
+
+    def start(self, state: Callable[[], tuple[int, bool]]) -> None:
+        """Send heartbeats from now on, with `state`: how often this rank has published, and whether it has work."""
+
+        def beat() -> None:
+            number = 0
+            while True:
+                number += 1
+                with suppress(RankFailed):  # a caller that waits for something will find out
+                    self._set(f"beat/{self.rank}", [number, *state()])
+                if self._stopping.wait(self._interval):
+                    return
+
+        self._thread = threading.Thread(target=beat, name="deltawire-beat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # Rank 0
+
+    def send(self, command: Mapping[str, Any], *, asks: bool = False) -> None:
+        """Send the next command to all others; `asks` if they have to answer."""
+        self._number += 1
+        self._sent.append(self._number)
+        self._unanswered += [self._number] if asks else []
+        self._set(f"command/{self._number}", command)
+
+    def answers(self) -> list[Message]:
+        """The answers of the others to the last command, by rank; raises the error of the first that failed."""
+        missing, found = set(self.others), {}
+        pause = SHORTEST_PAUSE
+        while missing:
+            for rank in sorted(missing):
+                answer = self._take(f"answer/{self._number}/{rank}")
+                if answer is not None:
+                    missing.remove(rank)
+                    found[rank] = answer
+            if missing:
+                self.check_alive(missing)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        self._clean_up()
+        for rank in sorted(found):
+            if "error" in found[rank]:
+                raise error_from(found[rank]["error"])
+        return [found[rank]["result"] for rank in sorted(found)]
+
+    def _clean_up(self) -> None:
+        """Delete old commands and answers: a rank that has answered the last command has read all before it."""
+        self._delete(*(f"command/{number}" for number in self._sent))
+        late = [number for number in self._unanswered if number != self._number]
+        self._delete(*(f"answer/{number}/{rank}" for number in late for rank in self.others))
+        self._sent, self._unanswered = [], []
+
+    # All others
+
+    def next_command(self, seconds: float) -> Message | None:
+        """The next command of rank 0, or None after some seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            command: Message | None = self._get(f"command/{self._number + 1}")
+            if command is not None:
+                self._number += 1
+                self._pause = SHORTEST_PAUSE
+                return command
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def wait_for_command(self) -> Message:
+        """The next command of rank 0; raises RankFailed if rank 0 is gone."""
+        while True:
+            command = self.next_command(self._interval)
+            if command is not None:
+                return command
+            self.check_alive([0])
+
+    def answer(self, work: Callable[[], Message]) -> None:
+        """Execute the last command, and send the result or the error to rank 0."""
+        try:
+            answer = {"result": work()}
+        except Exception as error:
+            answer = {"error": error_fields(error, self.rank)}
+        self._set(f"answer/{self._number}/{self.rank}", answer)
+
+    # All
+
+    def check_alive(self, ranks: Iterable[int]) -> None:
+        """Raise RankFailed if one of the ranks has sent no heartbeat for `timeout` seconds."""
+        now = time.monotonic()
+        if now < self._look_again:
+            return
+        self._look_again = now + self._interval / 2
+        silent = []
+        for rank in sorted(ranks):
+            found = self._get(f"beat/{rank}")
+            beat = Beat() if found is None else Beat(*found)
+            if self.beats.get(rank) != beat:
+                self.beats[rank] = beat
+                self._beaten_at[rank] = now
+            elif now - self._beaten_at[rank] > self.timeout:
+                silent.append(rank)
+        if silent:
+            names = ", ".join(map(str, silent))
+            reason = f"no sign of life for {self.timeout} s"
+            raise RankFailed(f"rank {names}: {reason}; see its log", rank=silent[0], ranks=silent, reason=reason)
+
+    def _set(self, key: str, value: Any) -> None:
+        self.reach(lambda: self.store.set(key, json.dumps(value)))
+
+    def _get(self, key: str) -> Any:
+        """The value of a key; None if it is not set yet."""
+        data = self.reach(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return None if data is None else json.loads(data)
+
+    def _take(self, key: str) -> Any:
+        value = self._get(key)
+        if value is not None:
+            self._delete(key)
+        return value
+
+    def _delete(self, *keys: str) -> None:
+        for key in keys:
+            self.reach(lambda key=key: self.store.delete_key(key))  # type: ignore[misc]
+
+    def reach(self, call: Callable[[], Any]) -> Any:
+        """The result of a call of the store; RankFailed if the store is gone."""
+        try:
+            return call()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RankFailed(
+                f"the store that the ranks talk through does not answer, rank 0 may be gone: {reason}",
+                rank=0, ranks=[0], reason=reason, is_lost=True,
+            ) from None  # fmt: skip
+
+
+def error_fields(error: BaseException, rank: int | None = None) -> Message:
+    """An error as a message for other ranks; `rank` is where it happened, if that matters."""
+    where = "" if rank is None else f"rank {rank}: "
+    if not isinstance(error, DeltawireError):
+        reason = f"{type(error).__name__}: {error}"
+        return {"kind": "RankFailed", "message": where + reason, "fields": {"rank": rank or 0, "reason": reason}}
+    fields = {name: value for name, value in error.fields.items() if _is_plain(value)}
+    return {
+        "kind": type(error).__name__,
+        "message": where + error.message,
+        "fields": fields if rank is None else {"rank": rank, **fields},
+    }
+
+
+def error_from(message: Message) -> DeltawireError:
+    """The error that another rank has sent."""
+    kind = getattr(errors, message["kind"], RankFailed)
+    error: DeltawireError = kind(message["message"], **message["fields"])
+    return error
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

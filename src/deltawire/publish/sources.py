@@ -1,0 +1,306 @@
+"""Where a publisher's weights come from: a mapping, a function that returns one, or a torch module as it trains."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, cast
+
+from deltawire.errors import UnsupportedPlacement
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.dtypes import Bits, DType, dtype_named
+from deltawire.tensors.names import plain_name
+from deltawire.tensors.weights import (
+    DTypeChoice,
+    Tensor,
+    TensorSpec,
+    Viewed,
+    Weights,
+    check_plain,
+    is_torch,
+    tied_names,
+    torch_view,
+)
+
+TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+class TorchBits:
+    """A torch tensor's bits in its published dtype, cast and copied to the host one slice at a time."""
+
+    def __init__(self, tensor: Any, dtype: DType, torch_dtype: Any) -> None:
+        self._flat = tensor.detach().contiguous().view(-1)
+        self._dtype, self._torch_dtype = dtype, torch_dtype
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return int(self._flat.numel())
+
+    def __getitem__(self, stretch: slice, /) -> Bits:
+        part = self._flat[stretch]
+        return torch_view(part if part.dtype == self._torch_dtype else part.to(self._torch_dtype))
+
+
+class ModuleWeights(Mapping[str, Tensor]):
+    """The tensors of a module's `state_dict`, under plain names: parameters in the dtypes that they are published in.
+
+    Buffers keep their own dtypes.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str]) -> None:
+        self.live = tensors
+        """All torch tensors, tied ones too."""
+        # The same elements in two dtypes are two tensors.
+        self.tied = {name: to for name, to in tied_names(tensors).items() if dtypes.get(name) == dtypes.get(to)}
+        self.fixed = fixed
+        """Names of frozen tensors, which are not compared."""
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self.tied}
+        self._stated = dtypes
+
+    def _dtypes(self, name: str) -> tuple[DType, Any]:
+        import torch
+
+        own = self._tensors[name].dtype
+        stated = self._stated.get(name)
+        if stated is None:
+            return dtype_named(str(own).removeprefix("torch.")), own
+        return dtype_named(stated), getattr(torch, TORCH_NAMES[stated])
+
+    def tensor(self, name: str) -> Any:
+        """The torch tensor itself."""
+        return self._tensors[name].detach()
+
+    def dtype_of(self, name: str) -> DType:
+        """The dtype that a tensor is published in."""
+        return self._dtypes(name)[0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        bits = TorchBits(tensor, *self._dtypes(name))
+        return Tensor(self._dtypes(name)[0], tuple(tensor.shape), cast(Bits, bits))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._dtypes(name)[0].name, tuple(self._tensors[name].shape)
+
+    def num_elements(self, name: str) -> int:
+        return prod(self._tensors[name].shape)
+
+
+class ShardedWeights(ModuleWeights):
+    """What one rank publishes of a sharded module: its own boxes of the parameters.
+
+    Of replicated boxes the first rank publishes; of plain tensors, which every rank has, rank 0 (`has_plain`).
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str], has_plain: bool
+    ) -> None:
+        super().__init__(tensors, dtypes, fixed)
+        self.specs = {name: super(ShardedWeights, self).spec(name) for name in self._tensors}
+        """Dtypes and shapes of all whole tensors, also of those that this rank holds nothing of."""
+        self.boxes: dict[str, Box] = {}
+        for name, tensor in self._tensors.items():
+            if hasattr(tensor, "to_local"):
+                box = held_box(name, tensor)
+            else:
+                box = Box.whole(tuple(tensor.shape)) if has_plain else None
+            if box is not None:
+                self.boxes[name] = box
+        self._tensors = {name: local_part(self._tensors[name]) for name in self.boxes}
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.specs[name]
+
+
+def local_part(tensor: Any) -> Any:
+    """The part of a tensor that is on this rank."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether a module has DTensor parameters."""
+    return any(hasattr(parameter, "to_local") for parameter in module.parameters())
+
+
+def check_whole(module: Any) -> None:
+    """Refuse a module whose parameters are shards that cannot be distinguished from whole tensors."""
+    if any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules()):
+        raise UnsupportedPlacement(
+            "the first FSDP has cut the parameters into pieces without a shape: use FSDP2 (fsdp_version: 2)"
+        )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "ds_id") and not parameter.numel():
+            raise UnsupportedPlacement(
+                f"{name} is spread over ranks by ZeRO-3, which gives no pieces of it: use ZeRO-2 or FSDP2", tensor=name
+            )
+
+
+def held_box(name: str, tensor: Any) -> Box | None:
+    """The box of a DTensor that this rank publishes; None if another rank does.
+
+    A dimension is cut as torch cuts it, into chunks of equal size but the last ones. Several mesh dimensions cut it one
+    after the other, a `_StridedShard` after those behind it: that is how FSDP cuts what tensor parallelism has cut.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    cuts, strided = [], []
+    for axis, placement in enumerate(tensor.placements):
+        if hasattr(placement, "split_factor"):
+            behind = prod(
+                mesh.size(i)
+                for i, each in enumerate(tensor.placements)
+                if i > axis and getattr(each, "dim", None) == placement.dim
+            )
+            if placement.split_factor != behind:
+                raise _unsupported(name, placement)
+            strided.append(axis)
+        elif placement.is_shard():
+            cuts.append(axis)
+        elif not placement.is_replicate():
+            raise _unsupported(name, placement)
+    full = tuple(tensor.shape)
+    offset, shape = [0] * len(full), list(full)
+    for axis in cuts + strided[::-1]:
+        dim = tensor.placements[axis].dim
+        step = -(-shape[dim] // mesh.size(axis))
+        start = min(coordinate[axis] * step, shape[dim])
+        offset[dim], shape[dim] = offset[dim] + start, min(step, shape[dim] - start)
+    box = Box(full, tuple(offset), tuple(shape))
+    if tuple(local_part(tensor).shape) != box.shape:
+        raise _unsupported(name, tensor.placements)
+    is_first = all(coordinate[axis] == 0 for axis, each in enumerate(tensor.placements) if each.is_replicate())
+    return box if is_first else None
+
+
+def _unsupported(name: str, placement: object) -> UnsupportedPlacement:
+    return UnsupportedPlacement(
+        f"{name} is placed as {placement!r}, which has no box on each rank: publish parameters that are sharded or "
+        "replicated",
+        tensor=name, actual=repr(placement),
+    )  # fmt: skip
+
+
+def module_source(module: Any, *, dtype: DTypeChoice = None, frozen: Sequence[str] = ()) -> Callable[[], ModuleWeights]:
+    """A function that reads a torch module's `state_dict`, for each version, under the names of the bare model.
+
+    Args:
+        module: The module; no DTensor parameters, for which there is `ShardedPublisher`.
+        dtype: Parameters are cast to it by torch, bf16 by default; a mapping from names gives exceptions. Buffers are
+            published as they are.
+        frozen: Names or patterns such as `visual.*` of tensors that do not change: in anchors, never compared.
+    """
+    check_whole(module)
+
+    def read() -> ModuleWeights:
+        tensors, dtypes = _named_tensors(module, dtype)
+        for name, tensor in tensors.items():
+            if hasattr(tensor, "to_local"):
+                raise TypeError(f"{name} is a DTensor: publish from all ranks, with ShardedPublisher")
+        return ModuleWeights(tensors, dtypes, matching_names(tensors, frozen))
+
+    return read
+
+
+def sharded_source(
+    module: Any, *, has_plain: bool, dtype: DTypeChoice = None, frozen: Sequence[str] = ()
+) -> Callable[[], ShardedWeights]:
+    """A function that reads what this rank publishes of a module with DTensor parameters; see `module_source`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    def read() -> ShardedWeights:
+        # After a forward pass without a backward pass FSDP leaves some parameters gathered.
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        tensors, dtypes = _named_tensors(module, dtype)
+        return ShardedWeights(tensors, dtypes, matching_names(tensors, frozen), has_plain)
+
+    return read
+
+
+def matching_names(names: Iterable[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The names that match at least one of the patterns; each pattern must match a name."""
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"frozen is a list of names or patterns such as 'visual.*', got {patterns!r}")
+    names, found = list(names), set()
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(f"frozen: no tensor has a name like {pattern!r}; see the names with model.state_dict()")
+        found.update(matching)
+    return frozenset(found)
+
+
+def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of a module's `state_dict` by plain names, and the dtypes of those that are cast."""
+    import torch
+    from torch.nn import Parameter
+
+    tensors: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    stated = dtype if isinstance(dtype, Mapping) else {}
+    usual = _published((None if isinstance(dtype, Mapping) else dtype) or "BF16")
+    for own_name, tensor in module.state_dict(keep_vars=True).items():
+        name = plain_name(own_name)
+        if name in tensors:
+            raise ValueError(f"two tensors of the module are called {name} once the names of wrappers are left out")
+        if not is_torch(tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, not a tensor, as quantized modules and extra states have: "
+                "publish the model that was quantized, or pass a function that returns a mapping of tensors"
+            )
+        check_plain(name, tensor)
+        is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        is_parameter = isinstance(tensor, Parameter)
+        if is_parameter and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+            raise TypeError(
+                f"{name} is a parameter of dtype {tensor.dtype}, as quantized modules have, and their scales would be "
+                "cast: publish the model that was quantized, or model.state_dict, which is taken as it is"
+            )
+        if is_wide and (name in stated or is_parameter):
+            dtypes[name] = _published(stated[name]) if name in stated else usual
+        tensors[name] = tensor
+    for name in stated:
+        if name not in dtypes:
+            raise ValueError(f"dtype: the module has no tensor of floats called {name}")
+    if not tensors:
+        raise ValueError("the module has no tensors to publish: its state_dict is empty")
+    return tensors, dtypes
+
+
+def _published(dtype: Any) -> str:
+    published = dtype_named(dtype).name
+    if published not in TORCH_NAMES:
+        raise ValueError(f"a module is published as {', '.join(TORCH_NAMES)}, not {published}")
+    return published
+
+
+def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> Callable[[], Weights]:
+    """A function that returns the current weights."""
+    if hasattr(weights, "named_parameters"):
+        return module_source(weights, dtype=dtype, frozen=frozen)
+    if isinstance(weights, Mapping):
+        return lambda: weights
+    if callable(weights):
+        return lambda: _returned(weights())
+    raise TypeError(f"expected a mapping, a torch module or a function, got {type(weights).__name__}")
+
+
+def _returned(weights: Any) -> Weights:
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"the function for weights must return them by name, not {type(weights).__name__}")
+    return weights
+
+
+def as_bits(weights: Weights, dtype: DTypeChoice, tied: Mapping[str, str]) -> Mapping[str, Tensor]:
+    """Weights as bits, for a history."""
+    return weights if isinstance(weights, ModuleWeights) else Viewed(weights, dtype, tied)

@@ -1,0 +1,257 @@
+"""Uploads deltas and anchors. Keys are never used twice, so nothing that others read is ever replaced."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from secrets import token_hex
+
+from deltawire.codec.tiled import tile_log2_for
+from deltawire.errors import ObjectMissing
+from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, anchor_info, index_bytes, split_shards
+from deltawire.format.container import header_bytes, lay_out, raw
+from deltawire.format.parts import part_names, split
+from deltawire.format.patches import encode_box
+from deltawire.format.wire import DeltaInfo, Entry, part_bytes
+from deltawire.publish.history import CHUNK, CHUNK_LOG2, History
+from deltawire.run.keys import ANCHORS, DELTAS, check_version, is_file_name
+from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
+from deltawire.store import Buffer, Pieces, Store
+from deltawire.store.transfer import Measured
+from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
+from deltawire.tensors.weights import TensorSpec
+from deltawire.workers import Workers
+
+PARALLEL = 4
+MOST_FILES = 1000
+
+# Files next to a checkpoint that no engine needs: the same weights in other formats.
+_OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".npz"}
+
+
+def encode_delta(
+    history: History, base: WeightVersion, version: int, allowed: list[str], workers: Workers
+) -> tuple[DeltaInfo, list[Entry], dict[str, Digest]]:
+    """The delta between two versions of a history: header, entries, and what each tensor's digest gains by it."""
+    entries, gains = encode_changes(history, base.version, version, allowed, workers)
+    changed = {entry.name for entry in entries}
+    info = DeltaInfo.after(
+        base,
+        version,
+        sum(gains.values(), Digest()),
+        num_changed=sum(entry.num_changed for entry in entries),
+        num_elements=history.num_elements,
+        tied={name: to for name, to in history.tied.items() if to in changed},
+    )
+    return info, entries, gains
+
+
+def encode_changes(
+    history: History, base: int, version: int, allowed: list[str], workers: Workers
+) -> tuple[list[Entry], dict[str, Digest]]:
+    """The entries for the boxes that changed between two versions, and what each adds to the digest."""
+    prepared = history.prepared(base, version)
+
+    def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
+        if name in prepared:
+            encoded, gain = prepared[name]
+            return Entry.of(name, history.specs[name][0], history.boxes[name], encoded), gain
+        old, new = history.at(name, base), history.at(name, version)
+        # No tile is larger than what a history reads at a time.
+        tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
+        return encode_box(name, history.specs[name][0], old, new, history.boxes[name], allowed, workers, tile_log2)
+
+    entries, gains = [], {}
+    num_changed = history.changed_since(base, version)
+    for name, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
+        gains[name] = gain
+        if entry is not None:
+            entries.append(entry)
+    return entries, gains
+
+
+def whole_digest(history: History, boxes: Mapping[str, Digest]) -> Digest:
+    """The digest of all weights, from the contributions of the boxes."""
+    constants = (tensor_key(name, dtype, shape).constant for name, (dtype, shape) in history.specs.items())
+    return sum(constants, sum(boxes.values(), Digest()))
+
+
+def box_digests(history: History, version: int, workers: Workers) -> dict[str, Digest]:
+    """The contribution of each tensor's box to the digest of a version, without the tensors' constants."""
+    return {name: history.digest_of(name, version, workers) for name in history.specs}
+
+
+def advanced(digests: Mapping[str, Digest], gains: Mapping[str, Digest]) -> dict[str, Digest]:
+    """The digests after adding the gains."""
+    return {name: each + gains.get(name, Digest()) for name, each in digests.items()}
+
+
+def put_delta(store: Store, info: DeltaInfo, entries: list[Entry], max_file_bytes: int) -> StoredHop:
+    """Upload a delta, and return it as a hop."""
+    groups = split(entries, max_file_bytes)
+    names = delta_names(info.version, info.base_version, len(groups))
+    return delta_hop(info, put_parts(store, info, groups, names), Counter(entry.encoding for entry in entries))
+
+
+def delta_names(version: int, base: int, num_parts: int) -> list[str]:
+    """The file names of a delta's parts, unique to each call."""
+    return part_names(f"{check_version(version):08}-from-{base:08}-{token_hex(6)}", check_count(num_parts))
+
+
+def check_count(num_files: int) -> int:
+    """Return the number, or raise ValueError if a manifest cannot list so many files."""
+    if num_files > MOST_OBJECTS - MOST_FILES:
+        raise ValueError(f"{num_files} files are more than a manifest holds: choose a larger max_file_bytes")
+    return num_files
+
+
+def put_parts(
+    store: Store, info: DeltaInfo, groups: Sequence[list[Entry]], names: Sequence[str], first: int = 1
+) -> tuple[StoredObject, ...]:
+    """Upload some parts of a delta, numbered from `first`; `names` are the names of all its parts."""
+    jobs = [
+        (DELTAS + names[number - 1], names[number - 1], list(part_bytes(info, group, number, len(names))))
+        for number, group in enumerate(groups, first)
+    ]
+    return _put_all(store, jobs)
+
+
+def delta_hop(info: DeltaInfo, objects: tuple[StoredObject, ...], encodings: Mapping[str, int]) -> StoredHop:
+    return StoredHop(
+        version=info.version,
+        base=info.base_version,
+        digest=info.digest,
+        base_digest=info.base_digest,
+        objects=objects,
+        num_changed=info.num_changed,
+        encodings=dict(sorted(encodings.items())),
+    )
+
+
+def put_anchor(
+    store: Store,
+    run: str,
+    history: History,
+    version: int,
+    state: Digest,
+    extra_files: Sequence[StoredObject],
+    max_file_bytes: int,
+) -> StoredHop:
+    """Upload all weights of a version as a checkpoint; `extra_files` are in the store already."""
+    specs = {name: (dtype.name, shape) for name, (dtype, shape) in history.specs.items()}
+    metadata = {"format": "pt"} | anchor_info(run, version, state, history.num_elements, history.tied)
+    shards = split_shards(specs, max_file_bytes)
+    check_count(len(shards))
+    folder = anchor_folder(version)
+
+    def pieces(name: str) -> Iterator[Buffer]:
+        bits = history.at(name, version)
+        for start in range(0, len(bits), CHUNK):
+            yield raw(bits[start : start + CHUNK])
+
+    objects = put_shards(store, folder, shards, metadata, pieces)
+    return anchor_hop(version, state, (*objects, *put_index(store, folder, shards), *extra_files), specs)
+
+
+def anchor_folder(version: int) -> str:
+    """The key prefix of an anchor's files, unique to each call."""
+    return f"{ANCHORS}{check_version(version):08}-{token_hex(6)}/"
+
+
+def put_shards(
+    store: Store,
+    folder: str,
+    shards: Mapping[str, Mapping[str, TensorSpec]],
+    metadata: Mapping[str, str],
+    pieces: Callable[[str], Iterable[Buffer]],
+) -> tuple[StoredObject, ...]:
+    """Upload files of a checkpoint; `pieces` yields the bytes of a tensor."""
+    return _put_all(
+        store, [(folder + file, file, AnchorShard(specs, metadata, pieces)) for file, specs in shards.items()]
+    )
+
+
+def put_index(store: Store, folder: str, shards: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[StoredObject, ...]:
+    """Upload the index of a checkpoint that has several files."""
+    return _put_all(store, [(folder + INDEX_NAME, INDEX_NAME, [index_bytes(shards)])] if len(shards) > 1 else [])
+
+
+def anchor_hop(
+    version: int, state: Digest, objects: tuple[StoredObject, ...], specs: Mapping[str, TensorSpec]
+) -> StoredHop:
+    return StoredHop(
+        version=version,
+        base=None,
+        digest=state,
+        base_digest=None,
+        objects=objects,
+        num_changed=sum(prod(shape) for _, shape in specs.values()),
+        encodings={"dense": len(specs)},
+    )
+
+
+def put_files(store: Store, version: int, files: Sequence[Path]) -> tuple[StoredObject, ...]:
+    """Upload extra files: configuration, tokenizer."""
+    folder = anchor_folder(version)
+    return _put_all(store, [(folder + file.name, file.name, [file.read_bytes()]) for file in files])
+
+
+def check_files(files: Sequence[str | Path]) -> list[Path]:
+    """The extra files as paths, or an error where an anchor cannot hold one."""
+    if isinstance(files, (str, Path)):
+        raise TypeError(f"files is a list of paths, not one: [{str(files)!r}]")
+    paths = [Path(file) for file in files]
+    names = [path.name for path in paths]
+    for path in paths:
+        if not path.exists():
+            raise ObjectMissing(f"{path}, to upload beside the weights, does not exist: check files=", path=str(path))
+        if not path.is_file():
+            raise ValueError(f"{path} is not a file, so it cannot be uploaded with the weights: list files one by one")
+        if not is_file_name(path.name):
+            allowed = f"ASCII letters, digits, '_', '.', '+' and '-', and is not {STATE_NAME}"
+            raise ValueError(f"{path} cannot be uploaded, rename it: a name has {allowed}")
+        if path.name.endswith((".safetensors", ".safetensors.index.json")):
+            raise ValueError(
+                f"{path} cannot be uploaded: an anchor has files of that name itself; leave it out of files="
+            )
+        if names.count(path.name) > 1:
+            raise ValueError(f"two files are called {path.name}, and an anchor is one folder: rename one")
+    if len(paths) > MOST_FILES:
+        raise ValueError(f"{len(paths)} extra files are too many: list at most {MOST_FILES}")
+    return paths
+
+
+def is_worth_sending(file: Path) -> bool:
+    """Whether a file next to a checkpoint belongs to the model: configuration, tokenizer and the like."""
+    is_small = file.is_file() and file.stat().st_size <= 64 << 20
+    return file.suffix not in _OTHER_WEIGHTS and is_file_name(file.name) and is_small
+
+
+class AnchorShard:
+    """One file of an anchor, read piece by piece while training goes on."""
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], pieces: Callable[[str], Iterable[Buffer]]
+    ) -> None:
+        self._pieces = pieces
+        self._slots = lay_out(specs)
+        self._header = header_bytes(self._slots, metadata)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        yield self._header
+        for name in self._slots:
+            yield from self._pieces(name)
+
+
+def _put_all(store: Store, jobs: Sequence[tuple[str, str, Pieces]]) -> tuple[StoredObject, ...]:
+    def put(job: tuple[str, str, Pieces]) -> StoredObject:
+        key, file, pieces = job
+        measured = Measured(pieces)
+        store.put(key, measured)
+        return StoredObject(key, measured.num_bytes, measured.sha256, file)
+
+    if len(jobs) < 2:
+        return tuple(map(put, jobs))
+    with ThreadPoolExecutor(PARALLEL, "deltawire-upload") as pool:
+        return tuple(pool.map(put, jobs))

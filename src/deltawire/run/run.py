@@ -1,0 +1,228 @@
+"""A run in a store: reads and writes its documents, and lists its versions and hops."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeVar
+
+from deltawire.errors import BrokenChain, ChainError, Conflict, CorruptObject, Fenced, ObjectMissing, RunMismatch
+from deltawire.redact import redacted
+from deltawire.run.keys import (
+    ANCHORS,
+    DELTAS,
+    MANIFESTS,
+    RUN_KEY,
+    hop_key,
+    manifest_key,
+    read_document_key,
+    read_object_key,
+)
+from deltawire.run.manifest import (
+    MOST_BYTES,
+    Manifest,
+    StoredHop,
+    Verify,
+    hop_bytes,
+    manifest_bytes,
+    read_hop,
+    read_manifest,
+    read_run,
+    run_bytes,
+)
+from deltawire.run.planner import ListedHop, hop_text
+from deltawire.run.signing import signer, verifier
+from deltawire.store import Store, open_store
+
+READ_ATTEMPTS = 3
+
+Document = TypeVar("Document")
+
+
+class Run:
+    """Access to one run in a store. Every document is checked on reading: its syntax, its run, and its signature.
+
+    Args:
+        store: A URL, a folder or a store.
+        public_key: Accept only documents signed with this key: 64 hexadecimal digits, or a file with them.
+        sign_with: A private key file (PEM) to sign documents with.
+        expected: Accept only the run with this id.
+    """
+
+    def __init__(
+        self,
+        store: str | Path | Store,
+        *,
+        public_key: str | None = None,
+        sign_with: str | Path | None = None,
+        expected: str | None = None,
+    ) -> None:
+        self.expected = expected
+        """The only run id that is accepted; None for any."""
+        self.store = open_store(store)
+        self._verify = None if public_key is None else verifier(public_key)
+        self._sign = None if sign_with is None else signer(sign_with)
+        self._id: str | None = None
+        self._manifests: dict[int, Manifest] = {}
+        self.writer = token_hex(8)
+        """Identifies the documents of this process."""
+
+    def __repr__(self) -> str:
+        return f"Run({redacted(self.store.url)!r}, id={self._id!r})"
+
+    @property
+    def id(self) -> str:
+        """The run's id, from `run.json`."""
+        if self._id is None:
+            try:
+                found = self._read(RUN_KEY, read_run)
+            except ObjectMissing:
+                raise ObjectMissing(
+                    f"there is no run at {self.store.url}: publish to it first, or check the URL", url=self.store.url
+                ) from None
+            if self.expected not in (None, found):
+                raise RunMismatch(
+                    f"{self.store.url} holds run {found}, not {self.expected}: check the URL, or name the run that is "
+                    "there. Nothing was fetched",
+                    expected=self.expected, actual=found,
+                )  # fmt: skip
+            self._id = found
+        return self._id
+
+    @property
+    def known_id(self) -> str | None:
+        """The run's id if it was read already, without a request to the store."""
+        return self._id
+
+    def exists(self) -> bool:
+        """Whether the store holds a run."""
+        try:
+            return bool(self.id)
+        except ObjectMissing:
+            return False
+
+    def start(self, name: str | None) -> None:
+        """Write `run.json`, or continue the run that exists."""
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"a run's id is a text, not {type(name).__name__}")
+        data = run_bytes(f"run-{token_hex(4)}" if name is None else name, self.writer, time.time(), self._sign)
+        try:
+            self.store.create(RUN_KEY, data)
+        except Conflict:
+            if name is not None and self.id != name:
+                raise Conflict(
+                    f"{self.store.url} holds run {self.id}, not {name}", expected=name, actual=self.id
+                ) from None
+
+    def versions(self, after: int = -1) -> list[int]:
+        """All versions later than `after`, in order."""
+        documents = (read_document_key(key) for key in self._document_keys(after))
+        return [document[0] for document in documents if document is not None and document[2]]
+
+    def latest(self, after: int = -1) -> int | None:
+        """The newest version; None if none is later than `after`."""
+        versions = self.versions(after)
+        return versions[-1] if versions else None
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of a version, cached."""
+        known = self._manifests.get(version)
+        if known is not None:
+            return known
+        try:
+            manifest = self._read(manifest_key(version), read_manifest)
+        except ObjectMissing:
+            raise ObjectMissing(
+                f"version {version} does not exist in {self.store.url}, or was removed", version=version
+            ) from None
+        if (manifest.run, manifest.version) != (self.id, version):
+            if manifest.run != self.id and self._read(RUN_KEY, read_run) == manifest.run:
+                raise RunMismatch(
+                    f"{self.store.url} held run {self.id}, and holds run {manifest.run} now: to follow that, start "
+                    "again with fresh weights or an empty folder",
+                    expected=self.id, actual=manifest.run,
+                )  # fmt: skip
+            raise CorruptObject(
+                f"the manifest of version {version} is about version {manifest.version} of run {manifest.run}",
+                version=version,
+            )
+        self._remember(manifest)
+        return manifest
+
+    def _read(self, key: str, parse: Callable[[bytes, Verify | None], Document]) -> Document:
+        """Read a document, again if it arrives damaged."""
+        for _ in range(READ_ATTEMPTS - 1):
+            try:
+                return parse(self.store.get(key, limit=MOST_BYTES), self._verify)
+            except CorruptObject:
+                continue
+        return parse(self.store.get(key, limit=MOST_BYTES), self._verify)
+
+    def _remember(self, manifest: Manifest) -> None:
+        if len(self._manifests) > 256:
+            self._manifests.pop(min(self._manifests))
+        self._manifests[manifest.version] = manifest
+
+    def hop(self, version: int, base: int | None) -> StoredHop:
+        """The hop from a base to a version; BrokenChain if no document confirms it."""
+        try:
+            run, hop = self._read(hop_key(version, base), read_hop)
+        except ObjectMissing:
+            run, hop = self.id, self.manifest(version).hop
+        if (run, hop.version, hop.base) != (self.id, version, base):
+            raise BrokenChain(f"{hop_text(ListedHop(version, base, 0))} is not part of the chain", version=version)
+        return hop
+
+    def hops(self, after: int = -1) -> list[ListedHop]:
+        """Every hop to a version later than `after`, found by listing; no document is read.
+
+        If an upload that was never committed exists next to a committed one, the larger size is given; `hop` has the
+        right one.
+        """
+        documents = {document for key in self._document_keys(after) if (document := read_document_key(key))}
+        own = {version for version, _, is_manifest in documents if is_manifest}
+        further = {(version, base) for version, base, is_manifest in documents if not is_manifest}
+        sizes: dict[tuple[int, int | None], dict[str, int]] = {}
+        for version, base, upload, num_bytes in self._uploads(after):
+            if version in own or (version, base) in further:
+                uploads = sizes.setdefault((version, base), {})
+                uploads[upload] = uploads.get(upload, 0) + num_bytes
+        return sorted(
+            (ListedHop(version, base, max(uploads.values())) for (version, base), uploads in sizes.items()),
+            key=lambda hop: (hop.version, -1 if hop.base is None else hop.base),
+        )
+
+    def _uploads(self, after: int) -> Iterator[tuple[int, int | None, str, int]]:
+        for folder in (DELTAS, ANCHORS):
+            for stat in self.store.list(folder, after=f"{folder}{after + 1:08}"):
+                if about := read_object_key(stat.key):
+                    yield *about, stat.num_bytes
+
+    def _document_keys(self, after: int) -> Iterator[str]:
+        for stat in self.store.list(MANIFESTS, after=manifest_key(after) if after >= 0 else ""):
+            yield stat.key
+
+    def commit(self, data: bytes, manifest: Manifest) -> None:
+        """Make a version exist, or raise Fenced if another writer has published it first."""
+        try:
+            self.store.create(manifest_key(manifest.version), data)
+        except Conflict:
+            raise Fenced(
+                f"another writer has published version {manifest.version} of run {self.id}: this one must stop. "
+                "Close this publisher; to continue from the newest version, create a new one",
+                version=manifest.version,
+            ) from None
+        self._remember(manifest)
+
+    def sign(self, manifest: Manifest) -> bytes:
+        """The bytes of a manifest, signed if there is a key."""
+        return manifest_bytes(manifest, self._sign)
+
+    def commit_hop(self, hop: StoredHop) -> None:
+        """Commit an additional hop. If another writer has committed it first, theirs stays."""
+        data = hop_bytes(self.id, hop, self.writer, time.time(), self._sign)
+        try:
+            self.store.create(hop_key(hop.version, hop.base), data)
+        except Conflict:
+            if self.hop(hop.version, hop.base).digest != hop.digest:
+                raise ChainError(f"two hops to version {hop.version} lead to different weights") from None

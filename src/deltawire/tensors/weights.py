@@ -1,0 +1,286 @@
+"""Weights of numpy, ml_dtypes and torch viewed as flat arrays of unsigned integers, and written in place."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from deltawire.tensors.boxes import Box, Positions
+from deltawire.tensors.dtypes import Bits, DType, dtype_named, no_room
+
+Weights = Mapping[str, Any]
+# One dtype for all, or a mapping from tensor names: a dtype's name, or a dtype of torch or numpy.
+DTypeChoice = Any
+
+# The dtype (its safetensors name) and the shape of a tensor.
+TensorSpec = tuple[str, tuple[int, ...]]
+
+# Device, address, shape, strides and dtype.
+Place = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """The bits of one tensor, flat and contiguous, with its dtype and shape."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    bits: Bits
+
+
+def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
+    """View a numpy array or a torch tensor as bits, without a copy if it is contiguous and in host memory.
+
+    `dtype` is what the bits mean if that differs from the array's own dtype (bf16 kept as 16-bit integers): one dtype
+    for all, or a mapping from tensor names.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if is_torch(value):
+        array, own = _torch_bits(name, value)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        try:
+            native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+            array, own = np.ascontiguousarray(native), value.dtype.name
+        except MemoryError:
+            raise no_room(f"a contiguous copy of {name}", value.nbytes) from None
+    else:
+        raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
+    stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+    kind = dtype_named(own if stated is None else stated)
+    if kind.itemsize != array.dtype.itemsize:
+        raise ValueError(
+            f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}"
+        )
+    return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
+
+
+def mapping_of(weights: Any) -> Weights:
+    """Weights by name, from a mapping or from the `state_dict` of a torch module."""
+    if hasattr(weights, "state_dict") and not isinstance(weights, Mapping):
+        weights = weights.state_dict()
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"expected weights by name (a mapping, or a torch module), got {type(weights).__name__}")
+    return weights
+
+
+class Viewed(Mapping[str, Tensor]):
+    """Weights as bits, each tensor viewed on access; tied names are left out."""
+
+    def __init__(self, weights: Weights, dtype: DTypeChoice = None, tied: Mapping[str, str] | None = None) -> None:
+        self._weights, self._dtype = weights, dtype
+        self._names = [name for name in weights if name not in (tied or {})]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return view(name, self._weights[name], self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def spec(self, name: str) -> TensorSpec:
+        return (
+            spec(self._weights, name) if hasattr(self._weights, "spec") else (self[name].dtype.name, self[name].shape)
+        )
+
+    def num_elements(self, name: str) -> int:
+        return num_elements(self._weights, name)
+
+
+def tied_names(weights: Weights) -> dict[str, str]:
+    """Names whose tensor is the same memory as an earlier name's, such as tied embeddings."""
+    stated = getattr(weights, "tied", None)
+    if stated is not None:
+        return dict(stated)
+    first: dict[Place, str] = {}
+    tied, alive = {}, []
+    for name in weights:
+        value = weights[name]
+        where = place(value)
+        # A tensor that is created on each access is not shared.
+        if where is None or place(weights[name]) != where:
+            continue
+        # Keep it alive: the address of a freed tensor may be reused by another one.
+        alive.append(value)
+        to = first.setdefault(where, name)
+        if to != name:
+            tied[name] = to
+    return tied
+
+
+def untied_name(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = None) -> str | None:
+    """A tied name whose weights differ from those it is tied to, if any; names that are absent are skipped."""
+    for name, to in tied.items():
+        if name not in weights or to not in weights:
+            continue
+        value, other = weights[name], weights[to]
+        where = place(value)
+        if where is not None and where == place(other):
+            continue
+        mine, others = view(name, value, dtype), view(to, other, dtype)
+        if (mine.dtype, mine.shape) != (others.dtype, others.shape) or not np.array_equal(mine.bits, others.bits):
+            return name
+    return None
+
+
+def aliases_of(tied: Mapping[str, str]) -> dict[str, list[str]]:
+    """The tied names of each tensor."""
+    aliases: dict[str, list[str]] = {}
+    for name, to in tied.items():
+        aliases.setdefault(to, []).append(name)
+    return aliases
+
+
+def boxes_of(weights: Weights) -> Mapping[str, Box]:
+    """The box of each tensor of which the weights hold only a part."""
+    boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
+    return boxes
+
+
+def place(value: Any) -> Place | None:
+    """The memory location of a tensor: equal for two live tensors only if they are the same. None if it is empty."""
+    if isinstance(value, Tensor):
+        where = place(value.bits)
+        return None if where is None else (*where, value.dtype.name, value.shape)
+    if hasattr(value, "to_local"):
+        return ("DTensor", id(value))  # a rank may hold no part of it; if tied, it is one object under two names
+    if is_torch(value):
+        if not value.numel() or value.is_meta or str(value.layout) != "torch.strided":
+            return None
+        return (str(value.device), value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
+    if isinstance(value, np.ndarray) and value.size:
+        return ("cpu", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+    return None
+
+
+def num_elements(weights: Weights, name: str) -> int:
+    """The number of elements of a tensor, without reading it if the weights are a checkpoint on disk."""
+    count = getattr(weights, "num_elements", None)
+    return count(name) if count is not None else prod(getattr(weights[name], "shape", ()))
+
+
+def spec(weights: Weights, name: str) -> TensorSpec:
+    """The dtype and shape of a tensor, without reading it if the weights are a checkpoint on disk."""
+    known = getattr(weights, "spec", None)
+    if known is not None:
+        stated: TensorSpec = known(name)
+        return stated
+    tensor = view(name, weights[name])
+    return tensor.dtype.name, tensor.shape
+
+
+def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
+    """Set elements of an array or tensor by flat position."""
+    if isinstance(value, Tensor):
+        value.bits[positions] = bits
+        return
+    if is_torch(value) and value.device.type != "cpu":
+        import torch
+
+        flat = value.detach().view(-1).view(_torch_integer(value.element_size()))
+        fresh = torch.from_numpy(bits.view(f"<i{bits.dtype.itemsize}")).to(value.device)
+        where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
+        flat[where] = fresh
+        return
+    array = _torch_bits("", value)[0] if is_torch(value) else value
+    array.reshape(-1).view(bits.dtype)[positions] = bits
+
+
+def writable(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, Any]:
+    """The tensors of some names, after checking that writing to them in place changes them and nothing else.
+
+    Only names that are tied to the same tensor may share memory.
+    """
+    values = {}
+    for name in names:
+        value = values[name] = weights[name]
+        check_writable(name, value)
+        if place(weights[name]) != place(value):
+            raise ValueError(f"{name}: the target gives another copy on each access, so what is written to it is lost")
+    end, before = ("", 0), ""
+    for device, start, stop, name in sorted(_span(value, name) for name, value in values.items()):
+        if (device, start) < end and not (
+            tied.get(name, name) == tied.get(before, before) and place(values[name]) == place(values[before])
+        ):
+            raise ValueError(
+                f"{before} and {name} share memory at the target, and are two tensors in the run: give each its own, "
+                "or tie them at the trainer"
+            )
+        if (device, stop) > end:
+            end, before = (device, stop), name
+    return values
+
+
+def _span(value: Any, name: str) -> tuple[str, int, int, str]:
+    """The memory range of a contiguous tensor."""
+    value = value.bits if isinstance(value, Tensor) else value
+    if is_torch(value):
+        return str(value.device), value.data_ptr(), value.data_ptr() + value.numel() * value.element_size(), name
+    start = value.__array_interface__["data"][0]
+    return "cpu", start, start + value.nbytes, name
+
+
+def check_writable(name: str, value: Any) -> None:
+    """Reject tensors that `write` cannot change in place."""
+    if is_torch(value):
+        check_plain(name, value)
+    value = value.bits if isinstance(value, Tensor) else value
+    contiguous = value.is_contiguous() if is_torch(value) else value.flags.c_contiguous
+    if not contiguous:
+        raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
+    if is_torch(value):
+        return
+    if not value.flags.writeable:
+        raise ValueError(f"{name} is read-only; pass an array that can be changed")
+    if not value.dtype.isnative:
+        raise ValueError(f"{name} is in the other byte order; pass an array in this machine's")
+
+
+def is_torch(value: Any) -> bool:
+    """Whether a value is a torch tensor, without importing torch."""
+    return hasattr(value, "data_ptr") and any(kind.__module__ == "torch" for kind in type(value).__mro__)
+
+
+def _torch_integer(itemsize: int) -> Any:
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+
+
+def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
+    if hasattr(value, "to_local"):
+        raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
+    check_plain(name, value)
+    flat = value.detach().resolve_neg().contiguous().view(-1)
+    return torch_view(flat), str(value.dtype).removeprefix("torch.")
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Reject torch tensors that are not plain dense ones: meta, sparse, quantized or wrapper tensors."""
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where tensors have no values: load the weights first")
+    if str(value.layout) != "torch.strided":
+        raise ValueError(f"{name} is a sparse tensor ({value.layout}): give it as a dense one, with to_dense()")
+    is_wrapper = hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
+    if value.is_quantized or is_wrapper:
+        kind = type(value).__name__ if is_wrapper else "quantized"
+        raise TypeError(
+            f"{name} is {kind}, not a plain dense tensor: publish the model that it was made from, or a mapping of "
+            "the plain tensors that it consists of"
+        )
+
+
+def torch_view(flat: Any) -> Bits:
+    """The bits of a flat tensor, without a copy if it is in host memory."""
+    signed = flat.view(_torch_integer(flat.element_size()))
+    if signed.is_cuda:
+        import torch
+
+        # Into page-locked memory, which torch caches for the next call.
+        signed = torch.empty(signed.shape, dtype=signed.dtype, pin_memory=True).copy_(signed)
+    bits: Bits = signed.cpu().numpy().view(f"<u{flat.element_size()}")
+    return bits

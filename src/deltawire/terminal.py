@@ -1,0 +1,257 @@
+"""Output of the commands: data on stdout as text or JSON, the rest on stderr, an exit code for each kind of error.
+
+Run ids, names of tensors and replicas, and messages of stores and servers are untrusted. All text for people goes
+through `say` or a drawing, which remove terminal control characters; JSON has its own escapes, and stays exact.
+"""
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+
+from deltawire import errors
+from deltawire.redact import redacted
+
+# Click itself exits with 2 where the usage is wrong.
+FAILURE, MISMATCH = 1, 3
+
+Hints = list[tuple[type[errors.DeltawireError], str]]
+
+# What to do next, by type of error; the first that matches is shown.
+_FILE_HINTS: Hints = [
+    (errors.BaseMismatch, "see which version you have with: deltawire verify CHECKPOINT"),
+    (errors.DigestMismatch, "fetch or make the file again, then check it with: deltawire verify"),
+    (errors.UnsupportedFormat, "see what the file says of itself with: deltawire inspect FILE"),
+    (errors.CorruptObject, "fetch or make the file again"),
+]
+_RUN_HINTS: Hints = [
+    (errors.BaseMismatch, "leave --base out, and the weights are fetched; or send all with --anchor"),
+    (errors.SignatureMismatch, "give what deltawire keygen printed for this run as --public-key; nothing was changed"),
+    (errors.DigestMismatch, "see all that is damaged with: deltawire verify {url}"),
+    (errors.CorruptObject, "see all that is damaged with: deltawire verify {url}"),
+    (errors.Fenced, "see what the other has published with: deltawire ls {url}; then publish again"),
+    (errors.MissingAnchor, "send all weights with: deltawire publish CHECKPOINT --to {url} --anchor"),
+    (errors.BrokenChain, "see what is missing with: deltawire verify {url}; publish with --anchor to start over"),
+    (errors.ObjectMissing, "see which versions there are with: deltawire ls {url}"),
+    (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
+    (errors.EngineError, "where names, shapes or dtypes have changed, send all weights with --anchor"),
+]
+# The extra that installs a package, for commands that import it directly.
+_EXTRAS = {
+    "torch": "torch", "huggingface_hub": "hub", "hf_xet": "hub", "cryptography": "signing", "httpx": "agent",
+    "starlette": "agent", "uvicorn": "agent", "prometheus_client": "agent", "vllm": "vllm", "trl": "trl",
+    "openenv": "demo", "pydantic": "demo",
+}  # fmt: skip
+_NO_RUN = "start it with: deltawire publish CHECKPOINT --to {url}"
+_DISK_FULL = "free some space, then run the same command again"
+
+
+@contextmanager
+def speaking_errors(url: str | None = None) -> Iterator[None]:
+    """Turn errors into a message, a hint and an exit code. DELTAWIRE_DEBUG=1 shows the traceback.
+
+    `url` is the run that the command works on, if it does.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "deltawire"):
+            raise
+        _end(errors.MissingDependency(_install_text(error.name or "")), url)
+    except MemoryError as error:
+        _end(errors.NotEnoughMemory(f"there is not enough memory: {error}"), url)
+    except ValueError as error:
+        raise click.UsageError(plain(error)) from error
+    except (errors.DeltawireError, OSError) as error:
+        _end(error, url)
+
+
+def _end(error: Exception, url: str | None) -> NoReturn:
+    if os.environ.get("DELTAWIRE_DEBUG") == "1":
+        raise error
+    say(f"error: {plain(_sentence(error))}", err=True)
+    if hint := _hint(error, url):
+        say(f"hint: {hint}", err=True)
+    sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
+
+
+def _install_text(module: str) -> str:
+    package = module.partition(".")[0]
+    extra = _EXTRAS.get(package)
+    return f"{package} is not installed: pip install {package if extra is None else repr(f'deltawire[{extra}]')}"
+
+
+def need(what: str, modules: Sequence[str], extras: str) -> None:
+    """Raise MissingDependency if modules are not installed, before anything else happens."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise errors.MissingDependency(
+            f"{what} needs packages that are not installed ({', '.join(missing)}): pip install 'deltawire[{extras}]'"
+        )
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        said = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        return f"{error.filename}: {said}" if error.filename else said
+    return str(error)
+
+
+def _hint(error: Exception, url: str | None) -> str | None:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "the disk is full" in str(error):
+        return _DISK_FULL
+    hint = next((text for kind, text in _FILE_HINTS if isinstance(error, kind)), None)
+    if url is not None:
+        hint = next((text for kind, text in _RUN_HINTS if isinstance(error, kind)), None)
+    if isinstance(error, errors.ObjectMissing):
+        if "path" in error.fields:
+            return None
+        if "url" in error.fields and "key" not in error.fields:
+            hint = _NO_RUN
+    return hint and hint.format(url=url)
+
+
+def plain(text: object) -> str:
+    """Untrusted text on one line, without control characters and secrets."""
+    return "".join(each if each.isprintable() else " " for each in redacted(str(text)))
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines for people."""
+    click.echo("\n".join(map(plain, text.split("\n"))), err=err)
+
+
+def show(data: dict[str, Any], text: Callable[[], str], output_format: str) -> None:
+    """Print data as JSON, or as text for people."""
+    if output_format == "json":
+        click.echo(json.dumps(data, indent=2))
+    else:
+        say(text())
+
+
+@contextmanager
+def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """A bar over elements on stderr; nothing where that is not a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _name, _count: None
+        return
+    with click.progressbar(
+        length=max(total, 1), label=label, file=sys.stderr, item_show_func=lambda name: name and plain(name)[-40:]
+    ) as bar:
+        yield lambda name, count: bar.update(count, name)
+
+
+class ByteBar:
+    """A line on stderr that shows how many bytes have moved, and how fast; nothing where that is not a terminal."""
+
+    def __init__(self, label: str, quiet: bool, after: str = "") -> None:
+        self._label, self._after, self._shows = label, after, not quiet and sys.stderr.isatty()
+        self._started = time.monotonic()
+        self._drawn = 0.0
+        self._first: int | None = None
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            # Bytes that were there before, as when a download is resumed, do not count for the rate.
+            self._started, self._first = now, done
+        if self._shows and (now - self._drawn > 0.1 or done == total):
+            seconds = now - self._started
+            rate = f"{size_text((done - self._first) / seconds)}/s" if seconds > 0.2 else ""
+            self.note(f"{_bytes_text(done, total)}  {self._after if done == total else rate}")
+
+    def note(self, text: str) -> None:
+        """Show something else on the line."""
+        if self._shows:
+            self._drawn = time.monotonic()
+            line = plain(f"{self._label}  {text}")[: shutil.get_terminal_size().columns - 1]
+            click.echo(f"\r{line}\x1b[K", nl=False, err=True)
+
+    def __enter__(self) -> "ByteBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._drawn:
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+
+def _bytes_text(done: int, total: int | None) -> str:
+    if not total:
+        return size_text(done)
+    filled = int(24 * min(done / total, 1))
+    return f"[{'#' * filled}{'-' * (24 - filled)}]  {size_text(done)} of {size_text(total)}"
+
+
+class Drawing:
+    """A text on a terminal that is redrawn in place, cut to the size of the terminal."""
+
+    def __init__(self) -> None:
+        self._height = 0
+
+    def draw(self, text: str) -> None:
+        columns, rows = shutil.get_terminal_size()
+        lines = [plain(line)[: columns - 1] for line in text.split("\n")]
+        if len(lines) >= rows:
+            kept = max(rows - 2, 0)
+            lines[kept:] = [f"... and {len(lines) - kept} more lines"]
+        up = f"\x1b[{self._height}A" if self._height else ""
+        click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
+        self._height = len(lines)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A text table; the first column is aligned to the left, the others to the right."""
+    rows = [[plain(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, ["-" * width for width in widths], *rows]:
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people, in powers of a thousand."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"
+
+
+def percent_text(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.3f} %" if whole else "-"
+
+
+def count_text(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def age_text(seconds: float) -> str:
+    """A duration for people, in one unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def pause_text(seconds: float | None) -> str:
+    """How long an engine was paused, in milliseconds."""
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def pairs_text(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values, one pair on a line."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {plain(value)}" for name, value in rows)

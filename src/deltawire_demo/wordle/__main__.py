@@ -1,0 +1,40 @@
+"""Starts the server; its address is the first line of the output."""
+
+import socket
+
+import click
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0 takes a free one.")
+@click.option("--max-sessions", type=click.IntRange(1), default=512, show_default=True,
+              help="How many games there may be at a time, over OpenEnv and in batches each.")  # fmt: skip
+@click.option("--expire", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
+              help="Give up a game after so many seconds of silence.")  # fmt: skip
+def main(host: str, port: int, max_sessions: int, expire: float) -> None:
+    """Serve Wordle as an OpenEnv environment. Ctrl-C ends it."""
+    try:
+        listening = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host} port {port}: {error.strerror}; choose another") from None
+    try:
+        import uvicorn
+
+        from deltawire_demo.wordle.server import create
+    except ImportError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install 'deltawire[wordle]'") from None
+    application = create(max_sessions=max_sessions, expire_seconds=expire)
+    address = f"[{host}]" if ":" in host else host
+    click.echo(f"http://{address}:{listening.getsockname()[1]}")
+    config = uvicorn.Config(
+        application, log_level="warning", access_log=False, ws_max_size=1 << 16, backlog=1024,
+        timeout_graceful_shutdown=2,
+    )  # fmt: skip
+    uvicorn.Server(config).run([listening])
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m deltawire_demo.wordle")

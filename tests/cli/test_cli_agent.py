@@ -1,0 +1,336 @@
+"""The commands attach and status, as a user types them."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from deltawire.cli import attach, main
+from deltawire.cli.watch import Screen
+from deltawire.engines.agent import Agent
+from deltawire.run.run import Run
+from support import ROOT
+from support.agents import Server, Trainer, bits
+from support.chains import make_run
+from support.waiting import PATIENCE, eventually
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@contextmanager
+def program(*arguments, before="", **options):
+    """A command in a process of its own, and what is to be done there before."""
+    code = f"import sys\nsys.path[:0] = {sys.path!r}\n{before}\nfrom deltawire.cli import main\nmain()"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], **(pipes | options)) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def program_in_terminal(*arguments, **options):
+    """The same, and a function that reads what it draws until something is there."""
+    leader, follower = pty.openpty()
+    seen = b""
+
+    def read_until(text):
+        nonlocal seen
+        while text not in seen:
+            assert select.select([leader], [], [], PATIENCE)[0], seen
+            seen += os.read(leader, 65536)
+        return seen
+
+    with program(*arguments, stdout=follower, **options) as process:
+        os.close(follower)
+        yield process, read_until
+    os.close(leader)
+
+
+@pytest.fixture
+def url(tmp_path):
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def trainer(url):
+    made = Trainer(url, run="demo")
+    with made.publisher:
+        yield made
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """What attach takes for the server, of either kind."""
+    made = Server()
+    monkeypatch.setattr(attach, "make_engine", lambda *_, **__: made)
+    return made
+
+
+def attached(url, *arguments):
+    return run("attach", "--engine", "vllm", "--url", "http://server", "--from", url, "--poll", 0.05, *arguments)
+
+
+def test_attach_follows_until_a_version(url, trainer, server, tmp_path):
+    def train():
+        for version in range(3):
+            eventually(lambda: server.engine.state is not None and server.engine.state.version == version)  # noqa: B023
+            trainer.step()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    result = attached(url, "--until", 3, "--format", "json", "--mirror", tmp_path / "mirror", "--name", "one")
+    thread.join()
+    assert result.exit_code == 0, result.output
+    updates = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [update["version"] for update in updates] == [0, 1, 2, 3]
+    assert [update["anchor"] for update in updates] == [True, False, False, False]
+    assert updates[3]["pause_seconds"] > 0
+    assert updates[3]["digest"] == str(trainer.publisher.run.manifest(3).digest)
+    assert bits(server.model) == bits(trainer.model)
+    again = attached(url, "--until", 3, "--mirror", tmp_path / "mirror")
+    assert (again.exit_code, again.stdout) == (0, "")  # it is there already
+    trainer.step()
+    line = attached(url, "--until", 4, "--mirror", tmp_path / "mirror").stdout
+    assert line.startswith("version 4 (from 3), lag 0,")
+    assert " ms, faults 0" in line
+
+
+def test_the_table_shows_the_pause(url, trainer, server):
+    with Agent(server, url) as agent:
+        screen = Screen(agent.replica, "vllm at http://server")
+        assert "waiting" in screen.text()
+        for _ in range(2):
+            screen.pulled(agent.replica.pull())
+            trainer.step()
+    head, header, _, *rows = screen.text().splitlines()
+    assert head.startswith("version 1  current  faults 0  vllm at http://server")
+    assert header.split() == [
+        "version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", "pause", "faults", "ago",
+    ]  # fmt: skip
+    assert rows[0].split()[:3] == ["0", "anchor", "0"]
+    assert rows[1].split()[:4] == ["1", "0", "0", "12"]
+    assert " ms " in rows[1]
+
+
+@pytest.mark.process
+def test_attach_on_a_terminal_ends_on_a_signal(url, trainer):
+    with program_in_terminal(
+        "attach", "--engine", "vllm", "--url", "http://server", "--from", url, "--poll", 0.05, "--listen", 0,
+        before="from deltawire.cli import attach\nfrom support.agents import Server\n"
+        "attach.make_engine = lambda *_, **__: Server()",
+        env={**os.environ, "DELTAWIRE_TOKEN": "s3cret"},
+    ) as (process, read_until):  # fmt: skip
+        address = process.stderr.readline().split()[-1]
+        written = read_until(b"version 0  current")
+        answer = httpx.post(f"http://{address}/nudge", headers={"Authorization": "Bearer s3cret"})
+        assert answer.status_code == 202
+        assert httpx.get(f"http://{address}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr.read() == ""
+    assert b"\x1b[" in written
+    assert b"pause" in written
+    assert "0 replicas" in run("status", url).stdout
+
+
+@pytest.mark.process
+def test_attach_waits_for_a_server_that_is_not_there(url, trainer):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = ["attach", "--engine", "vllm", "--url", f"http://127.0.0.1:{port}", "--from", url, "--listen", 0]
+    with program(*command) as process:
+        address = process.stderr.readline().split()[-1]
+        assert process.stderr.readline().startswith(f"fault: http://127.0.0.1:{port} does not answer")
+        answer = httpx.get(f"http://{address}/health")
+        assert (answer.status_code, answer.json()["error"]) == (503, "EngineUnavailable")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_attach_says_what_is_wrong(url, trainer, server, tmp_path, monkeypatch):
+    monkeypatch.delenv("DELTAWIRE_TOKEN", raising=False)
+    (tmp_path / "empty").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for arguments, code, text in [
+            (["--mode", "patch"], 2, "--engine sglang"),
+            (["--engine", "sglang", "--mode", "disk"], 2, "needs --mirror"),
+            (["--listen", ":9100"], 2, "HOST:PORT"),
+            (["--listen", "127.0.0.1:99999"], 2, "HOST:PORT"),
+            (["--listen", port], 1, f"cannot listen on 127.0.0.1 port {port}"),
+            (["--token-file", tmp_path / "none"], 2, "goes with --listen"),
+            (["--listen", 0, "--token-file", tmp_path / "none"], 2, "No such file"),
+            (["--listen", 0, "--token-file", tmp_path / "empty"], 2, "is empty"),
+            (["--api-key-env", "NO_SUCH_KEY"], 2, "name of an environment variable"),
+            (["--name", "../x"], 2, "name"),
+        ]:
+            result = attached(url, *arguments)
+            assert result.exit_code == code, (arguments, result.output)
+            assert text in result.stderr, arguments
+
+
+def test_attach_takes_the_token_from_a_file(url, trainer, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("DELTAWIRE_TOKEN", "other")
+    (tmp_path / "token").write_text("s3cret\n")
+    assert attach.token_of(tmp_path / "token") == "s3cret"
+    assert attach.token_of(None) == "other"
+    assert attach.AddressType().convert("[::1]:80", None, None) == ("::1", 80)
+    assert attach.AddressType().convert("9100", None, None) == ("127.0.0.1", 9100)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_engines_have_the_options_of_the_command(tmp_path, kind):
+    pytest.importorskip(f"deltawire.engines.{kind}.client")
+    engine = attach.make_engine(
+        kind, "http://127.0.0.1:9/", mode="patch", stage=tmp_path, kv="recompute", api_key="key"
+    )
+    assert (engine.kind, engine.address) == (kind, "http://127.0.0.1:9")
+    engine.close()
+
+
+def beat(url, name, age_seconds=0.0, **status):
+    """What a replica would have written some time ago."""
+    path, written = Path(url, "replicas", f"{name}.json"), Path(url, "written")
+    path.parent.mkdir(exist_ok=True)
+    written.write_text(json.dumps({"name": name, "run": "demo", "version": None, "error": None, **status}))
+    os.utime(written, times=(time.time() - age_seconds,) * 2)
+    written.replace(path)
+
+
+@pytest.fixture
+def fleet(url):
+    """A run at version 4 and five replicas."""
+    make_run(5, url)
+    vllm = {"kind": "vllm", "address": "http://host:8000"}
+    beat(url, "good", version=4, engine=vllm, pause_seconds=0.0123)
+    beat(url, "late", version=1)
+    beat(url, "long-pull", age_seconds=300, version=1, using=["1 -> 4"])
+    beat(url, "bad", version=3, engine={**vllm, "kind": "v\x1b[2Jllm"}, error="http://host:8000 does not answer\n!")
+    beat(url, "away", age_seconds=300, version=4, error="old news")
+    beat(url, "odd", version="4", pause_seconds=float("nan"), engine=7, error={"a": 1})
+    Path(url, "replicas", "broken.json").write_text("{")
+    return url
+
+
+def test_status_as_json(fleet):
+    result = run("status", fleet, "--format", "json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert (data["run"], data["version"], data["step"], data["metadata"]) == ("demo", 4, None, {})
+    assert 0 <= data["age_seconds"] < 600
+    rows = {row["name"]: row for row in data["replicas"]}
+    assert list(rows) == ["away", "bad", "odd", "good", "late", "long-pull"]  # who needs help comes first
+    assert {name: row["health"] for name, row in rows.items()} == {
+        "away": "silent", "bad": "fault", "odd": "fault", "good": "ok", "late": "behind", "long-pull": "behind",
+    }  # fmt: skip
+    good = rows["good"]
+    assert (good["engine"], good["lag"], good["pause_seconds"]) == ("vllm", 0, 0.0123)
+    assert (rows["late"]["lag"], rows["late"]["engine"], rows["late"]["pause_seconds"]) == (3, None, None)
+    assert (rows["odd"]["version"], rows["odd"]["lag"], rows["odd"]["pause_seconds"]) == (None, None, None)
+    assert data["summary"] == {"replicas": 6, "ok": 1, "behind": 2, "fault": 2, "silent": 1}
+
+
+def test_status_as_a_table(fleet):
+    text = run("status", fleet).stdout
+    lines = text.splitlines()
+    assert lines[0].startswith("run demo: version 4, ")
+    assert lines[1] == "6 replicas: 1 ok, 2 behind, 2 fault, 1 silent"
+    assert lines[3].split() == ["replica", "engine", "version", "lag", "pause", "heard", "health"]
+    assert any(re.fullmatch(r"good +vllm +4 +0 +12\.3 ms +\d+ s +ok", line) for line in lines)
+    assert "silent for 5 min" in text
+    assert "fault: http://host:8000 does not answer !" in text
+    assert "\x1b" not in text
+
+
+def test_status_of_an_agent_that_is_running(url, trainer, server):
+    trainer.publisher.publish(step=70, metadata={"reward": 0.5}).wait(PATIENCE)
+    assert "0 replicas" in run("status", url).stdout
+    with Agent(server, url, name="one", poll_seconds=0.05) as agent, agent.running():
+        agent.wait(1, PATIENCE)
+        row = eventually(lambda: [row for row in status_of(url)["replicas"] if row["version"] == 1])[0]
+        assert (row["name"], row["engine"], row["lag"], row["health"]) == ("one", "torch", 0, "ok")
+        assert re.search(r'version 1, step 70, \d+ s ago, \{"reward": 0.5\}', run("status", url).stdout)
+
+
+def status_of(url):
+    return json.loads(run("status", url, "--format", "json").stdout)
+
+
+def test_status_without_a_run_or_a_version(url, tmp_path):
+    result = run("status", url)
+    assert result.exit_code == 1
+    assert "hint: start it with: deltawire publish" in result.stderr
+    Run(url).start("demo")
+    beat(url, "early")
+    assert "no version yet\n1 replica: 1 ok" in run("status", url).stdout
+    assert status_of(url)["version"] is None
+
+
+@pytest.mark.process
+def test_status_goes_on_and_prints_what_changes(fleet):
+    with program("status", fleet, "--watch", "--poll", 0.05, "--format", "json") as process:
+        first = json.loads(process.stdout.readline())
+        assert first["summary"]["behind"] == 2
+        beat(fleet, "late", version=4)
+        second = json.loads(process.stdout.readline())
+        assert (second["summary"]["behind"], second["summary"]["ok"]) == (1, 2)
+        os.remove(os.path.join(fleet, "replicas", "good.json"))
+        assert json.loads(process.stdout.readline())["summary"]["replicas"] == 5
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, out, err) == (0, "", "")
+
+
+@pytest.mark.process
+def test_status_draws_in_place_on_a_terminal(fleet):
+    with program_in_terminal("status", fleet, "-w", "--poll", 0.05) as (process, read_until):
+        read_until(b"6 replicas")
+        beat(fleet, "new", version=4)
+        written = read_until(b"7 replicas")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr.read() == ""
+    assert b"\x1b[11A\r" in written  # up, over what was there
+
+
+GUIDE = (ROOT / "docs" / "guides" / "agent.md").read_text()
+
+
+def test_the_example_of_the_guide_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    exec(compile(example, "agent.md", "exec"), {})
+    assert re.match(r"version 0, current, port \d+", capsys.readouterr().out)
+
+
+@pytest.mark.process
+def test_the_commands_of_the_guide_are_commands(url, trainer, server, tmp_path):
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
+    commands = [line.split()[1:] for line in lines if line.startswith("deltawire ")]
+    commands += [line.split()[2:] for line in GUIDE.splitlines() if line.startswith("ExecStart=")]
+    (tmp_path / "token.txt").write_text("s3cret\n")
+    assert len(commands) == 5
+    for name, *arguments in commands:
+        main.commands[name].make_context(name, arguments)
+    with Agent(server, url, port=0, token="s3cret", poll_seconds=0.05) as agent, agent.running():
+        agent.wait(0, PATIENCE)
+        for line in (line for line in lines if line.startswith("curl ")):
+            command = line.replace("curl ", "curl -sSf ").replace("9100", str(agent.port))
+            subprocess.run(command, shell=True, cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE)

@@ -1,0 +1,363 @@
+"""Real vLLM servers, driven over HTTP while they answer requests."""
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import httpx
+import pytest
+
+from deltawire import Replica
+from deltawire.engines.target import EngineTarget
+from deltawire.engines.vllm.adapter import VllmEngine
+from deltawire.errors import EngineBroken, EngineRejected
+from deltawire.run.run import Run
+from deltawire.store import open_store
+from support.servers import BUCKET
+from support.vllm_reference import fresh_vllm
+from support.vllm_server import EXTENSION, PATIENCE, Trainer, serving
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+FAULTY = "support.vllm_faults.FaultyExtension"
+PROMPTS = [[1, 2, 3], list(range(40, 60))]
+
+
+class Load:
+    """Requests, one after the other, and a watch on what the server says its version is."""
+
+    def __init__(self, server, expected, threads=1):
+        self.server, self.expected = server, expected
+        self.reasons, self.versions, self.wrong = [], [], []
+        self._gates = [threading.Lock() for _ in range(threads)]
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(threads)]
+        self._threads.append(threading.Thread(target=self._watch))
+
+    def _ask(self, seed):
+        with httpx.Client(base_url=self.server.url, timeout=120, trust_env=False) as client:
+            while not self._stop.is_set():
+                body = {"model": "tiny", "prompt": [seed + 1, 2, 3], "max_tokens": 60, "ignore_eos": True}
+                with self._gates[seed]:
+                    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+                time.sleep(0.01)
+                self.reasons.append(answer["choices"][0]["finish_reason"])
+
+    def _watch(self):
+        with httpx.Client(base_url=self.server.url, timeout=120, trust_env=False) as client:
+            while not self._stop.is_set():
+                before = client.get("/weight_info").json()["weight_version"]
+                paused = client.get("/is_paused").json()["is_paused"]
+                found = client.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+                # Weights change in a pause, and then the version: where it is the same after one that was none, no
+                # update lies between.
+                paused |= client.get("/is_paused").json()["is_paused"]
+                after = client.get("/weight_info").json()["weight_version"]
+                self.versions.append(after)
+                if before == after and before.isdigit() and not paused:
+                    self.wrong += [before] if found != self.expected[int(before)] else []
+                time.sleep(0.3)
+
+    @contextmanager
+    def quiet(self):
+        """No other request for a while: what is computed together with others is rounded differently."""
+        with ExitStack() as stack:
+            for gate in self._gates:
+                stack.enter_context(gate)
+            yield
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@contextmanager
+def following(store, server, mirror=None, **options):
+    # The server has served another test's run before, so this one is named.
+    target = EngineTarget(VllmEngine(server.url, **options), mirror)
+    with Replica(store, target, run=Run(store).id, heartbeat_seconds=None) as replica:
+        yield replica
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "num_versions"),
+    [
+        ("dense", 1, 8),
+        ("moe", 2, 8),
+        *(pytest.param(kind, tp, 21, marks=pytest.mark.slow) for kind in ("dense", "moe") for tp in (1, 2)),
+    ],
+)
+def test_follows_through_s3(kind, tp, num_versions, tmp_path, s3_server, vllm_pool):
+    """Checksums of every version; what is answered is compared with a fresh vLLM at some of them."""
+    store = open_store(f"s3://{BUCKET}/vllm-{kind}-{tp}-{num_versions}", config=s3_server.config)
+    hop = {"tied": True} if kind == "dense" and tp == 1 else {}
+    trainer = Trainer(tmp_path, store, kind=kind, **hop)
+    trainer.publish(density=0, tp=tp)
+    with (
+        vllm_pool.server(kind, tp=tp, extension=FAULTY if tp == 2 else EXTENSION, **hop) as server,
+        following(store, server, tmp_path / "mirror") as replica,
+        fresh_vllm(tmp_path / "fresh.log") if tp == 1 else nullcontext() as fresh,
+    ):
+        replica.pull()
+        assert server.weight_version == "0"
+        with Load(server, trainer.expected) as load:
+            for number in range(1, num_versions + 1):
+                version = trainer.publish(tp=tp, anchor=number == num_versions // 2)
+                pulled = replica.pull()
+                assert (pulled.version, server.weight_version) == (version, str(version))
+                assert server.checksums() == trainer.expected[version]
+                assert replica.target.pause_seconds is not None
+                if tp == 1 and number in (1, num_versions // 2, num_versions):
+                    with load.quiet():
+                        asked = [list(server.complete(prompt)[:2]) for prompt in PROMPTS]
+                        assert asked == fresh.ask(trainer.checkpoint(), PROMPTS)
+    assert set(load.reasons) == {"length"}
+    assert len(load.reasons) > 10
+    assert not load.wrong
+    told = [int(version) for version in load.versions]
+    assert told == sorted(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_two_ranks_answer_as_those_of_a_fresh_server(kind, tmp_path, vllm_pool):
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, kind=kind)
+    with vllm_pool.server(kind, tp=2, extension=FAULTY) as server, following(store, server) as replica:
+        for density in (0, 0.02):
+            version = trainer.publish(tp=2, density=density)
+            replica.pull()
+        asked = [server.complete(prompt)[:2] for prompt in PROMPTS]
+    with serving(trainer.checkpoint(), tp=2, log=tmp_path / "log") as other:
+        assert other.checksums() == trainer.expected[version]
+        assert [other.complete(prompt)[:2] for prompt in PROMPTS] == asked
+
+
+@pytest.fixture
+def shared(tmp_path, vllm_pool):
+    """A dense server with tied embeddings, at the first version of a run of its own."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}", tied=True)
+    trainer.publish(density=0)
+    with vllm_pool.server(tied=True) as server, following(f"memory:{tmp_path}", server) as replica:
+        replica.pull()
+        yield trainer, server, replica
+
+
+def test_tied_embeddings(shared):
+    trainer, server, replica = shared
+    version = trainer.publish()
+    replica.pull()
+    assert server.weight_version == str(version)
+    assert server.checksums() == trainer.expected[version]
+
+
+def test_little_of_an_anchor_is_patched_and_much_is_loaded(shared):
+    trainer, server, replica = shared
+    loads = []
+    original = replica.target.engine.load
+    replica.target.engine.load = lambda *given: loads.append(1) or original(*given)
+    for density, expected in ((0.01, 0), (0.9, 1), (0.01, 1)):
+        version = trainer.publish(density=density, anchor=True)
+        replica.pull()
+        assert server.checksums() == trainer.expected[version]
+        assert len(loads) == expected
+    version = trainer.publish()
+    replica.pull()
+    assert server.checksums() == trainer.expected[version]
+
+
+def test_no_stale_prefix_cache(shared):
+    """The context that a request shares with one before the update is computed again."""
+    trainer, server, replica = shared
+    prompt = [1 + i % 300 for i in range(200)]
+    before = server.complete(prompt)
+    assert server.complete(prompt) == before
+    trainer.publish(density=0.3)
+    replica.pull()
+    first = server.complete(prompt)
+    assert first[1] != before[1]
+    server.client.post("/reset_prefix_cache").raise_for_status()
+    assert server.complete(prompt) == first
+
+
+@pytest.mark.parametrize(("running_requests", "reasons"), [("keep", {"length"}), ("abort", {"length", "abort"})])
+def test_other_ways_to_treat_running_requests(shared, running_requests, reasons):
+    trainer, server, replica = shared
+    replica.target.engine._kv = running_requests
+    found, done = [], threading.Event()
+
+    def ask():
+        while not done.is_set():
+            found.append(server.complete([1, 2, 3], num_tokens=200)[2])
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        while len(found) < 4:
+            time.sleep(0.01)
+        # A pause may begin just when no request is running.
+        for _ in range(10):
+            version = trainer.publish()
+            replica.pull()
+            num_before = len(found)
+            while len(found) < num_before + 4:
+                time.sleep(0.01)
+            if set(found) == reasons:
+                break
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        replica.target.engine._kv = "recompute"
+    assert set(found) == reasons
+    assert server.checksums() == trainer.expected[version]
+    server.client.post("/reset_prefix_cache").raise_for_status()
+
+
+def test_a_pause_by_someone_else_stays(shared):
+    trainer, server, replica = shared
+    server.client.post("/pause?mode=keep").raise_for_status()
+    try:
+        version = trainer.publish()
+        replica.pull()
+        assert server.client.get("/is_paused").json()["is_paused"]
+        assert server.weight_version == str(version)
+    finally:
+        server.client.post("/resume").raise_for_status()
+
+
+def test_weights_changed_by_someone_else_are_replaced(shared):
+    trainer, server, replica = shared
+    server.client.post("/weight_checker", json={"action": "reset"}).raise_for_status()
+    version = trainer.publish()
+    replica.pull()
+    assert server.checksums() == trainer.expected[version]
+    assert server.weight_version == str(version)
+
+
+def test_agent_that_died_in_the_pause(shared):
+    """Whoever comes next finds the server paused in the middle of an update, and goes on."""
+    trainer, server, replica = shared
+    engine = replica.target.engine
+    for step in ("_begin_session", "_pause", "_problem", "_go_on"):
+        version = trainer.publish()
+
+        def dead(*_, **__):
+            raise KeyboardInterrupt
+
+        setattr(engine, step, dead)
+        with pytest.raises(KeyboardInterrupt):
+            replica.pull()
+        delattr(engine, step)
+        replica.target.refresh()
+        assert replica.version is None
+        replica.pull()
+        assert server.checksums() == trainer.expected[version]
+        assert server.weight_version == str(version)
+        assert not server.client.get("/is_paused").json()["is_paused"]
+        assert server.complete([1, 2])[2] == "length"
+
+
+def test_packed_weights_are_refused(tmp_path):
+    """By default vLLM computes from packed copies on a CPU. A patch would be lost, so it never comes to that."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    with (
+        serving(tmp_path / "base", log=tmp_path / "log", environment={"DELTAWIRE_CPU_UNPACKED": "0"}) as server,
+        following(f"memory:{tmp_path}", server) as replica,
+    ):
+        before = server.complete([1, 2, 3])
+        with pytest.raises(EngineRejected, match="DELTAWIRE_CPU_UNPACKED=1"):
+            replica.pull()
+        trainer.publish()
+        with pytest.raises(EngineRejected, match="packed the weights"):
+            replica.pull()
+        assert replica.version is None
+        assert server.weight_version == "default"
+        assert server.complete([1, 2, 3]) == before
+
+
+@pytest.mark.slow
+def test_server_without_the_extension_is_refused(tmp_path):
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    with (
+        serving(tmp_path / "base", log=tmp_path / "log", extension=None) as server,
+        following(f"memory:{tmp_path}", server) as replica,
+    ):
+        with pytest.raises(EngineRejected, match="--worker-extension-cls"):
+            replica.pull()
+        assert server.complete([1, 2, 3])[2] == "length"
+
+
+def test_error_on_one_rank(tmp_path, vllm_pool):
+    """One of two workers fails while it writes, once or for good: the server stays usable, the version true."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}", kind="moe")
+    trainer.publish(density=0, tp=2)
+    with (
+        vllm_pool.server("moe", tp=2, extension=FAULTY) as server,
+        following(f"memory:{tmp_path}", server) as replica,
+    ):
+        replica.pull()
+
+        def fail(**how):
+            body = {"method": "fail", "args": [how]}
+            server.client.post("/collective_rpc", json=body).raise_for_status()
+
+        version = trainer.publish(tp=2)
+        fail(rank=1, writes=1)
+        replica.pull()  # written again, at once
+        assert server.weight_version == str(version)
+        assert server.checksums() == trainer.expected[version]
+
+        trainer.publish(tp=2)
+        fail(rank=1, writes=2)
+        with pytest.raises(EngineRejected, match="taken back"):
+            replica.pull()
+        assert replica.version == version
+        assert server.weight_version == str(version)
+        assert server.checksums() == trainer.expected[version]
+        assert server.complete([1, 2, 3])[2] == "length"
+        replica.pull()
+        assert server.checksums() == trainer.expected[version + 1]
+
+        # A norm is on both ranks, and both are looked at.
+        digest = replica.target.mirror.state().digest
+        for expected in (False, True):
+            body = {"method": "spoil", "args": [1, "model.norm.weight"]}
+            server.client.post("/collective_rpc", json=body).raise_for_status()
+            assert (replica.target.engine.digest() == digest) == expected
+
+        trainer.publish(tp=2)
+        fail(rank=1, writes=2, undos=1)
+        with pytest.raises(EngineBroken, match="restart"):
+            replica.pull()
+        assert replica.version is None
+        assert server.weight_version == str(version + 1)
+        assert server.client.get("/is_paused").json()["is_paused"]
+
+
+def test_restarts_of_the_server(tmp_path, vllm_pool):
+    """A server that comes back has the weights that it was started with, and catches up."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, tied=True)
+    trainer.publish(density=0)
+    with vllm_pool.server(tied=True) as server, following(store, server, tmp_path / "mirror") as replica:
+        replica.pull()
+        trainer.publish()
+        with replica.watching(poll_seconds=0.2):
+            replica.wait(1, PATIENCE)
+            server.kill()
+            version = trainer.publish()
+            server.start()
+            server.wait()
+            replica.wait(version, PATIENCE)
+            assert server.weight_version == str(version)
+            assert server.checksums() == trainer.expected[version]

@@ -1,0 +1,123 @@
+"""Weights in memory as a target: what is refused, in which words, and which tensors are written."""
+
+import numpy as np
+import pytest
+import torch
+
+from deltawire import Publisher, Replica
+from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.follow.comparison import differing_names
+from deltawire.run.run import Run
+from support.chains import fresh_url
+from support.waiting import PATIENCE
+
+RUN = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float32)}
+
+
+def published(weights, **options):
+    url = fresh_url()
+    with Publisher(url, weights, **options) as publisher:
+        publisher.publish().wait(PATIENCE)
+    return url
+
+
+REFUSED = {
+    "too few": (
+        {"a": np.zeros((2, 3), np.float32)},
+        UnknownParameter,
+        "the run has b, which the target does not have",
+        {"tensor": "b"},
+    ),
+    "too many": (
+        {**{name: np.zeros_like(array) for name, array in RUN.items()}, "c": np.zeros(1, np.float32)},
+        UnknownParameter,
+        "the target has c, which the run does not have, so that it would never be updated: "
+        "publish it too, or pass a mapping without it",
+        {"tensor": "c"},
+    ),
+    "another shape": (
+        {"a": np.zeros((3, 2), np.float32), "b": np.zeros(4, np.float32)},
+        ShapeMismatch,
+        "a is F32 [3, 2] at the target, and F32 [2, 3] in the run",
+        {"tensor": "a", "expected": "('F32', (2, 3))", "actual": "('F32', (3, 2))"},
+    ),
+    "another dtype": (
+        {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)},
+        ShapeMismatch,
+        "b is F16 [4] at the target, and F32 [4] in the run",
+        {"tensor": "b", "expected": "('F32', (4,))", "actual": "('F16', (4,))"},
+    ),
+    "bits": (
+        {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int32)},
+        ShapeMismatch,
+        'b is I32 [4] at the target, and F32 [4] in the run: pass dtype="F32" if these integers are its bits',
+        {"tensor": "b", "expected": "('F32', (4,))", "actual": "('I32', (4,))"},
+    ),
+    "other integers": (
+        {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.uint16)},
+        ShapeMismatch,
+        "b is U16 [4] at the target, and F32 [4] in the run",
+        {"tensor": "b", "expected": "('F32', (4,))", "actual": "('U16', (4,))"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("target", "kind", "message", "fields"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_refused_is_said_by_name(target, kind, message, fields):
+    before = {name: array.copy() for name, array in target.items()}
+    with Replica(published(RUN), target, heartbeat_seconds=None) as replica:
+        with pytest.raises(kind) as caught:
+            replica.pull()
+        assert replica.target.state() is None
+    assert (caught.value.message, caught.value.fields) == (message, fields)
+    assert all(np.array_equal(target[name], before[name]) for name in target)
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+def test_every_copy_of_a_tied_tensor_is_written(anchor):
+    """The run ties two names; the target has a tensor for each, or for one of them."""
+    weight = torch.randn(40)
+    url, weights = fresh_url(), {"embed": weight, "head": weight}
+    both = {"embed": torch.zeros(40), "head": torch.zeros(40)}
+    one = {"embed": torch.zeros(40)}
+    with Publisher(url, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        with Replica(url, both, heartbeat_seconds=None) as first, Replica(url, one, heartbeat_seconds=None) as second:
+            for _ in range(2):
+                first.pull()
+                second.pull()
+                for copy in (both["embed"], both["head"], one["embed"]):
+                    assert torch.equal(copy, weight)
+                weight[3] += 1
+                publisher.publish(anchor=anchor).wait(PATIENCE)
+
+
+def test_no_version_is_told_while_weights_are_in_between():
+    url = published(RUN)
+    target = {name: np.zeros_like(array) for name, array in RUN.items()}
+    with Replica(url, target, heartbeat_seconds=None) as replica:
+        replica.pull()
+        changed = {**RUN, "b": np.full(4, 2, np.float32)}
+        with Publisher(url, changed, base=RUN) as publisher:
+            publisher.publish().wait(PATIENCE)
+        target["b"].flags.writeable = False
+        with pytest.raises(ValueError, match="b"):
+            replica.pull()
+        assert replica.target.state().version == 0
+        target["b"].flags.writeable = True
+        replica.pull()
+        assert np.array_equal(target["b"], changed["b"])
+
+
+def test_weights_are_compared_with_a_version():
+    weights = {"a": np.arange(6, dtype=np.float32), "b": np.ones(4, np.float32)}
+    run = Run(published(weights))
+    seen = []
+    own = {"a": weights["a"].copy(), "b": weights["b"].copy()}
+    assert differing_names(run, 0, own, threads=1, progress=lambda *arguments: seen.append(arguments)) == {}
+    assert seen
+    own["a"][:2] = 9
+    assert differing_names(run, 0, own) == {"a": 2}
+    assert differing_names(run, 0, {"a": own["a"], "c": np.zeros((2, 3), np.float32)}) == {"a": 2, "b": 4, "c": 6}
+    assert differing_names(run, 0, {"a": weights["a"].reshape(2, 3), "b": weights["b"]}) == {"a": 6}
+    assert differing_names(run, 0, {"a": weights["a"].view(np.int32), "b": weights["b"]}) == {"a": 6}

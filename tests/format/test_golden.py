@@ -1,0 +1,110 @@
+"""Files that every release must read, and a reader that knows only docs/format.md."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deltawire
+from deltawire import Checkpoint, Delta
+from support import second_reader
+from support.patterns import dtypes, examples, pairs
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("auto", "context", "gap", "coo", "dense", "shards")
+
+
+def as_second(checkpoint):
+    weights = {name: checkpoint[name].bits for name in checkpoint}
+    return weights, {name: checkpoint.spec(name) for name in checkpoint}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_deltas_lead_to_the_golden_weights(name):
+    old, new = Checkpoint(GOLDEN / "old.safetensors"), Checkpoint(GOLDEN / "new.safetensors")
+    delta = Delta.load(GOLDEN / f"{name}.safetensors")
+    weights = dict(old)
+    rebuilt = {tensor: value.bits.copy().reshape(value.shape) for tensor, value in weights.items()}
+    specs = {tensor: value.dtype.name for tensor, value in weights.items()}
+    deltawire.apply(delta, rebuilt, dtype=specs)
+    assert all(rebuilt[tensor].tobytes() == new[tensor].bits.tobytes() for tensor in new)
+    assert (delta.run, delta.base_version, delta.version) == ("golden", 41, 42)
+    assert delta.tied == {"lm_head.weight": "recorded"}
+    assert str(delta.digest) == new.fact("digest") == "6d287dcd15793b65f07c8e0855cfd6d5"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_second_reader_agrees(name):
+    parts = sorted(GOLDEN.glob(f"{name}*.safetensors"))
+    delta = second_reader.read_delta([part.read_bytes() for part in parts])
+    weights, specs = as_second(Checkpoint(GOLDEN / "old.safetensors"))
+    expected, _ = as_second(Checkpoint(GOLDEN / "new.safetensors"))
+    rebuilt = second_reader.apply(delta, weights, specs)
+    assert sorted(rebuilt) == sorted(expected)
+    assert all(rebuilt[tensor].tobytes() == expected[tensor].tobytes() for tensor in expected)
+
+
+@examples(30)
+@given(data=st.data(), dtype=dtypes, encoding=st.sampled_from(["context", "gap", "coo", "dense", "auto"]))
+def test_the_second_reader_agrees_on_anything(data, dtype, encoding):
+    old, new = data.draw(pairs(dtype, 300))
+    written = deltawire.diff({"w": old}, {"w": new}, encoding=encoding, dtype=dtype.name).to_bytes()
+    specs = {"w": (dtype.name, old.shape)}
+    rebuilt = second_reader.apply(second_reader.read_delta([written]), {"w": old}, specs)
+    assert rebuilt["w"].tobytes() == new.tobytes()
+
+
+@pytest.mark.process
+def test_the_encoder_still_writes_the_same_bytes(tmp_path):
+    """The stream is pinned; a deliberate change of the encoder's choices needs new files beside the old ones."""
+    subprocess.run([sys.executable, GOLDEN / "make.py", tmp_path], check=True)
+    for file in GOLDEN.glob("*.safetensors"):
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_golden_covers_every_encoding_and_several_tiles():
+    entries = Delta.load(GOLDEN / "context.safetensors").entries
+    tiles = next(entry for entry in entries if entry.name == "tiles")
+    assert np.prod(tiles.box.shape) > 2 * (1 << int(tiles.arrays["context"][0]))
+    used = {entry.encoding for name in NAMES for entry in Delta.load(GOLDEN / f"{name}.safetensors").entries}
+    assert used == {"context", "gap", "coo", "dense"}
+    assert any(not entry.box.is_whole for entry in Delta.load(GOLDEN / "shards.safetensors").entries)
+
+
+RUN = GOLDEN / "run"
+EXPECTED = json.loads((RUN / "expected.json").read_text())
+
+
+@pytest.mark.parametrize("version", range(6))
+def test_the_golden_run(version, tmp_path):
+    with deltawire.Replica(
+        RUN / "run", tmp_path / "mirror", public_key=EXPECTED["public_key"], heartbeat_seconds=None
+    ) as replica:
+        assert replica.run.id == "golden"
+        assert replica.run.manifest(version).step == 10 * version
+        replica.pull(version)
+        assert str(deltawire.digest(replica.target.weights())) == EXPECTED["digests"][version]
+    assert (tmp_path / "mirror" / "config.json").read_text() == '{"model_type": "golden"}'
+    assert {"00000004.from-00000000.json", "00000005.anchor.json"} <= {
+        path.name for path in (RUN / "run" / "manifests").iterdir()
+    }
+
+
+@pytest.mark.parametrize("version", range(6))
+def test_the_second_reader_agrees_on_the_golden_run(version):
+    def get(key):
+        return (RUN / "run" / key).read_bytes()
+
+    public_key = bytes.fromhex(EXPECTED["public_key"])
+    weights, specs = second_reader.read_version(get, version, public_key)
+    assert second_reader.digest(weights, specs) == EXPECTED["digests"][version]
+    for document in (RUN / "run" / "manifests").glob(f"{version:08}.*.json"):
+        hop = second_reader.read_document(document.read_bytes(), "hop", public_key)["hop"]
+        base = ({}, {}) if hop["base"] is None else second_reader.read_version(get, hop["base"], public_key)
+        weights, specs = second_reader.follow_hop(get, "golden", hop, *base)
+        assert second_reader.digest(weights, specs) == EXPECTED["digests"][version]

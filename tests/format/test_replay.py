@@ -1,0 +1,113 @@
+"""Several deltas in a row, onto weights that stay as they are."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from deltawire import diff, digest
+from deltawire.errors import BaseMismatch, BrokenChain, DigestMismatch
+from deltawire.format.replay import Replay
+from deltawire.tensors.digest import Digest
+from deltawire.workers import SERIAL
+from support.chains import copy_of, make_weights, step
+
+
+@pytest.fixture
+def steps():
+    """Weights at four versions, and the deltas between them."""
+    rng, weights = np.random.default_rng(0), make_weights()
+    versions = []
+    for _ in range(4):
+        versions.append({name: replace(tensor, bits=tensor.bits.copy()) for name, tensor in weights.items()})
+        step(weights, rng, density=0.01)
+    deltas = [
+        diff(old, new, run="r", base_version=number, version=number + 1)
+        for number, (old, new) in enumerate(pairwise(versions))
+    ]
+    return versions, deltas
+
+
+def test_patches_of_several_deltas_hold_just_what_changed(steps):
+    versions, deltas = steps
+    before = copy_of(versions[0])
+    patches = Replay(versions[0], deltas, SERIAL).patches(digest(versions[0]))
+    assert [patch.name for patch in patches] == sorted(versions[0])
+    for patch in patches:
+        old, new = versions[0][patch.name].bits, versions[3][patch.name].bits
+        assert np.array_equal(old, before[patch.name])
+        assert patch.dtype == "BF16"
+        if len(old) > 5:
+            assert set(np.flatnonzero(old != new)) <= set(patch.positions.tolist())
+            assert len(patch.positions) < 0.05 * len(old) + 5
+            assert np.all(np.diff(patch.positions) > 0)
+        written = old.copy()
+        written[patch.where] = patch.bits
+        assert np.array_equal(written, new)
+
+
+def test_a_dense_change_is_a_whole_tensor(steps):
+    versions, deltas = steps
+    dense = {name: replace(tensor, bits=tensor.bits + np.uint16(1)) for name, tensor in versions[3].items()}
+    deltas = [*deltas, diff(versions[3], dense, run="r", base_version=3, version=4)]
+    for patch in Replay(versions[0], deltas, SERIAL).patches(digest(versions[0])):
+        assert isinstance(patch.where, slice)
+        assert np.array_equal(patch.bits, dense[patch.name].bits)
+
+
+def test_progress_is_reported_for_each_tensor(steps):
+    versions, deltas = steps
+    seen = []
+    replay = Replay(versions[0], deltas, SERIAL, lambda name, count: seen.append((name, count)))
+    replay.patches(digest(versions[0]))
+    assert dict(seen) == {name: len(tensor.bits) for name, tensor in versions[0].items()}
+    seen.clear()
+    replay.verify(digest(versions[3]))
+    assert dict(seen) == {name: len(tensor.bits) for name, tensor in versions[0].items()}
+
+
+def test_nothing_to_do(steps):
+    versions, _ = steps
+    replay = Replay(versions[0], [], SERIAL)
+    assert replay.patches(Digest(1, 2)) == []
+    replay.verify(digest(versions[0]))
+    replay.verify(digest(versions[0]))
+    with pytest.raises(DigestMismatch) as caught:
+        replay.verify(Digest(1, 2))
+    assert caught.value.fields == {"expected": str(Digest(1, 2)), "actual": str(digest(versions[0]))}
+    assert caught.value.message == f"the weights have digest {digest(versions[0])}, not {Digest(1, 2)} as they should"
+
+
+def test_deltas_that_do_not_follow_each_other(steps):
+    versions, deltas = steps
+    with pytest.raises(BrokenChain) as caught:
+        Replay(versions[0], [deltas[0], deltas[2]], SERIAL)
+    assert caught.value.message == "the delta to version 3 does not start where the one to 1 ends"
+    assert caught.value.fields == {"version": 3}
+    with pytest.raises(BaseMismatch):
+        Replay(versions[1], deltas, SERIAL).patches(digest(versions[1]))
+    with pytest.raises(BaseMismatch):
+        Replay(versions[1], deltas, SERIAL).verify(digest(versions[3]))
+
+
+def test_what_turns_other_weights_into_these(steps):
+    versions, deltas = steps
+    replay, expected = Replay(versions[0], deltas, SERIAL), digest(versions[3])
+    patches = replay.patches_from(versions[1], expected, 0.5)
+    assert {patch.name for patch in patches} == {
+        name for name in versions[1] if not np.array_equal(versions[1][name].bits, versions[3][name].bits)
+    }
+    for patch in patches:
+        bits = versions[1][patch.name].bits.copy()
+        assert np.array_equal(patch.positions, np.flatnonzero(bits != versions[3][patch.name].bits))
+        bits[patch.where] = patch.bits
+        assert np.array_equal(bits, versions[3][patch.name].bits)
+    num_changed = sum(len(patch.bits) for patch in patches)
+    total = sum(len(tensor.bits) for tensor in versions[1].values())
+    assert replay.patches_from(versions[1], expected, num_changed / total) is not None
+    assert replay.patches_from(versions[1], expected, (num_changed - 1) / total) is None
+    assert replay.patches_from({"embed": versions[1]["embed"]}, expected, 0.5) is None
+    with pytest.raises(DigestMismatch):
+        replay.patches_from(versions[1], Digest(1, 2), 0.5)
+    assert replay.patches_from(versions[3], expected, 0.5) == []

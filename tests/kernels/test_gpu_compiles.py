@@ -1,0 +1,112 @@
+"""Every kernel that the tests run in Triton's interpreter also compiles for a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+from deltawire.codec import allowed_encodings
+from deltawire.codec.tiled import encode_payload, read_tiles
+from deltawire.engines.device_memory import DeviceMemory
+from deltawire.engines.layout import Piece
+from deltawire.engines.memory import Item
+from deltawire.engines.staged import PieceChange
+from deltawire.kernels.gpu.decode import apply, decode, tile_table
+from deltawire.kernels.gpu.sums import SIGNED
+from deltawire.publish.device import DeviceHistory
+from deltawire.publish.sources import module_source
+from deltawire.publish.upload import box_digests, encode_changes
+from deltawire.tensors.digest import tensor_key
+from deltawire.tensors.dtypes import dtype_named
+from deltawire.workers import SERIAL
+from support import ROOT
+
+pytestmark = pytest.mark.process
+
+POINTERS = {torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+def type_of(value: object) -> str | None:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return None
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What was launched: for each kernel, types and constants."""
+    seen: dict[str, dict] = {}
+    run = InterpretedFunction.run
+
+    def record(self, *args, grid, warmup, **options):
+        given = {**dict(zip(self.arg_names, args, strict=False)), **options}
+        capitals = [name for name in self.arg_names if name.isupper()]
+        constants = {
+            name: {"dtype": given[name].name.replace("bf16", "bfloat16").replace("fp16", "float16")}
+            if isinstance(given[name], tl.dtype)
+            else given[name]
+            for name in capitals
+        }
+        types = {name: type_of(given[name]) for name in self.arg_names if name not in capitals}
+        launch = {
+            "module": self.fn.__module__, "name": self.fn.__name__, "types": types, "constants": constants,
+            "options": {name: options[name] for name in OPTIONS if name in options},
+        }  # fmt: skip
+        seen.setdefault(json.dumps({**launch, "options": {}}, sort_keys=True), launch)
+        return run(self, *args, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    return seen
+
+
+def write_changes_live(dtype):
+    index, nothing = np.arange(3, dtype=np.uint32), np.zeros(3, dtype.unsigned)
+    memory = DeviceMemory({"s": torch.zeros(64, dtype=SIGNED[dtype.itemsize])})
+    piece = Piece("t", "s", 3, 1, 0, 2, (0, 5, 1))
+    items = [Item(piece, tensor_key("t", dtype, (5,)), memory.take(PieceChange(0, index, nothing, nothing + 1)))]
+    memory.count_strange(items)
+    memory.put(items, undo=False)
+    memory.digest(piece, items[0].key)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the other tests compile them")
+def test_kernels_compile_without_a_gpu(launches, tmp_path):
+    module = torch.nn.Module()
+    module.register_parameter("wide", torch.nn.Parameter(torch.randn(300)))
+    module.register_parameter("narrow", torch.nn.Parameter(torch.randn(300, dtype=torch.bfloat16)))
+    history = DeviceHistory(module_source(module)(), 0, allowed=allowed_encodings(["gap", "context"]))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter *= 1.001
+    history.stage(1, module_source(module)(), SERIAL)
+    encode_changes(history, 0, 1, ["gap", "context"], SERIAL)
+    box_digests(history, 1, SERIAL)
+    history.stage(2, module_source(module)(), SERIAL)
+    history.roll_back(2)
+    old = np.arange(300, dtype=np.uint16)
+    new = old ^ (old % 7 == 0)
+    for contextual in (False, True):
+        payload = encode_payload(old, new, dtype_named("BF16"), contextual, SERIAL).payload
+        table = tile_table(read_tiles(payload, len(old)), len(payload))
+        weights = torch.from_numpy(old.view(np.int16).copy())
+        found = decode(torch.from_numpy(payload), table, weights, dtype_named("BF16"), contextual)
+        apply(weights, found.positions, found.old, found.new, 1)
+    for name in ("U8", "BF16", "F32", "F64"):
+        write_changes_live(dtype_named(name))
+    names = {launch["name"] for launch in launches.values()}
+    assert {"find_changes", "rank_changes", "make_rows", "write", "locate", "write_changes", "put_changes"} <= names
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/support/compile_kernels.py"],
+        input=json.dumps(list(launches.values())), capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

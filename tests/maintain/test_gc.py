@@ -1,0 +1,225 @@
+"""gc and compact: nothing that anybody needs goes, and what a chain lacks is made."""
+
+import numpy as np
+import pytest
+
+from deltawire import Publisher, Replica
+from deltawire.errors import ObjectMissing
+from deltawire.maintain.compact import compact, missing_hops
+from deltawire.maintain.gc import collect, plan_gc
+from deltawire.run.run import Run
+from deltawire.store import open_store
+from support.chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
+from support.waiting import PATIENCE
+
+
+def keys(url):
+    return {stat.key for stat in open_store(url).list()}
+
+
+def reachable_versions(url, states):
+    found = set()
+    for version in Run(url).versions():
+        with Replica(url, {}, heartbeat_seconds=None) as replica:
+            try:
+                replica.pull(version)
+            except ObjectMissing:
+                continue
+            assert same(replica.target.weights(), states[version])
+            found.add(version)
+    return found
+
+
+@pytest.mark.parametrize(("keep", "oldest"), [(1, 16), (2, 12), (3, 8), (9, 0)])
+def test_versions_from_the_kept_anchors_on_stay(keep, oldest):
+    url, states = make_run(20, anchors=4)
+    before = keys(url)
+    found = plan_gc(Run(url), keep_anchors=keep)
+    assert keys(url) == before  # a plan does nothing
+    assert found.oldest_anchor == oldest
+    collect(Run(url), found.removals)
+    assert keys(url) == before - {removal.key for removal in found.removals}
+    assert reachable_versions(url, states) == set(range(oldest, 20))
+    again = plan_gc(Run(url), keep_anchors=keep)
+    assert not again.removals
+    assert again.num_kept == found.num_kept == len([key for key in keys(url) if key != "run.json"])
+
+
+def test_a_publisher_goes_on_after_gc():
+    url, _ = make_run(10, anchors=4)
+    weights = make_weights()
+    with Replica(url, weights, heartbeat_seconds=None) as replica:
+        replica.pull()
+    collect(Run(url), plan_gc(Run(url), keep_anchors=1).removals)
+    with Publisher(url, weights) as publisher:
+        assert publisher.resumed
+        step(weights, np.random.default_rng(1))
+        publisher.publish().wait(PATIENCE)
+    with Replica(url, {}, heartbeat_seconds=None) as late:
+        late.pull()
+        assert same(late.target.weights(), copy_of(weights))
+
+
+def test_what_live_replicas_need_stays():
+    url, states = make_run(20, anchors=12)
+    with Replica(url, {}, name="slow") as slow:
+        slow.pull(9)
+        kept = plan_gc(Run(url), keep_anchors=1)
+        assert kept.live_replicas == ("slow",)
+        dead = plan_gc(Run(url), keep_anchors=1, live_seconds=0)
+        assert len(dead.removals) > len(kept.removals)
+        collect(Run(url), kept.removals)
+        planned = slow.route()
+        assert planned.hops[0].base == 9
+        assert not slow.pull().anchor
+        assert same(slow.target.weights(), states[19])
+
+
+def test_a_reader_whose_path_is_removed_finds_another():
+    """gc runs between the plan and the download of a replica that nobody knew of."""
+    url, states = make_run(20, anchors=4)
+    store = Hooked(url)
+
+    def collect_now(verb, key):
+        if verb == "get_range" and "-from-" in key:
+            store.before = lambda verb, key: None
+            collect(Run(url), plan_gc(Run(url), keep_anchors=1).removals)
+
+    with Replica(store, {}, heartbeat_seconds=None) as replica:
+        replica.pull(5)
+        store.before = collect_now
+        replica.pull()
+        assert same(replica.target.weights(), states[19])
+
+
+def test_files_beside_the_weights_stay(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    url, _ = make_run(12, anchors=4, files=[tmp_path / "config.json"])
+    collect(Run(url), plan_gc(Run(url), keep_anchors=1).removals)
+    with Replica(url, tmp_path / "mirror") as replica:
+        replica.pull()
+    assert (tmp_path / "mirror" / "config.json").read_text() == "{}"
+
+
+def test_uploads_that_were_given_up_go_after_a_while():
+    url, _ = make_run(3)
+    orphan = "deltas/00000009-from-00000008-abcdef.safetensors"
+    open_store(url).put(orphan, b"left by a crash")
+    assert orphan not in {removal.key for removal in plan_gc(Run(url)).removals}
+    old = plan_gc(Run(url), grace_seconds=-1)
+    assert [(removal.key, removal.why) for removal in old.removals] == [(orphan, "an upload that was given up")]
+    open_store(url).put("notes.txt", b"somebody's own")
+    assert "notes.txt" not in {removal.key for removal in old.removals}
+    with pytest.raises(ValueError, match="at least one anchor"):
+        plan_gc(Run(url), keep_anchors=0)
+
+
+def test_compact_makes_what_is_missing():
+    url, states = make_run(20, skips=(), anchors=None)
+    run = Run(url)
+    missing = missing_hops(run.hops())
+    assert missing == [(4, 0), (8, 4), (12, 8), (16, 12), (16, 0)]
+    made = compact(run, anchor=True)
+    assert [(hop.version, hop.base) for hop in made] == [*missing, (19, None)]
+    assert compact(Run(url), anchor=False) == []
+    with Replica(url, {}, heartbeat_seconds=None) as late:
+        late.pull(1)
+        planned = late.route()
+        assert late.pull().num_objects < 19 - 1
+        assert len(planned.hops) < 18
+        assert same(late.target.weights(), states[19])
+    assert reachable_versions(url, states) == set(range(20))
+
+
+def test_compact_fills_the_hole_that_a_restart_leaves():
+    url, weights, rng = fresh_url(), make_weights(), np.random.default_rng(0)
+    for _ in range(3):
+        with Publisher(url, weights, anchors=None) as publisher:
+            for _ in range(3):
+                step(weights, rng)
+                publisher.publish()
+    assert missing_hops(Run(url).hops()) == [(4, 0), (8, 4)]
+    assert len(compact(Run(url))) == 2
+    assert missing_hops(Run(url).hops()) == []
+
+
+@pytest.mark.parametrize(
+    "heartbeat",
+    [
+        b"[" * 100_000,
+        b"7",
+        b"{}",
+        b'{"using": 7, "version": "x"}',
+        b'{"name": "../manifests/00000001"}',
+        b'{"name": 7}',
+    ],
+)
+def test_heartbeats_may_hold_anything(heartbeat):
+    """What a replica writes of itself cannot stop gc, nor make it remove other things."""
+    url, _ = make_run(5)
+    open_store(url).put("replicas/odd.json", heartbeat)
+    found = plan_gc(Run(url))
+    assert not found.removals
+    assert set(found.live_replicas) <= {"odd"}
+
+
+def orphan_of(url, kind):
+    """A second upload of what is there already, under a name that no document has."""
+    store = open_store(url)
+    key = next(stat.key for stat in store.list(kind))
+    number = key.index("-from-") + 15 if kind == "deltas/" else len("anchors/00000000-")
+    other = f"{key[:number]}0123456789ab{key[number + 12 :]}"
+    store.put(other, store.get(key))
+    return other
+
+
+def test_a_kill_between_an_anchors_objects_and_its_document():
+    """The weights of an anchor lie there, and no document says so: gc neither fails nor counts on it."""
+    url, states = make_run(6, anchors=None)
+    half = "anchors/00000005-0123456789ab/model.safetensors"
+    open_store(url).put(half, b"half an anchor")
+    young = plan_gc(Run(url), keep_anchors=1)
+    assert (young.removals, young.oldest_anchor) == ((), 0)
+    found = plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
+    assert [(each.key, each.why) for each in found.removals] == [(half, "an upload that was given up")]
+    collect(Run(url), found.removals)
+    assert reachable_versions(url, states) == set(range(6))
+
+
+@pytest.mark.parametrize("kind", ["deltas/", "anchors/"])
+def test_a_second_upload_of_a_kept_way_goes(kind):
+    url, states = make_run(6)
+    orphan = orphan_of(url, kind)
+    assert not plan_gc(Run(url)).removals
+    found = plan_gc(Run(url), grace_seconds=-1)
+    assert [each.key for each in found.removals] == [orphan]
+    collect(Run(url), found.removals)
+    assert reachable_versions(url, states) == set(range(6))
+
+
+def test_a_second_upload_of_a_way_that_goes_has_its_grace():
+    """It may be under way, and its document may come."""
+    url, _ = make_run(12, anchors=4)
+    orphan = orphan_of(url, "deltas/")
+    assert orphan not in {each.key for each in plan_gc(Run(url), keep_anchors=1).removals}
+    assert orphan in {each.key for each in plan_gc(Run(url), keep_anchors=1, grace_seconds=-1).removals}
+
+
+def test_an_anchor_that_is_not_whole_does_not_count():
+    url, states = make_run(12, anchors=4)
+    store = open_store(url)
+    store.delete(stat.key for stat in list(store.list("anchors/00000008")))
+    found = plan_gc(Run(url), keep_anchors=1)
+    assert found.oldest_anchor == 4
+    collect(Run(url), found.removals)
+    assert reachable_versions(url, states) == set(range(4, 12))
+
+
+def test_documents_that_cannot_be_read_stop_nothing_and_keep_what_they_may_name():
+    url, _ = make_run(12, anchors=4)
+    store, whole = open_store(url), plan_gc(Run(url), keep_anchors=1)
+    for key in ("manifests/00000001.json", "manifests/00000009.json", "manifests/00000004.anchor.json"):
+        store.put(key, b"damaged")
+    found = plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
+    assert {each.key for each in found.removals} == {each.key for each in whole.removals}
+    assert not [each for each in found.removals if "/00000009" in each.key]

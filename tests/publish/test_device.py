@@ -1,0 +1,283 @@
+"""A snapshot on the device against one on the host: the same entries, byte for byte, and the same reverse streams.
+
+Without a GPU the kernels run in Triton's interpreter, so tensors are small here and chunks with them.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from triton import knobs
+
+from deltawire import Publisher, Replica
+from deltawire.codec import allowed_encodings
+from deltawire.kernels.gpu import arena as arena_module
+from deltawire.kernels.gpu.arena import Arena
+from deltawire.publish import device as device_module
+from deltawire.publish import device_part as part_module
+from deltawire.publish import history as history_module
+from deltawire.publish import upload
+from deltawire.publish.device import DeviceHistory, is_kept
+from deltawire.publish.device_part import single_stride
+from deltawire.publish.history import History
+from deltawire.publish.sources import ModuleWeights, module_source
+from deltawire.publish.upload import box_digests, encode_changes
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.weights import torch_view
+from deltawire.workers import SERIAL
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of two blocks, and batches of a few."""
+    for module in (history_module, device_module, part_module, upload):
+        monkeypatch.setattr(module, "CHUNK_LOG2", 13, raising=False)
+        monkeypatch.setattr(module, "CHUNK", 1 << 13, raising=False)
+    monkeypatch.setattr(part_module, "LEAST_BLOCKS", 3)
+    monkeypatch.setattr(part_module, "LEAST_CHANGES", 100)
+
+
+def module_of(**tensors: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor.to(DEVICE), requires_grad=tensor.is_floating_point()))
+    return module
+
+
+def set_to(module: torch.nn.Module, **tensors: torch.Tensor) -> None:
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            getattr(module, name).copy_(tensor)
+
+
+def patterns(count: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Any bit patterns: NaN, infinity, denormals, zeros of both signs."""
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    generator = torch.Generator().manual_seed(seed)
+    low, high = torch.iinfo(integer).min, torch.iinfo(integer).max
+    return torch.randint(low, high, (count,), generator=generator, dtype=integer).view(dtype)
+
+
+def stepped(tensor: torch.Tensor, density: float, seed: int) -> torch.Tensor:
+    """Some elements a few steps away."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = tensor.clone().view(torch.int16)
+    where = torch.rand(bits.shape, generator=generator) < density
+    bits[where] += torch.randint(-3, 4, (int(where.sum()),), generator=generator, dtype=torch.int16)
+    return bits.view(tensor.dtype)
+
+
+def bits_of(history: History, name: str, version: int) -> np.ndarray:
+    return history.at(name, version)[:].copy()
+
+
+def assert_same(
+    module: torch.nn.Module, new: dict[str, torch.Tensor], choice: object, dtype: str = "BF16"
+) -> list[str]:
+    """Stage an update in both histories and compare everything; the encodings that were chosen."""
+    source, allowed = module_source(module, dtype=dtype), allowed_encodings(choice)
+    weights = source()
+    ours, theirs = DeviceHistory(weights, 0, allowed=allowed), History(weights, 0)
+    before = {name: bits_of(theirs, name, 0) for name in weights}
+    set_to(module, **new)
+    results = []
+    for history in (ours, theirs):
+        history.stage(1, source(), SERIAL)
+        results.append(encode_changes(history, 0, 1, allowed, SERIAL))
+    assert results[0][1] == results[1][1]
+    assert [entry.name for entry in results[0][0]] == [entry.name for entry in results[1][0]]
+    for mine, other in zip(results[0][0], results[1][0], strict=True):
+        assert (mine.encoding, mine.num_changed) == (other.encoding, other.num_changed)
+        for part, array in mine.encoded.arrays.items():
+            assert np.array_equal(array, other.encoded.arrays[part])
+    assert box_digests(ours, 1, SERIAL) == box_digests(theirs, 1, SERIAL)
+    for name in before:
+        assert np.array_equal(bits_of(ours, name, 1), bits_of(theirs, name, 1))
+        assert np.array_equal(bits_of(ours, name, 0), before[name])
+    ours.roll_back(1)
+    for name in before:
+        assert np.array_equal(bits_of(ours, name, 0), before[name])
+    return [entry.encoding for entry in results[0][0]]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_many_tensors_some_unchanged():
+    """Tensors in several batches, with chunks and whole tensors without a change between those that have some."""
+    old = {
+        name: patterns(count, i) for i, (name, count) in enumerate([("a", 20_001), ("b", 9), ("c", 4096), ("d", 9000)])
+    }
+    new = {name: stepped(tensor, 0.005, 7) for name, tensor in old.items()}
+    new["a"][8192:16384] = old["a"][8192:16384]
+    new["b"], new["c"] = old["b"], old["c"]
+    chosen = assert_same(module_of(**old), new, ["context"])
+    assert chosen == ["context", "context"]
+
+
+@pytest.mark.parametrize("density", [0.3, pytest.param(0.9, marks=pytest.mark.slow)])
+def test_dense_updates(density):
+    old = patterns(4200, 1)
+    assert_same(module_of(a=old), {"a": stepped(old, density, 2)}, "auto")
+
+
+def test_only_gap_is_allowed():
+    old = patterns(5000, 1)
+    assert assert_same(module_of(a=old), {"a": stepped(old, 0.03, 2)}, ["gap"]) == ["gap"]
+
+
+def test_few_changes_are_for_the_host():
+    """One change takes fewer bytes as `coo`, which the device does not make."""
+    old = patterns(5000, 1)
+    new = old.clone()
+    new.view(torch.int16)[17] += 1
+    assert assert_same(module_of(a=old), {"a": new}, "auto") == ["coo"]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("dtype", ["BF16", pytest.param("F16", marks=pytest.mark.slow)])
+def test_weights_that_train_in_float32(dtype):
+    """The cast is torch's own, for every kind of number but NaN, whose bits a CPU and a GPU choose differently."""
+    old, new = patterns(4500, 3, torch.float32), patterns(4500, 4, torch.float32)
+    half = torch.arange(4500) % 2 == 0
+    small = (torch.arange(1 << 12, dtype=torch.int32) << 15).view(torch.float32)
+    old[: 1 << 12] = small
+    new = torch.where(half | new.isnan() | old.isnan(), old, new)
+    if DEVICE == "cpu":
+        old, new = old.nan_to_num(nan=1.0), new.nan_to_num(nan=1.0)
+    assert_same(module_of(a=old), {"a": new}, "auto", dtype)
+
+
+def test_more_changes_than_were_expected(monkeypatch):
+    """Pools that are too small: the rest is found by looking again, and nothing is lost."""
+    looks = []
+    look = Arena._find
+    monkeypatch.setattr(Arena, "_find", lambda self: looks.append(self.expected) or look(self))
+    monkeypatch.setattr(Arena, "estimate", lambda self: 1.0)
+    monkeypatch.setattr(arena_module, "SPARE", 100)
+    old = patterns(6 * 4096, 1)
+    arena = Arena([len(old)], torch.bfloat16, DEVICE)
+    arena.point_at([old.to(DEVICE)])
+    arena.take_all()
+    new = stepped(old, 0.05, 2)
+    arena.point_at([new.to(DEVICE)])
+    record = arena.find()
+    assert len(looks) > 1
+    assert torch.equal(arena.snapshot.cpu(), new.view(torch.int16))
+    assert int(record.begins[-1]) == int((old.view(torch.int16) != new.view(torch.int16)).sum())
+    arena.put_back(record)
+    assert torch.equal(arena.snapshot.cpu(), old.view(torch.int16))
+
+
+def test_streams_as_long_as_what_they_replace():
+    """The reverse stream of a few elements may take just as many bytes as they do."""
+    old = {f"p{count}": patterns(count, count) for count in range(1, 13)}
+    new = {name: patterns(len(tensor), 50 + len(tensor)) for name, tensor in old.items()}
+    assert_same(module_of(**old), new, ["gap"])
+
+
+def test_odd_tensors_stay_on_the_host():
+    module = module_of(
+        floats=torch.randn(5),
+        integers=torch.arange(5),
+        empty=torch.empty(0),
+        doubles=torch.randn(3, dtype=torch.float64),
+    )
+    module.register_parameter("frozen", torch.nn.Parameter(torch.randn(4), requires_grad=False))
+    weights = module_source(module)()
+    assert isinstance(weights, ModuleWeights)
+    assert {name for name in weights if is_kept(weights, name)} == {"floats", "doubles", "frozen"}
+    promised = module_source(module, frozen=["frozen"])()
+    assert not is_kept(promised, "frozen")
+    full = {name: is_kept(module_source(module, dtype="F32")(), name) for name in weights}
+    assert not any(full.values())
+
+
+def test_boxes_as_runs():
+    assert single_stride(Box.whole((4, 6))) == (24, 24, 0)
+    assert single_stride(Box((4, 6), (1, 0), (2, 6))) == (12, 12, 6)
+    assert single_stride(Box((4, 6), (0, 2), (4, 3))) == (3, 6, 2)
+    assert single_stride(Box((4, 6, 5), (0, 2, 1), (4, 3, 2))) is None
+    assert single_stride(Box((4, 6), (0, 6), (4, 0))) is None
+
+
+class Sharded(ModuleWeights):
+    """One rank's part of a tensor: some of its columns."""
+
+    boxes: ClassVar = {"a": Box((30, 200), (0, 40), (30, 60)), "b": Box((500,), (100,), (90,))}
+
+    def spec(self, name: str):
+        return self.dtype_of(name).name, self.boxes[name].full
+
+
+def test_shards_of_columns():
+    """A box whose elements do not lie together in the tensor: the digest counts positions in the whole."""
+    old = {"a": patterns(1800, 1).view(30, 60), "b": patterns(90, 2)}
+    new = {name: stepped(tensor, 0.1, 3) for name, tensor in old.items()}
+    histories = [DeviceHistory(Sharded(old, dict.fromkeys(old, "BF16"), frozenset()), 0, allowed=["context"])]
+    histories.append(History(Sharded(old, dict.fromkeys(old, "BF16"), frozenset()), 0))
+    assert box_digests(histories[0], 0, SERIAL) == box_digests(histories[1], 0, SERIAL)
+    results = []
+    for history in histories:
+        history.stage(1, Sharded(new, dict.fromkeys(new, "BF16"), frozenset()), SERIAL)
+        entries, gain = encode_changes(history, 0, 1, ["context"], SERIAL)
+        results.append(
+            (gain, [(entry.name, entry.box, entry.encoded.arrays["context"].tobytes()) for entry in entries])
+        )
+    assert results[0] == results[1]
+
+
+def test_publish_and_pull():
+    """Versions, a skip delta and one that fails in between, through a store to a replica."""
+    module = module_of(a=torch.randn(30, 64), b=torch.randn(33), frozen=torch.randn(8))
+    module.frozen.requires_grad_(False)
+
+    def equal() -> bool:
+        with Replica("memory:device", {}) as replica:
+            replica.pull()
+            found = replica.target.weights()
+            return all(
+                np.array_equal(found[name].bits, torch_view(value.detach().to(torch.bfloat16).view(-1)))
+                for name, value in module.named_parameters()
+            )
+
+    with Publisher("memory:device", module, snapshot="device", anchors=None, skips=(2,)) as publisher:
+        for version in range(3):
+            assert publisher.publish().wait().version == version
+            assert equal()
+            with torch.no_grad():
+                module.a[:3] += 1e-3 * torch.randn(3, 64, device=DEVICE)
+        commit = publisher.run.commit
+
+        def fail(*_: object) -> None:
+            raise OSError("no room")
+
+        publisher.run.commit = fail
+        with pytest.raises(OSError, match="no room"):
+            publisher.publish().wait()
+        publisher.run.commit = commit
+        with torch.no_grad():
+            module.b += 1
+        assert publisher.publish().wait().version == 3
+        assert equal()
+        publisher.flush()
+        assert (2, 0) in {(hop.version, hop.base) for hop in publisher.run.hops()}
+
+
+def test_where_a_snapshot_can_be(monkeypatch):
+    module = module_of(a=torch.randn(5))
+    with pytest.raises(ValueError, match="'device', 'host' or None"):
+        Publisher("memory:nowhere", module, snapshot="disk")
+    with (
+        Publisher("memory:arrays", {"a": np.ones(3, "f4")}, snapshot="device") as publisher,
+        pytest.raises(ValueError, match="for torch modules"),
+    ):
+        publisher.publish()
+    if DEVICE == "cpu":
+        monkeypatch.setattr(knobs.runtime, "interpret", False)
+        with (
+            Publisher("memory:cpu", module, snapshot="device") as publisher,
+            pytest.raises(ValueError, match="needs a module on a GPU"),
+        ):
+            publisher.publish()

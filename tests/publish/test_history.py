@@ -1,0 +1,153 @@
+"""The publisher's snapshot: any recent version can be read while it moves on, and what failed can be undone."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.publish import history as history_module
+from deltawire.publish.history import History
+from deltawire.tensors.weights import Tensor
+from deltawire.workers import SERIAL, Workers
+from support.chains import BF16, copy_of, make_weights, step
+from support.patterns import examples
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(history_module, "CHUNK", 1000)
+
+
+def check(history, states):
+    for version, expected in states.items():
+        for name, bits in expected.items():
+            assert np.array_equal(history.at(name, version)[:], bits), (version, name)
+
+
+@given(st.data())
+@examples(8)
+def test_every_version_can_be_read_after_any_order_of_work(data):
+    """Stage, pack, roll back and forget in random order; versions that are known always read right."""
+    history_module.CHUNK, kept = 1000, history_module.CHUNK
+    try:
+        rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+        weights = make_weights(1)
+        history, states, version = History(weights, 0), {0: copy_of(weights)}, 0
+        packed = 0
+        for _ in range(data.draw(st.integers(1, 12))):
+            action = data.draw(st.sampled_from(["stage", "stage", "stage", "pack", "roll back", "forget"]))
+            if action == "stage":
+                step(weights, rng, data.draw(st.sampled_from([0.0, 0.01, 0.4, 0.9])))
+                version += 1
+                history.stage(version, weights, SERIAL)
+                states[version] = copy_of(weights)
+            elif action == "pack" and packed < version:
+                packed += 1
+                history.pack(packed, SERIAL)
+            elif action == "roll back" and version > packed:
+                first = data.draw(st.integers(packed + 1, version))
+                history.roll_back(first)
+                states = {each: state for each, state in states.items() if each < first}
+                version = first - 1
+                for name, tensor in weights.items():
+                    tensor.bits[:] = states[version][name]
+            elif action == "forget":
+                oldest = data.draw(st.integers(min(states), packed)) if min(states) <= packed else min(states)
+                history.forget(oldest)
+                states = {each: state for each, state in states.items() if each >= oldest}
+            check(history, states)
+    finally:
+        history_module.CHUNK = kept
+
+
+def test_slices_of_the_past(small_chunks):
+    weights, rng = make_weights(), np.random.default_rng(0)
+    history, old = History(weights, 0), copy_of(weights)
+    step(weights, rng)
+    history.stage(1, weights, SERIAL)
+    bits = history.at("embed", 0)
+    assert (len(bits), bits.nbytes) == (300 * 64, 300 * 64 * 2)
+    for start, stop in ((0, 0), (0, 5), (999, 1001), (500, 7500), (19_000, 30_000), (19_200, 19_201), (7, 3)):
+        assert np.array_equal(bits[start:stop], old["embed"][start:stop])
+
+
+def test_reading_while_the_snapshot_moves(small_chunks):
+    """A reader of an old version sees nothing of versions that are staged and undone meanwhile."""
+    weights, rng = make_weights(shapes={"w": (100_000,)}), np.random.default_rng(0)
+    history, old = History(weights, 0), copy_of(weights)
+    stop, wrong = threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            if not np.array_equal(history.at("w", 0)[:], old["w"]):
+                wrong.append(True)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    with Workers(2) as workers:
+        for _ in range(40):
+            step(weights, rng, 0.2)
+            history.stage(1, weights, workers)
+            step(weights, rng, 0.2)
+            history.stage(2, weights, workers)
+            history.roll_back(1)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+
+
+def test_packed_versions_take_little_space(tmp_path, small_chunks):
+    rng = np.random.default_rng(0)
+    weights = make_weights(shapes={"w": (200_000,)})
+    history = History(weights, 0, scratch=tmp_path)
+    step(weights, rng, 0.01)
+    history.stage(1, weights, SERIAL)
+    history.pack(1, SERIAL)
+    record = history._records[1]
+    assert sum(stream.num_bytes for stream in record._streams.values()) < 2 * 2000
+    assert list(tmp_path.iterdir()) == []  # unnamed, so that a crash leaves nothing behind
+
+
+def test_other_weights_are_refused_and_nothing_moves():
+    weights = make_weights()
+    history, before = History(weights, 0), copy_of(weights)
+    for broken, error in (
+        ({name: weights[name] for name in ("embed", "norm", "scale")}, UnknownParameter),
+        ({**weights, "new": weights["norm"]}, UnknownParameter),
+        ({**weights, "norm": Tensor(BF16, (32,), np.zeros(32, np.uint16))}, ShapeMismatch),
+    ):
+        with pytest.raises(error, match="anchor=True"):
+            history.stage(1, broken, SERIAL)
+        check(history, {0: before})
+
+
+def test_a_failed_stage_is_undone():
+    class Breaking(dict):
+        def __getitem__(self, name):
+            if name == "norm":
+                raise OSError("the disk is gone")
+            return super().__getitem__(name)
+
+        def spec(self, name):
+            return "BF16", super().__getitem__(name).shape
+
+    weights, rng = make_weights(), np.random.default_rng(0)
+    history, before = History(weights, 0), copy_of(weights)
+    step(weights, rng)
+    with pytest.raises(OSError, match="gone"):
+        history.stage(1, Breaking(weights), SERIAL)
+    check(history, {0: before})
+    history.stage(1, weights, SERIAL)
+    check(history, {0: before, 1: copy_of(weights)})
+
+
+def test_forgotten_versions_are_named():
+    weights = make_weights()
+    history = History(weights, 3)
+    with pytest.raises(ValueError, match="version 2 is no longer kept"):
+        history.at("norm", 2)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from deltawire import Publisher, Replica
-from deltawire.cli import status as status_command
 from deltawire.errors import StoreUnavailable
 from deltawire.pages import followers
 from deltawire.pages.anatomy import Chain
 from deltawire.pages.eventlog import EventLog, LoggedPart
 from deltawire.pages.feed import Feed, Polling, snapshot
+from deltawire.run import fleet
 from deltawire.run.keys import manifest_key
 from deltawire.run.run import Run
 from deltawire.store import Stat, open_store
@@ -252,18 +252,14 @@ def test_heartbeats_may_say_anything(told):
     assert chain["totals"]["delta"]["hops"] == 1, "a plan for gc that fails on them takes nothing else along"
 
 
-def test_health_follows_the_heartbeat_as_it_does_for_status():
-    assert followers.SILENT_SECONDS == status_command.SILENT_SECONDS
-    for told, age, expected in [
+def test_health_follows_the_heartbeat():
+    for fields, age, expected in [
         ({"version": 5}, 1, "ok"), ({"version": 4}, 1, "behind"), ({"version": None}, 1, "behind"),
         ({"version": 4, "using": ["4 -> 5"]}, 90, "updating"), ({"version": 5}, 59, "ok"),
         ({"version": 5}, 61, "silent"), ({"version": 5, "using": ["x"]}, 601, "dead"), ({"version": 5}, 601, "dead"),
-        ({"version": 5, "error": "no"}, 1, "fault"),
+        ({"version": 5, "error": "no"}, 1, "fault"), (None, 1, "fault"),
     ]:  # fmt: skip
-        row = followers.replica_row("one", beat("one", told, age), None, 5, time.time())
-        assert row["health"] == expected, (told, age)
-        of_status = status_command.replica_row({**told, "name": "one", "age_seconds": age}, 5)["health"]
-        assert of_status == {"updating": "behind", "dead": "silent"}.get(expected, expected)
+        assert fleet.replica_row("one", fields, age, 5)["health"] == expected, (fields, age)
 
 
 def test_the_log_knows_of_a_death_before_the_heartbeat_is_old():

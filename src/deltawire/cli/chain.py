@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from deltawire.terminal import (
 )
 
 if TYPE_CHECKING:
-    from deltawire.run.manifest import Manifest, StoredHop
+    from deltawire.run.manifest import StoredHop
     from deltawire.run.planner import Route
     from deltawire.run.run import Run
 
@@ -38,63 +38,42 @@ def ls_command(url: str, limit: int, public_key: str | None, output_format: str,
 
     The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas.
     """
+    from deltawire.run.fleet import replica_row, version_row, worst_first
+    from deltawire.run.heartbeat import read_heartbeats
     from deltawire.run.run import Run
 
     with speaking_errors(url):
-        run = Run(url, public_key=public_key)
-        documents = documents_of(run)
-        versions = sorted(documents)
-        rows = [version_row(run.manifest(version), documents[version]) for version in versions[-limit:]]
-        replicas = replica_rows(run, versions[-1] if versions else None)
+        run, now = Run(url, public_key=public_key), time.time()
+        extra = extra_hops(run)
+        versions = sorted(extra)
+        latest = versions[-1] if versions else None
+        rows = [
+            {**row, "age_seconds": max(now - row["created"], 0.0), **extra[row["version"]]}
+            for row in (version_row(run.manifest(version)) for version in versions[-limit:])
+        ]
+        replicas = worst_first(
+            replica_row(beat["name"], beat, beat["age_seconds"], latest) for beat in read_heartbeats(run)
+        )
         data = {"run": run.id, "num_versions": len(versions), "versions": rows, "replicas": replicas}
     show(data, lambda: ls_text(data), output_format)
 
 
-def documents_of(run: "Run") -> dict[int, list[int | None]]:
-    """The extra hops to each version, as their bases; None stands for an anchor."""
+def extra_hops(run: "Run") -> dict[int, dict[str, Any]]:
+    """For each version, the bases of skip deltas to it and whether it has an anchor besides its own hop."""
     from deltawire.run.keys import MANIFESTS, read_document_key
 
     _ = run.id
     found = [about for stat in run.store.list(MANIFESTS) if (about := read_document_key(stat.key))]
-    further: dict[int, list[int | None]] = {version: [] for version, _, is_manifest in found if is_manifest}
-    for version, base, is_manifest in found:
-        if not is_manifest and version in further:
-            further[version].append(base)
-    return further
-
-
-def version_row(manifest: "Manifest", further: Sequence[int | None]) -> dict[str, Any]:
-    hop = manifest.hop
-    return {
-        "version": manifest.version,
-        "step": manifest.step,
-        "kind": "anchor" if hop.base is None else "delta",
-        "base": hop.base,
-        "changed": hop.num_changed,
-        "density": hop.num_changed / max(manifest.num_elements, 1),
-        "bytes": hop.num_bytes,
-        "created": manifest.created,
-        "age_seconds": max(time.time() - manifest.created, 0.0),
-        "skip_deltas_from": [base for base in further if base is not None],
-        "further_anchor": None in further,
+    extra: dict[int, dict[str, Any]] = {
+        version: {"skip_deltas_from": [], "further_anchor": False} for version, _, is_manifest in found if is_manifest
     }
-
-
-def replica_rows(run: "Run", latest: int | None) -> list[dict[str, Any]]:
-    from deltawire.run.heartbeat import read_heartbeats
-
-    rows = []
-    for beat in read_heartbeats(run):
-        version = beat.get("version")
-        known = isinstance(version, int) and latest is not None
-        rows.append({
-            "name": str(beat.get("name")),
-            "version": version,
-            "lag": max(latest - version, 0) if known else None,  # type: ignore[operator]
-            "age_seconds": beat["age_seconds"],
-            "error": str(beat["error"]) if beat.get("error") else None,
-        })  # fmt: skip
-    return rows
+    for version, base, is_manifest in found:
+        if not is_manifest and version in extra:
+            if base is None:
+                extra[version]["further_anchor"] = True
+            else:
+                extra[version]["skip_deltas_from"].append(base)
+    return extra
 
 
 def ls_text(data: Mapping[str, Any]) -> str:
@@ -114,15 +93,15 @@ def ls_text(data: Mapping[str, Any]) -> str:
     if data["replicas"]:
         replicas = [
             [row["name"], *("-" if row[key] is None else str(row[key]) for key in ("version", "lag")),
-             age_text(row["age_seconds"]), str(row["error"] or "-")]
+             age_text(row["age_seconds"]), f"{row['health']}: {row['detail']}" if row["detail"] else row["health"]]
             for row in data["replicas"]
         ]  # fmt: skip
-        text += f"\n\n{table(['replica', 'version', 'lag', 'heard', 'fault'], replicas)}"
+        text += f"\n\n{table(['replica', 'version', 'lag', 'heard', 'health'], replicas)}"
     return text
 
 
 def change_cells(row: Mapping[str, Any]) -> list[str]:
-    return [str(row["base"]), f"{row['changed']:,}", f"{100 * row['density']:.3f} %"]
+    return [str(row["base"]), f"{row['changed']:,}", f"{100 * (row['density'] or 0):.3f} %"]
 
 
 def further_text(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,11 +15,6 @@ from deltawire.terminal import Drawing, age_text, count_text, pause_text, plain,
 
 if TYPE_CHECKING:
     from deltawire.run.run import Run
-
-# Four heartbeats. A replica sends none during a pull, and gets longer.
-SILENT_SECONDS = 60.0
-
-HEALTHS = ("ok", "behind", "fault", "silent")
 
 
 @click.command("status")
@@ -35,9 +29,9 @@ def status_command(
 ) -> None:  # fmt: skip
     """Show the replicas of a run: version, lag, last pause, health.
 
-    Each writes a heartbeat every 15 seconds. Health is ok, behind, fault with its text, or silent: no heartbeat for a
-    minute, or for ten during a pull. With --watch the table is drawn in place on a terminal; elsewhere each
-    change prints it again, with --format json a JSON object on one line.
+    Each writes a heartbeat every 15 seconds. Health is ok, behind, updating (a pull is running), fault with its text,
+    silent (no heartbeat for a minute outside a pull) or dead (none for ten minutes). With --watch the table is drawn in
+    place on a terminal; elsewhere each change prints it again, with --format json a JSON object on one line.
     """
     from deltawire.run.run import Run
 
@@ -84,6 +78,7 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format:
 
 def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
     """A run and its replicas; the newest version is `known` or a later one."""
+    from deltawire.run.fleet import HEALTHS, replica_row, worst_first
     from deltawire.run.heartbeat import read_heartbeats
 
     name, version = run.id, run.latest(after=-1 if known is None else known - 1)
@@ -97,38 +92,9 @@ def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
         "created": None if manifest is None else manifest.created,
         "age_seconds": None if manifest is None else max(time.time() - manifest.created, 0.0),
     }
-    rows = [replica_row(beat, version) for beat in read_heartbeats(run)]
-    rows.sort(key=lambda row: (row["health"] not in ("fault", "silent"), row["name"]))
-    counts = {health: sum(row["health"] == health for row in rows) for health in HEALTHS}
+    rows = worst_first(replica_row(beat["name"], beat, beat["age_seconds"], version) for beat in read_heartbeats(run))
+    counts = {health: sum(row["health"] == health for row in rows) for health in reversed(HEALTHS)}
     return {**about, "replicas": rows, "summary": {"replicas": len(rows), **counts}}
-
-
-def replica_row(beat: Mapping[str, Any], latest: int | None) -> dict[str, Any]:
-    """A replica's heartbeat and health. Heartbeats are untrusted: anyone with write access can write them."""
-    version, pause, engine = beat.get("version"), beat.get("pause_seconds"), beat.get("engine")
-    version = version if type(version) is int else None
-    lag = None if version is None or latest is None else max(latest - version, 0)
-    row = {
-        "name": str(beat.get("name")),
-        "engine": str(engine.get("kind")) if isinstance(engine, dict) else None,
-        "address": str(engine.get("address")) if isinstance(engine, dict) else None,
-        "version": version,
-        "lag": lag,
-        "pause_seconds": pause if isinstance(pause, int | float) and isfinite(pause) else None,
-        "age_seconds": beat["age_seconds"],
-        "error": str(beat["error"]) if beat.get("error") else None,
-    }
-    return {**row, "health": health_of(row, bool(beat.get("using")), latest)}
-
-
-def health_of(row: Mapping[str, Any], pulling: bool, latest: int | None) -> str:
-    from deltawire.run.heartbeat import LIVE_SECONDS
-
-    if row["age_seconds"] > (LIVE_SECONDS if pulling else SILENT_SECONDS):
-        return "silent"
-    if row["error"]:
-        return "fault"
-    return "behind" if row["lag"] or (row["version"] is None and latest is not None) else "ok"
 
 
 def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +104,7 @@ def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def fleet_text(data: Mapping[str, Any]) -> str:
     summary, rows = data["summary"], data["replicas"]
-    counts = ", ".join(f"{summary[health]} {health}" for health in HEALTHS if summary[health])
+    counts = ", ".join(f"{number} {health}" for health, number in summary.items() if health != "replicas" and number)
     text = f"run {plain(data['run'])}: {version_text(data)}\n{count_text(len(rows), 'replica')}" + (
         counts and f": {counts}"
     )
@@ -164,6 +130,6 @@ def version_text(data: Mapping[str, Any]) -> str:
 
 
 def health_text(row: Mapping[str, Any]) -> str:
-    if row["health"] == "silent":
-        return f"silent for {age_text(row['age_seconds'])}"
-    return f"fault: {row['error']}" if row["health"] == "fault" else str(row["health"])
+    if row["health"] in ("silent", "dead"):
+        return f"{row['health']}: no heartbeat for {age_text(row['age_seconds'])}"
+    return f"{row['health']}: {row['detail']}" if row["detail"] else str(row["health"])

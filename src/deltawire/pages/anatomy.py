@@ -11,7 +11,8 @@ from deltawire.errors import BrokenChain
 from deltawire.follow.fetch import Fetcher
 from deltawire.format.inspection import STEP_NAMES, inspect_entry
 from deltawire.maintain.gc import GIVEN_UP, GcPlan, plan_gc
-from deltawire.pages.versions import Window, weights_bytes, windowed
+from deltawire.pages.versions import Window, windowed
+from deltawire.run.fleet import weights_bytes
 from deltawire.run.keys import read_object_key
 from deltawire.run.manifest import StoredHop
 from deltawire.run.planner import ListedHop

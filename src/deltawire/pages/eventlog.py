@@ -3,10 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from signal import Signals
 from typing import Any
+
+from deltawire.run.fleet import count, number, printable
 
 READ_BYTES = 4 << 20
 MOST_LINE_BYTES = 1 << 16
@@ -148,16 +149,3 @@ def ended_text(status: int | None) -> str:
         return f"killed by {Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
-
-
-def printable(value: Any) -> str:
-    """Untrusted text, on one line."""
-    return "".join(each if each.isprintable() else " " for each in str(value)[:400])
-
-
-def number(value: Any) -> float | None:
-    return value if type(value) in (int, float) and isfinite(value) else None
-
-
-def count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < 1 << 53 else None

@@ -12,9 +12,10 @@ from secrets import token_hex
 from typing import Any
 
 from deltawire.errors import DeltawireError, ObjectMissing
-from deltawire.pages.eventlog import EventLog, Record, printable
-from deltawire.pages.followers import HEALTHS, Heartbeats, replica_rows
+from deltawire.pages.eventlog import EventLog, Record
+from deltawire.pages.followers import Heartbeats, replica_rows
 from deltawire.pages.versions import Versions, Window, page_of
+from deltawire.run.fleet import HEALTHS, printable
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 

@@ -4,11 +4,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import isfinite
 from typing import Any
 
 from deltawire.errors import DeltawireError, ObjectMissing, StoreUnavailable
-from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.fleet import Row, version_row
 from deltawire.run.run import Run
 from deltawire.store import Store
 
@@ -18,36 +17,8 @@ BATCH = 64
 # Parsing holds the GIL: between batches requests are answered.
 BREATH_SECONDS = 0.005
 
-Row = dict[str, Any]
-
 # Later than a version (None: the newest), and how many.
 Window = tuple[int | None, int]
-
-
-def version_row(manifest: Manifest) -> Row:
-    """A manifest as a row. `full_bytes` is the size of the weights in the anchor that its route starts at."""
-    hop = manifest.hop
-    anchor = hop if hop.base is None else next((each for each in manifest.route if each.base is None), None)
-    full = None if anchor is None else weights_bytes(anchor)
-    return {
-        "version": manifest.version,
-        "step": manifest.step,
-        "kind": "anchor" if hop.base is None else "delta",
-        "base": hop.base,
-        "bytes": hop.num_bytes,
-        "full_bytes": full,
-        "ratio": hop.num_bytes / full if full else None,
-        "changed": hop.num_changed,
-        "total": manifest.num_elements,
-        "density": hop.num_changed / manifest.num_elements if manifest.num_elements else None,
-        "created": manifest.created if isfinite(manifest.created) else None,
-        "error": None,
-    }
-
-
-def weights_bytes(anchor: StoredHop) -> int:
-    """The bytes of an anchor without configuration, tokenizer and the like."""
-    return anchor.num_bytes - sum(each.num_bytes for each in anchor.extra_files)
 
 
 class Versions:

@@ -1,0 +1,100 @@
+"""The fleet view: a row for each version and each replica, the same for `ls`, `status`, the dashboard and the demo.
+
+Heartbeats are untrusted: anyone with write access to the store can write them.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+from deltawire.run.heartbeat import LIVE_SECONDS
+from deltawire.run.manifest import Manifest, StoredHop
+
+Row = dict[str, Any]
+
+# Four heartbeats. A replica sends none during a pull, and gets longer.
+SILENT_SECONDS = 60.0
+
+HEALTHS = ("dead", "fault", "silent", "starting", "updating", "behind", "ok", "stopped")
+"""Worst first."""
+
+
+def version_row(manifest: Manifest) -> Row:
+    """A manifest as a row. `full_bytes` is the size of the weights in the anchor that its route starts at."""
+    hop = manifest.hop
+    anchor = hop if hop.base is None else next((each for each in manifest.route if each.base is None), None)
+    full = None if anchor is None else weights_bytes(anchor)
+    return {
+        "version": manifest.version,
+        "step": manifest.step,
+        "kind": "anchor" if hop.base is None else "delta",
+        "base": hop.base,
+        "bytes": hop.num_bytes,
+        "full_bytes": full,
+        "ratio": hop.num_bytes / full if full else None,
+        "changed": hop.num_changed,
+        "total": manifest.num_elements,
+        "density": hop.num_changed / manifest.num_elements if manifest.num_elements else None,
+        "created": manifest.created,
+        "error": None,
+    }
+
+
+def weights_bytes(anchor: StoredHop) -> int:
+    """The bytes of an anchor without configuration, tokenizer and the like."""
+    return anchor.num_bytes - sum(each.num_bytes for each in anchor.extra_files)
+
+
+def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float, latest: int | None) -> Row:
+    """A replica by its last heartbeat, which is so old; `fields` is None if it cannot be read."""
+    beat = fields or {}
+    engine, pull = (beat[key] if isinstance(beat.get(key), dict) else {} for key in ("engine", "last_pull"))
+    times = [number(pull.get(f"{phase}_seconds")) for phase in ("fetch", "decode", "apply")]
+    version = count(beat.get("version"))
+    row = {
+        "name": name,
+        "engine": str(engine["kind"]) if engine.get("kind") else None,
+        "address": str(engine["address"]) if engine.get("address") else None,
+        "version": version,
+        "lag": lag_of(version, latest),
+        "pause_seconds": number(beat.get("pause_seconds")),
+        "pull_seconds": None if None in times else sum(filter(None, times)),
+        "age_seconds": age_seconds,
+        "error": str(beat["error"]) if beat.get("error") else None,
+    }
+    health, detail = _health(row, fields is not None, bool(beat.get("using")))
+    if health == "ok" and (version is None or row["lag"]) and latest is not None:
+        health = "updating" if beat.get("using") else "behind"
+    return {**row, "health": health, "detail": detail}
+
+
+def lag_of(version: int | None, latest: int | None) -> int | None:
+    return None if version is None or latest is None else max(latest - version, 0)
+
+
+def _health(row: Row, is_readable: bool, is_pulling: bool) -> tuple[str, str | None]:
+    """What is wrong with a replica, and the details; ok whatever its version is."""
+    if not is_readable:
+        return "fault", "its heartbeat cannot be read"
+    if row["age_seconds"] > LIVE_SECONDS:
+        return "dead", f"no heartbeat for {LIVE_SECONDS:.0f} s"
+    if row["age_seconds"] > SILENT_SECONDS and not is_pulling:
+        return "silent", f"no heartbeat for {SILENT_SECONDS:.0f} s"
+    return ("fault", row["error"]) if row["error"] else ("ok", None)
+
+
+def worst_first(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (HEALTHS.index(row["health"]), row["name"]))
+
+
+def printable(value: Any) -> str:
+    """Untrusted text, on one line."""
+    return "".join(each if each.isprintable() else " " for each in str(value)[:400])
+
+
+def number(value: Any) -> float | None:
+    return value if type(value) in (int, float) and isfinite(value) else None
+
+
+def count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 53 else None

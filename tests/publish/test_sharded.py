@@ -37,7 +37,7 @@ def check_versions(url, states):
         with Replica(url, {}, heartbeat_seconds=None) as replica:
             if hop.base is not None:
                 replica.pull(hop.base)
-            route = Route(Route(hop.base, hop.version, (hop,)), [run.hop(hop.version, hop.base)])
+            route = Route(hop.base, hop.version, (run.hop(hop.version, hop.base),))
             replica._follow(run.manifest(hop.version), replica.target.state(), route, None)
             assert same_bits(replica.target.weights(), states[hop.version]), hop
     return run

@@ -8,6 +8,7 @@ import numpy as np
 from deltawire import Delta, Publisher
 from deltawire.run.run import Run
 from support.chains import make_weights, step
+from support.waiting import PATIENCE
 
 NUM_REAL = 16
 
@@ -17,7 +18,7 @@ def make_many(url, num_versions):
     weights, rng = make_weights(), np.random.default_rng(0)
     with Publisher(url, weights, run="many", skips=(), anchors=None) as publisher:
         for version in range(NUM_REAL):
-            publisher.publish(step=version).wait(30)
+            publisher.publish(step=version).wait(PATIENCE)
             step(weights, rng, density=0.01 + 0.002 * version)
     run = Run(url)
     likes = [(run.manifest(version), delta_of(run, version)) for version in range(1, NUM_REAL)]
@@ -27,7 +28,7 @@ def make_many(url, num_versions):
         data = Delta(replace(delta.info, version=version, base_version=version - 1), delta.entries).to_bytes()
         stored = replace(like.hop.objects[0], key=key, num_bytes=len(data), sha256=sha256(data).hexdigest())
         hop = replace(like.hop, version=version, base=version - 1, objects=(stored,))
-        manifest = replace(like, version=version, step=version, hop=hop, path=likes[0][0].path)
+        manifest = replace(like, version=version, step=version, hop=hop, route=likes[0][0].route)
         run.store.put(key, data)
         run.commit(run.sign(manifest), manifest)
     return url

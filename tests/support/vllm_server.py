@@ -90,7 +90,7 @@ class Vllm:
             str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", "tiny",
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager",
             "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
-            "--running-requests-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tp),
+            "--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tp),
             "--weight-transfer-config", json.dumps({"backend": "deltawire"}), *arguments,
         ]  # fmt: skip
         if extension:

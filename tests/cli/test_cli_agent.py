@@ -198,9 +198,9 @@ def test_attach_takes_the_token_from_a_file(url, trainer, server, tmp_path, monk
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_engines_have_the_options_of_the_command(tmp_path, kind):
-    pytest.importorskip(f"deltawire.engines.{kind}.client")
+    pytest.importorskip("httpx")
     engine = attach.make_engine(
-        kind, "http://127.0.0.1:9/", mode="patch", stage=tmp_path, kv="recompute", api_key="key"
+        kind, "http://127.0.0.1:9/", mode="patch", shared_folder=tmp_path, running_requests="recompute", api_key="key"
     )
     assert (engine.kind, engine.address) == (kind, "http://127.0.0.1:9")
     engine.close()

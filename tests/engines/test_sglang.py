@@ -154,7 +154,7 @@ def test_one_agent_at_a_time(start):
     run = start()
     run.attach()
     with pytest.raises(Conflict, match="another agent"):
-        SglangEngine(run.server.url, stage=run.stage)
+        SglangEngine(run.server.url, shared_folder=run.stage)
 
 
 def test_wrong_arguments():

@@ -189,7 +189,7 @@ def test_no_stale_prefix_cache(shared):
 @pytest.mark.parametrize(("running_requests", "reasons"), [("keep", {"length"}), ("abort", {"length", "abort"})])
 def test_other_ways_to_treat_running_requests(shared, running_requests, reasons):
     trainer, server, replica = shared
-    replica.target.engine._kv = running_requests
+    replica.target.engine._running_requests = running_requests
     found, done = [], threading.Event()
 
     def ask():
@@ -215,7 +215,7 @@ def test_other_ways_to_treat_running_requests(shared, running_requests, reasons)
         done.set()
         for thread in threads:
             thread.join()
-        replica.target.engine._kv = "recompute"
+        replica.target.engine._running_requests = "recompute"
     assert set(found) == reasons
     assert server.checksums() == trainer.expected[version]
     server.client.post("/reset_prefix_cache").raise_for_status()

@@ -38,7 +38,7 @@ class Run:
     def attach(self, *, mode="patch", mirror=True, **options):
         if self.replica is not None:
             self.replica.close()
-        engine = SglangEngine(self.server.url, mode=mode, stage=self.stage, timeout=10, **options)
+        engine = SglangEngine(self.server.url, mode=mode, shared_folder=self.stage, timeout=60, **options)
         self.replica = Replica(self.url, EngineTarget(engine, self.mirror if mirror else None))
         return self.replica
 

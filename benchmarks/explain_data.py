@@ -192,7 +192,7 @@ def measured():
             "phases": {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)},
         }  # fmt: skip
 
-    vllm, notes = {row["hop"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
+    vllm, notes = {row["way"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
     publishes = {(row["model"], row["method"]): row for row in read_csv("gpu_publish.csv")}
     devices = {row["work"]: float(row["milliseconds"]) / 1000 for row in read_csv("gpu.csv")}
     demo = json.loads((RESULTS / "demo.json").read_text())["runs"][0]

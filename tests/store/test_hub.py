@@ -199,7 +199,7 @@ def test_faults_are_waited_out(store, hub, waits, kind):
         hub.fail_next(kind, 2, on="/buckets/")
         call()
     assert waits
-    assert set(waits) <= {0.5, 1.0}
+    assert set(waits) <= {0.25, 0.5}
 
 
 def test_rate_limit_is_kept(store, hub, waits):

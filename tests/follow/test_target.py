@@ -1,13 +1,19 @@
 """Weights in memory as a target: what is refused, in which words, and which tensors are written."""
 
+import sys
+
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from deltawire import Publisher, Replica
+from deltawire import Publisher, Replica, digest
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.follow.comparison import differing_names
+from deltawire.follow.target import MemoryTarget, new_tensor
 from deltawire.run.run import Run
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.weights import Tensor
 from support.chains import fresh_url
 from support.waiting import PATIENCE
 
@@ -121,3 +127,36 @@ def test_weights_are_compared_with_a_version():
     assert differing_names(run, 0, {"a": own["a"], "c": np.zeros((2, 3), np.float32)}) == {"a": 2, "b": 4, "c": 6}
     assert differing_names(run, 0, {"a": weights["a"].reshape(2, 3), "b": weights["b"]}) == {"a": 6}
     assert differing_names(run, 0, {"a": weights["a"].view(np.int32), "b": weights["b"]}) == {"a": 6}
+
+
+def test_tensors_that_fill_a_dictionary(monkeypatch):
+    """Of torch where it is imported, else of numpy, else of ml_dtypes, else a plain `Tensor`."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", ml_dtypes)
+    plain = new_tensor("a", DTYPES["F32"], (2, 3))
+    assert (type(plain), plain.dtype, plain.shape) == (np.ndarray, np.float32, (2, 3))
+    half = new_tensor("a", DTYPES["BF16"], (4,))
+    assert (type(half), half.dtype, half.shape) == (np.ndarray, ml_dtypes.bfloat16, (4,))
+    assert new_tensor("a", DTYPES["F32"], (0, 3)).shape == (0, 3)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    bits = new_tensor("a", DTYPES["BF16"], (4,))
+    assert (type(bits), bits.dtype.name, bits.shape, len(bits.bits)) == (Tensor, "BF16", (4,), 4)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for dtype, kind in (("BF16", torch.bfloat16), ("F32", torch.float32), ("BOOL", torch.bool)):
+        found = new_tensor("a", DTYPES[dtype], (2, 0))
+        assert (found.dtype, found.shape) == (kind, (2, 0))
+        assert new_tensor("a", DTYPES[dtype], (2, 3)).shape == (2, 3)
+
+
+def test_the_digest_of_a_target():
+    bits = np.arange(4, dtype=np.uint16)
+    target = MemoryTarget({"a": bits, "b": bits}, dtype="BF16")
+    own = {"a": Tensor(DTYPES["BF16"], (4,), bits)}
+    assert target.digest({"b": "a"}) == digest(own)
+    assert target.digest({}) == digest({**own, "b": own["a"]})
+    assert MemoryTarget({"a": bits, "b": bits + 1}, dtype="BF16").digest({"b": "a"}) is None, "it is not tied"
+    assert MemoryTarget({}).digest({}) is None
+    assert MemoryTarget({"a": bits}).state() is None
+    untouched = MemoryTarget({"a": bits})
+    untouched.refresh()
+    assert untouched.state() is None

@@ -9,6 +9,7 @@ import pytest
 from deltawire import diff, digest
 from deltawire.errors import BaseMismatch, BrokenChain, DigestMismatch
 from deltawire.format.replay import Replay
+from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
 from deltawire.workers import SERIAL
 from support.chains import copy_of, make_weights, step
@@ -99,6 +100,7 @@ def test_what_turns_other_weights_into_these(steps):
         name for name in versions[1] if not np.array_equal(versions[1][name].bits, versions[3][name].bits)
     }
     for patch in patches:
+        assert (patch.dtype, patch.box) == ("BF16", Box.whole(versions[1][patch.name].shape))
         bits = versions[1][patch.name].bits.copy()
         assert np.array_equal(patch.positions, np.flatnonzero(bits != versions[3][patch.name].bits))
         bits[patch.where] = patch.bits

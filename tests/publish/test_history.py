@@ -151,3 +151,43 @@ def test_forgotten_versions_are_named():
     history = History(weights, 3)
     with pytest.raises(ValueError, match="version 2 is no longer kept"):
         history.at("norm", 2)
+
+
+def test_what_versions_have_changed():
+    weights = {"a": Tensor(BF16, (10,), np.zeros(10, np.uint16)), "b": Tensor(BF16, (4,), np.zeros(4, np.uint16))}
+    history = History(weights, 5)
+    for version, name, positions in ((6, "a", [1, 2]), (7, "a", [2]), (8, "b", [0, 1, 2])):
+        weights[name].bits[positions] += 1
+        history.stage(version, weights, SERIAL)
+    assert history.changed_since(5, 5) == history.changed_since(8, 8) == {}
+    assert history.changed_since(5, 6) == {"a": 2}
+    assert history.changed_since(6, 7) == {"a": 1}
+    assert history.changed_since(5, 8) == {"a": 3, "b": 3}
+    assert history.changed_since(6, 8) == {"a": 1, "b": 3}
+    weights["b"].bits[:] += 1
+    history.stage(9, weights, SERIAL)
+    assert history.changed_since(7, 9) == {"b": 4}, "no more than there are"
+    history.roll_back(8)
+    assert history.version == 7
+    assert history.changed_since(5, 7) == {"a": 3}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_old_bits_come_back(tmp_path, packed):
+    """Few changes, many, and all of them; also from streams on disk."""
+    for density in (0.01, 0.6, 1.0):
+        rng = np.random.default_rng(0)
+        bits = rng.integers(0, 1 << 16, 5000, np.uint16)
+        weights = {"a": Tensor(BF16, (5000,), bits)}
+        history, before = History(weights, 0, scratch=tmp_path), bits.copy()
+        where = rng.random(5000) < density
+        bits[where] ^= 1
+        history.stage(1, weights, SERIAL)
+        if packed:
+            history.pack(1, SERIAL)
+            history.pack(1, SERIAL)
+        assert np.array_equal(history.at("a", 0)[:], before)
+        assert np.array_equal(history.at("a", 1)[:], bits)
+        history.roll_back(1)
+        assert (history.version, history.num_elements) == (0, 5000)
+        assert np.array_equal(history.at("a", 0)[:], before)

@@ -57,6 +57,16 @@ def test_a_dense_change_is_a_whole_tensor(steps):
         assert np.array_equal(patch.bits, dense[patch.name].bits)
 
 
+def test_a_dense_change_stays_one_when_a_sparse_one_follows(steps):
+    versions, _ = steps
+    dense = {name: replace(tensor, bits=tensor.bits + np.uint16(1)) for name, tensor in versions[0].items()}
+    last = {name: replace(tensor, bits=tensor.bits.copy()) for name, tensor in dense.items()}
+    last["embed"].bits[7] += 1
+    deltas = [diff(versions[0], dense, run="r"), diff(dense, last, run="r", base_version=1, version=2)]
+    for patch in Replay(versions[0], deltas, SERIAL).patches(digest(versions[0])):
+        assert np.array_equal(patch.bits, last[patch.name].bits)
+
+
 def test_progress_is_reported_for_each_tensor(steps):
     versions, deltas = steps
     seen = []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.publish import history as history_module
 from deltawire.publish.history import History
+from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import Tensor
 from deltawire.workers import SERIAL, Workers
 from support.chains import BF16, copy_of, make_weights, step
@@ -191,3 +192,36 @@ def test_old_bits_come_back(tmp_path, packed):
         history.roll_back(1)
         assert (history.version, history.num_elements) == (0, 5000)
         assert np.array_equal(history.at("a", 0)[:], before)
+
+
+def test_what_is_no_longer_the_same_model_is_said():
+    weights = {"a": Tensor(BF16, (2, 5), np.zeros(10, np.uint16)), "b": Tensor(BF16, (4,), np.zeros(4, np.uint16))}
+    history = History(weights, 0)
+    again = "call publish(anchor=True) to"
+    for other, kind, words in (
+        ({"a": weights["a"]}, UnknownParameter, "b is no longer among the published weights: "),
+        ({**weights, "c": weights["b"]}, UnknownParameter, "c is not among the published weights: "),
+        ({**weights, "b": Tensor(BF16, (2, 2), np.zeros(4, np.uint16))}, ShapeMismatch,
+         "b was BF16 [4] whole and is now BF16 [2, 2] whole: "),
+        ({**weights, "b": Tensor(DTYPES["F16"], (4,), np.zeros(4, np.uint16))}, ShapeMismatch,
+         "b was BF16 [4] and is now F16 [4]: "),
+    ):  # fmt: skip
+        with pytest.raises(kind) as caught:
+            history.stage(1, other, SERIAL)
+        assert caught.value.message.startswith(words), caught.value.message
+        assert again in caught.value.message
+        assert history.version == 0
+
+
+def test_what_is_forgotten_is_gone():
+    weights = {"a": Tensor(BF16, (10,), np.zeros(10, np.uint16))}
+    history = History(weights, 0)
+    for version in (1, 2, 3):
+        weights["a"].bits[version] += 1
+        history.stage(version, weights, SERIAL)
+    history.forget(2)
+    assert history.oldest == 2
+    assert history.changed_since(0, 2) == {}
+    assert history.changed_since(2, 3) == {"a": 1}
+    with pytest.raises(ValueError, match="version 1 "):
+        history.at("a", 1)

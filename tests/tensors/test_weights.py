@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deltawire import Checkpoint, digest, save_anchor
-from deltawire.tensors.weights import Viewed, check_plain, mapping_of, spec
+from deltawire.tensors.weights import Viewed, check_plain, mapping_of, num_elements, spec, writable
 
 
 def test_only_weights_by_name_are_taken():
@@ -72,3 +72,32 @@ def test_what_is_no_plain_tensor_is_refused():
         "tensors that it consists of"
     )
     check_plain("w", torch.ones(3))
+
+
+def test_elements_are_counted_without_reading():
+    class Known(Counted):
+        def num_elements(self, name):
+            return 6
+
+    known = Known(a=np.zeros((2, 3), np.float32))
+    assert num_elements(known, "a") == 6
+    assert known.num_read == 0
+    assert num_elements({"a": np.zeros((2, 3)), "b": np.float32(1)}, "a") == 6
+    assert num_elements({"b": np.float32(1)}, "b") == 1
+
+
+def test_neighbours_in_one_buffer_are_two_tensors():
+    flat = torch.zeros(10)
+    apart = {"a": flat[:4], "b": flat[4:6], "c": flat[6:]}
+    assert writable(apart, apart, {}).keys() == apart.keys()
+    overlapping = {"a": flat[:5], "b": flat[4:]}
+    with pytest.raises(ValueError, match=r"^a and b share memory at the target, and are two tensors"):
+        writable(overlapping, overlapping, {})
+    same = {"a": flat, "b": flat}
+    assert writable(same, same, {"b": "a"}).keys() == same.keys()
+    with pytest.raises(ValueError, match="a and b share memory"):
+        writable(same, same, {})
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match=r"^frozen"):
+        writable({"frozen": frozen}, ["frozen"], {})

@@ -5,7 +5,19 @@ import pytest
 import torch
 
 from deltawire import Checkpoint, digest, save_anchor
-from deltawire.tensors.weights import Viewed, check_plain, mapping_of, num_elements, spec, writable
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.weights import (
+    Tensor,
+    Viewed,
+    check_plain,
+    mapping_of,
+    num_elements,
+    place,
+    spec,
+    tied_names,
+    untied_name,
+    writable,
+)
 
 
 def test_only_weights_by_name_are_taken():
@@ -101,3 +113,24 @@ def test_neighbours_in_one_buffer_are_two_tensors():
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match=r"^frozen"):
         writable({"frozen": frozen}, ["frozen"], {})
+
+
+def test_names_of_one_tensor():
+    shared, other = np.ones(3, np.float32), np.ones(3, np.float32)
+    weights = {"empty": np.zeros(0), "a": shared, "b": other, "c": shared, "d": shared[:2]}
+    assert tied_names(weights) == {"c": "a"}
+    assert place(weights["empty"]) is None
+    bits = np.zeros(4, np.uint16)
+    one, two = Tensor(DTYPES["BF16"], (4,), bits), Tensor(DTYPES["BF16"], (4,), bits)
+    assert place(one) == place(two) is not None
+    assert place(Tensor(DTYPES["F16"], (4,), bits)) != place(one) != place(Tensor(DTYPES["BF16"], (2, 2), bits))
+    assert place(Tensor(DTYPES["BF16"], (0,), bits[:0])) is None
+
+
+def test_a_tied_name_with_other_weights_is_found():
+    shared = np.arange(3, dtype=np.uint16)
+    weights = {"a": shared, "b": shared, "c": shared.copy(), "d": shared + 1}
+    assert untied_name(weights, {"gone": "a", "b": "a", "c": "a"}) is None
+    assert untied_name(weights, {"gone": "a", "b": "a", "c": "a"}, "BF16") is None
+    assert untied_name(weights, {"b": "a", "e": "gone", "d": "a"}) == "d"
+    assert untied_name({"a": shared, "b": shared.reshape(3, 1).copy()}, {"b": "a"}) == "b"

@@ -1,4 +1,7 @@
-"""The command line. Each command is a thin layer over the library: it parses options, calls, and prints."""
+"""The command line. Each command is a thin layer over the library: it parses options, calls, and prints.
+
+May import: everything below it. Begin with `SECTIONS` here.
+"""
 
 import os
 

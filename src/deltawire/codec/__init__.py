@@ -1,4 +1,8 @@
-"""Patches to arrays and back: four encodings, and the choice of the smallest one."""
+"""Patches to arrays and back: four encodings, and the choice of the smallest one.
+
+May import: tensors, kernels, workers.
+Begin with `encoding.py` (what an encoding is), then `tiled.py`.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

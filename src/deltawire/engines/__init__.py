@@ -1,13 +1,7 @@
-"""Where weights go: engines that serve them, and the mirror beside each.
+"""Where weights go: engines that serve them, the mirror next to each, and the agent that drives them.
 
-engine      what an engine must be able to do
-target      a mirror and an engine, as a replica's target
-layout      where the elements of a checkpoint live in an engine's memory
-trace       finds that out from a model's own loading code
-live        the weights of one process: changed in place, checked
-staged      changes on their way into such a process
-memory      reads and writes elements in host memory; device_memory on a GPU
-torch       a module in this process
-vllm        a vLLM server
-sglang      an SGLang server
+May import: follow, publish, run, store, format, kernels, tensors.
+Begin with `engine.py` (what an engine must be able to do), then `target.py` (a mirror and an engine as one target).
+`layout.py` and `trace.py` find where tensors live, `live_weights.py` changes them in place, `http_engine.py` is what
+servers share, `conformance.py` the suite for engines.
 """

@@ -1,19 +1,4 @@
-"""A conformance suite for engines: test cases that every adapter must pass.
-
-Write a `Harness` for your engine, then run the cases in plain Python,
-
-    for case in deltawire.testing.CASES:
-        case(MyHarness)
-
-or in pytest:
-
-    @pytest.mark.parametrize("case", deltawire.testing.CASES, ids=lambda case: case.__name__)
-    def test_conformance(case):
-        case(MyHarness)
-
-A case that fails raises `NotConforming` with the expected behaviour; one that does not apply raises
-`unittest.SkipTest`, which test runners know.
-"""
+"""The conformance suite for engines; `deltawire.testing` is its public name."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping

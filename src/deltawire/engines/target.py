@@ -1,4 +1,4 @@
-"""A mirror and the engine beside it, as one target: a replica keeps both current."""
+"""A mirror and the engine next to it, as one target: a replica keeps both current."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -110,7 +110,7 @@ class EngineTarget(Target):
         return True
 
     def _open(self) -> None:
-        """Have the engine find its places, where it was started anew or the tensors are others."""
+        """Have the engine find its places, after it was restarted or when the tensors have changed."""
         self.refresh()
         weights = self.mirror.weights()
         wanted = (self._now.boot if self._now else ""), {name: spec(weights, name) for name in weights}

@@ -1,1 +1,5 @@
-"""Other programs' layouts: to read what they have written, and to write what they read."""
+"""Other programs' layouts: to read what they have written, and to write what they read.
+
+May import: follow, run, store, format, tensors.
+Begin with `trl.py`.
+"""

@@ -1,4 +1,9 @@
-"""Places for objects: a folder, memory, S3, Google, Azure and Hugging Face buckets, all behind one protocol."""
+"""Places for objects: a folder, memory, S3, Google, Azure and Hugging Face buckets, all behind one protocol.
+
+May import: errors, redact.
+Begin with `base.py` (the calls), then `object.py`; `retry.py` is the retry policy,
+`create_once.py` how versions come to exist.
+"""
 
 import re
 from collections.abc import Mapping

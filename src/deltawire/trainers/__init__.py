@@ -1,1 +1,5 @@
-"""Publishing from trainers: transformers (a callback) and TRL (a weight transfer)."""
+"""Publishing from trainers: transformers (a callback) and TRL (a weight transfer).
+
+May import: engines, publish, run, store, tensors.
+Begin with `trl.py`; `fleet.py` has the servers that it feeds.
+"""

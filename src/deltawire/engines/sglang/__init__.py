@@ -1,1 +1,1 @@
-"""SGLang as an engine. In the server runs `loader`; in the agent beside it run `client` and `ranks`."""
+"""SGLang as an engine. In the server runs `loader`; in the agent next to it run `adapter` and `ranks`."""

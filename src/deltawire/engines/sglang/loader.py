@@ -131,7 +131,7 @@ class Worker:
         return [piece.as_list() for piece in pieces]
 
     def _begin(self, folder: Path) -> None:
-        """From here on nobody may rely on what was told before, even if this process ends."""
+        """From here on nobody may rely on what was reported before, even if this process ends."""
         self.busy = True
         self._tell(folder)
 

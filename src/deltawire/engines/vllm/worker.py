@@ -121,7 +121,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return trace(self.model.load_weights, storages, specs), storages
 
     def _reload(self, folder: Path) -> None:
-        """Load a checkpoint layer by layer, as vLLM does it, and find out anew where everything is."""
+        """Load a checkpoint layer by layer, as vLLM does it, and find out again where everything is."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         before = self.live.pieces

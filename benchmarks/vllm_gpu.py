@@ -9,10 +9,10 @@ SHA-256 in the server is compared with one that is computed here from the traine
 at the end log probabilities with those of a server that was started with these weights. The rounds of "reload" load the
 same weights with vLLM's own layerwise reload, and those of "patches" with its own sparse patches, in the same server.
 
-Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms the longest of
-four seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call until the server
-served the version; pause_ms how long no step was computed; staging_mb how much GPU memory the update took for a while,
-kept_mb what of it was left, host_mb by how much the agent's memory grew.
+Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
+the longest of four seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
+until the server served the version; pause_ms how long no step was computed; staging_mb how much GPU memory the pull
+took for a while, kept_mb what of it was left, host_mb by how much the agent's memory grew.
 """
 
 import argparse
@@ -226,11 +226,9 @@ class Module(torch.nn.Module):
 
 
 def source_of(kind, weights):
-    return {
-        "module": lambda: Module(weights),
-        "mapping": lambda: weights,
-        "iterator": lambda: lambda: iter(weights.items()),
-    }[kind]()
+    if kind == "module":
+        return Module(weights)
+    return weights if kind == "mapping" else lambda: iter(weights.items())
 
 
 def used_mb():
@@ -295,12 +293,13 @@ def case(folder, out, options, model, mode, density, number):
                 idle = streams.longest_ms(quiet, time.time())
                 for round_number in range(options.rounds):
                     change(weights, density, round_number)
-                    watch, host = Watch(), memory_mb()
+                    host = memory_mb()
                     since, clock = time.time(), time.perf_counter()
                     handle = publisher.publish()
                     blocked = time.perf_counter() - clock
                     handle.wait()
                     committed = time.perf_counter() - clock
+                    watch = Watch()
                     pulled = replica.pull()
                     served = time.perf_counter() - clock
                     time.sleep(0.5)
@@ -368,7 +367,10 @@ def main():
                             if log.exists():
                                 (options.out / f"vllm-{model}-{mode}.log").write_bytes(log.read_bytes()[-200_000:])
                     torch.cuda.empty_cache()
-                    write_csv("vllm_gpu", rows, options.out)
+                    header = list(rows[0])
+                    write_csv(
+                        "vllm_gpu.csv", header, [[row[each] for each in header] for row in rows], folder=options.out
+                    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ once, and its answer is a file that the agent waits for.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._counted: list[int] = []
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
         if self.device.type == "cuda":
             from deltawire.engines.device_memory import warm_up_decoding
 
@@ -122,31 +123,43 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             raise EngineRejected("after the write the weights have another digest than was computed before it")
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
-        work = {"stage": self._stage, "decode": self._decode, "drop": lambda _: self.live.drop_staged()}[name]
+        work = {"stage": self._stage, "decode": self._decode, "drop": self._drop}[name]
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
 
         def run() -> None:
-            with self._aside():
-                error = attempt(partial(work, arguments))[1]
+            error = attempt(partial(work, arguments))[1]
             if answer is not None:
                 save_json(answer, self.answer(None, error))
 
         self._thread = threading.Thread(target=run, name=f"deltawire-{name}", daemon=True)
         self._thread.start()
 
-    def _aside(self) -> Any:
-        """The device and the stream of work that goes on next to serving."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A stream and memory of its own, for what goes on next to serving. The memory is given back by `_drop`."""
+        self._drop()
+        if self._stream is None:
+            yield
+            return
+        self._pool = torch.cuda.MemPool()
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+            yield
+
+    def _drop(self, _: Any = None) -> None:
+        self.live.drop_staged()
+        self._pool = None
 
     def _stage(self, arguments: Mapping[str, Any]) -> None:
-        self.live.stage_file(Path(arguments["paths"][self.index]))
+        with self._aside():
+            self.live.stage_file(Path(arguments["paths"][self.index]))
 
     def _decode(self, arguments: Mapping[str, Any]) -> None:
         base, state = WeightVersion.parse(arguments["base"]), WeightVersion.parse(arguments["state"])
         if base is None or state is None:
             raise ValueError("the versions of a delta are not known")
         delta = Delta.open([Path(file) for file in arguments["files"]])
-        self.live.stage_delta(arguments["token"], delta, base, state)
+        with self._aside():
+            self.live.stage_delta(arguments["token"], delta, base, state)
 
     def wait(self) -> None:
         """Wait for what runs in the thread: other commands must not overlap with it."""

@@ -123,11 +123,12 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             raise EngineRejected("after the write the weights have another digest than was computed before it")
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
-        work = {"stage": self._stage, "decode": self._decode, "drop": self._drop}[name]
+        works: dict[str, Callable[[Mapping[str, Any]], None]]
+        works = {"stage": self._stage, "decode": self._decode, "drop": self._drop}
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
 
         def run() -> None:
-            error = attempt(partial(work, arguments))[1]
+            error = attempt(partial(works[name], arguments))[1]
             if answer is not None:
                 save_json(answer, self.answer(None, error))
 

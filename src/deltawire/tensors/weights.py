@@ -17,7 +17,7 @@ DTypeChoice = Any
 # The dtype (its safetensors name) and the shape of a tensor.
 TensorSpec = tuple[str, tuple[int, ...]]
 
-# Device, address, shape, strides and dtype.
+# Address, shape, strides, dtype and what else tells two tensors apart.
 Place = tuple[Any, ...]
 
 
@@ -147,13 +147,13 @@ def place(value: Any) -> Place | None:
         where = place(value.bits)
         return None if where is None else (*where, value.dtype.name, value.shape)
     if hasattr(value, "to_local"):
-        return ("DTensor", id(value))  # a rank may hold no part of it; if tied, it is one object under two names
+        return (id(value),)  # a rank may hold no part of it; if tied, it is one object under two names
     if is_torch(value):
         if not value.numel() or value.is_meta or str(value.layout) != "torch.strided":
             return None
         return (str(value.device), value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
     if isinstance(value, np.ndarray) and value.size:
-        return ("cpu", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+        return (value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
     return None
 
 
@@ -178,7 +178,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     if isinstance(value, Tensor):
         value.bits[positions] = bits
         return
-    if is_torch(value) and value.device.type != "cpu":
+    if is_torch(value) and value.device.type != "cpu":  # pragma: no mutate block
         import torch
 
         flat = value.detach().view(-1).view(_torch_integer(value.element_size()))
@@ -186,7 +186,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
         flat[where] = fresh
         return
-    array = _torch_bits("", value)[0] if is_torch(value) else value
+    array = torch_view(value.detach().view(-1)) if is_torch(value) else value
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 
@@ -233,6 +233,8 @@ def check_writable(name: str, value: Any) -> None:
     if not contiguous:
         raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
     if is_torch(value):
+        if value.is_neg():
+            raise ValueError(f"{name} is the negative of another tensor's memory; pass a copy, with resolve_neg()")
         return
     if not value.flags.writeable:
         raise ValueError(f"{name} is read-only; pass an array that can be changed")
@@ -277,7 +279,7 @@ def check_plain(name: str, value: Any) -> None:
 def torch_view(flat: Any) -> Bits:
     """The bits of a flat tensor, without a copy if it is in host memory."""
     signed = flat.view(_torch_integer(flat.element_size()))
-    if signed.is_cuda:
+    if signed.is_cuda:  # pragma: no mutate block
         import torch
 
         # Into page-locked memory, which torch caches for the next call.

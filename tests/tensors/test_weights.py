@@ -74,7 +74,9 @@ def test_a_checkpoint_knows_its_specs(tmp_path):
     weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3)}
     save_anchor(weights, tmp_path / "model", run="r", version=0)
     checkpoint = Checkpoint(tmp_path / "model")
-    assert spec(checkpoint, "a") == Viewed(checkpoint).spec("a") == ("F32", (2, 3))
+    assert spec(checkpoint, "a") == Viewed(checkpoint).spec("a") == spec(weights, "a") == ("F32", (2, 3))
+    with pytest.raises(TypeError, match=r"^a: expected a numpy array"):
+        spec({"a": 3.0}, "a")
     assert digest(checkpoint) == digest(weights)
 
 
@@ -125,7 +127,7 @@ def test_neighbours_in_one_buffer_are_two_tensors():
 
 def test_names_of_one_tensor():
     shared, other = np.ones(3, np.float32), np.ones(3, np.float32)
-    weights = {"empty": np.zeros(0), "a": shared, "b": other, "c": shared, "d": shared[:2]}
+    weights = {"empty": np.zeros(0), "void": np.zeros(0), "a": shared, "b": other, "c": shared, "d": shared[:2]}
     assert tied_names(weights) == {"c": "a"}
     assert place(weights["empty"]) is None
     bits = np.zeros(4, np.uint16)
@@ -175,11 +177,19 @@ def test_what_bits_mean_can_be_said_for_each_name():
     assert Viewed({"a": bits}, names)["a"].dtype.name == "BF16"
 
 
+class Pointer:
+    """No tensor of torch, though it has an address."""
+
+    def data_ptr(self):
+        return 0
+
+
 @pytest.mark.parametrize(
     ("value", "dtype", "kind", "message"),
     [
         (3.0, None, TypeError, "w: expected a numpy array or a torch tensor, got float"),
         ([1.0], None, TypeError, "w: expected a numpy array or a torch tensor, got list"),
+        (Pointer(), None, TypeError, "w: expected a numpy array or a torch tensor, got Pointer"),
         (torch.float32, None, TypeError, "w: expected a numpy array or a torch tensor, got dtype"),
         (np.zeros(2, np.float32), "BF16", ValueError, "w: dtype BF16 has 2 bytes, the array's items 4"),
         (torch.zeros(2, dtype=torch.int8), {"w": "F32"}, ValueError, "w: dtype F32 has 4 bytes, the array's items 1"),

@@ -39,17 +39,17 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if is_torch(value):
-        array, own = _torch_bits(name, value)
+        array = _torch_bits(name, value)
     elif isinstance(value, (np.ndarray, np.generic)):
         try:
             native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-            array, own = np.ascontiguousarray(native), value.dtype.name
+            array = np.ascontiguousarray(native)
         except MemoryError:
             raise no_room(f"a contiguous copy of {name}", value.nbytes) from None
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-    kind = dtype_named(own if stated is None else stated)
+    kind = dtype_named(value.dtype if stated is None else stated)
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
             f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}"
@@ -253,12 +253,11 @@ def _torch_integer(itemsize: int) -> Any:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
 
-def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
+def _torch_bits(name: str, value: Any) -> Bits:
     if hasattr(value, "to_local"):
         raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
     check_plain(name, value)
-    flat = value.detach().resolve_neg().contiguous().view(-1)
-    return torch_view(flat), str(value.dtype).removeprefix("torch.")
+    return torch_view(value.detach().resolve_neg().contiguous().view(-1))
 
 
 def check_plain(name: str, value: Any) -> None:

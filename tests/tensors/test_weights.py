@@ -7,6 +7,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from deltawire import Checkpoint, digest, save_anchor
+from deltawire.errors import NotEnoughMemory
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import (
     Tensor,
@@ -169,6 +170,17 @@ def test_bits_are_those_of_the_values_in_order(value, name, shape):
     assert view("w", tensor) is tensor
 
 
+@pytest.mark.parametrize("value", [np.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3)])
+def test_what_is_contiguous_is_not_copied(value):
+    assert np.shares_memory(view("w", value).bits, np.asarray(value))
+
+
+def test_a_copy_for_which_there_is_no_room_is_named():
+    with pytest.raises(NotEnoughMemory, match=r"^a contiguous copy of w takes 140,737,488,355,328 bytes") as caught:
+        view("w", np.broadcast_to(np.zeros(1, np.float32), 1 << 45))
+    assert caught.value.num_bytes == 1 << 47
+
+
 def test_what_bits_mean_can_be_said_for_each_name():
     bits = np.arange(3, dtype=np.uint16)
     names = {"a": "BF16", "b": torch.float16}
@@ -291,6 +303,7 @@ def test_memory_that_two_names_share_is_found():
             f"{names} share memory at the target, and are two tensors in the run: give each its own, or tie them at "
             "the trainer"
         )
+    assert writable({"a": flat, "b": flat}, ["a", "b"], {"a": "b"}).keys() == {"a", "b"}
     tied = {"b": "a", "c": "a"}
     assert list(writable({"a": flat, "b": flat, "c": flat}, ["c", "b"], tied)) == ["c", "b"]
     assert writable({"b": flat, "c": flat}, ["c", "b"], tied)["c"] is flat, "both are tied to a name that is not here"

@@ -213,6 +213,26 @@ def test_a_dictionary_keeps_the_tensors_that_stay_as_they_were():
     assert (made, list(weights)) == ([], ["head"])
 
 
+def test_ties_and_the_meaning_of_bits_are_remembered_from_load_to_load():
+    """Integers that stand for bf16, in a dictionary where two names have one tensor."""
+    weights = {}
+    target = MemoryTarget(weights, dtype="BF16", make=lambda name, dtype, shape: np.zeros(shape, dtype.unsigned))
+    anchor = {"a": Tensor(DTYPES["BF16"], (3,), np.ones(3, np.uint16))}
+    loaded(target, anchor, {"head": "a"})
+    first, state = weights["a"], WeightVersion("r", 1, Digest(1, 2))
+    patch = Patch("a", "BF16", Box.whole((3,)), np.array([5], np.uint16), np.array([1]))
+    target.apply([patch], target.state(), state, {"head": "a"})
+    assert target.state() == state
+    assert weights["a"].tolist() == weights["head"].tolist() == [1, 5, 1]
+    loaded(target, {**anchor, "head": anchor["a"]}, version=2)
+    assert weights["a"] is first
+    assert weights["head"] is not first
+    own = {"a": np.zeros(3, np.uint16)}
+    own["head"] = own["a"]
+    loaded(MemoryTarget(own, dtype="BF16"), anchor, {"head": "a"})
+    assert own["head"].tolist() == [1, 1, 1]
+
+
 def test_a_dictionary_is_filled_with_plain_tensors_without_ties():
     weights = {}
     loaded(MemoryTarget(weights), {"a": np.ones(3, np.float32)}, {"head": "a"})

@@ -139,6 +139,11 @@ def test_weights_are_compared_with_a_version():
     assert differing_names(run, 0, {"a": own["a"], "c": np.zeros((2, 3), np.float32)}) == {"a": 2, "b": 4, "c": 6}
     assert differing_names(run, 0, {"a": weights["a"].reshape(2, 3), "b": weights["b"]}) == {"a": 6}
     assert differing_names(run, 0, {"a": weights["a"].view(np.int32), "b": weights["b"]}) == {"a": 6}
+    for name in ("a", "c"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a numpy array"):
+            differing_names(run, 0, {**weights, name: 3.0})
+    with pytest.raises(ValueError, match="threads must be at least 1"):
+        differing_names(run, 0, weights, threads=0)
 
 
 def test_tensors_that_fill_a_dictionary(monkeypatch):

@@ -290,6 +290,15 @@ def test_old_bits_of_every_width_come_back_from_a_file(tmp_path, dtype, num_chan
     assert history._records[1].num_changed == {"a": num_changed}
 
 
+def test_old_bits_are_kept_where_there_is_room_for_them(tmp_path):
+    weights = make_weights()
+    history = History(weights, 0, scratch=tmp_path / "missing")
+    step(weights, np.random.default_rng(0))
+    history.stage(1, weights, SERIAL)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        history.pack(1, SERIAL)
+
+
 def test_what_is_fixed_is_not_compared():
     weights = make_weights()
     history, before = History(weights, 0), copy_of(weights)

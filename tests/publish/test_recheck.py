@@ -206,16 +206,17 @@ def test_a_whole_share_copies_all_every_time(clock, five):
     ("num_elements", "step", "rate"),
     [
         (1 << 16, 1.0, FIRST_RATE),
-        ((1 << 16) + 1, 1.0, ((1 << 16) + 1) / (CAUTION * 2)),
+        ((1 << 16) + 1, 1.0, ((1 << 16) + 1) / (CAUTION * 3)),
         (1 << 17, 0.0, (1 << 17) / (CAUTION * 1e-6)),
     ],
 )
 def test_the_rate_is_measured_where_there_is_enough_to_measure(clock, num_elements, step, rate):
-    """A second for the copy, a second for the hash."""
-    weights = {"a": np.zeros(num_elements, np.float32)}
+    """A second for each of two copies, a second for the hashes."""
+    weights = {"a": np.zeros(num_elements - 100, np.float32), "b": np.zeros(100, np.float32)}
     history, recheck = History(Viewed(weights), 0), Recheck(1)
     clock.step = step
-    recheck.compare(recheck.copy(weights, history), {"a": history.digest_of("a", 0, SERIAL)}, history)
+    expected = {name: history.digest_of(name, 0, SERIAL) for name in weights}
+    recheck.compare(recheck.copy(weights, history), expected, history)
     assert recheck._rate == pytest.approx(rate)
 
 

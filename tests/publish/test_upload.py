@@ -10,7 +10,7 @@ import pytest
 from deltawire import Checkpoint, Delta, Publisher, digest, open_store
 from deltawire.errors import ObjectMissing, SnapshotMismatch
 from deltawire.publish import upload
-from deltawire.publish.history import History
+from deltawire.publish.history import History, Prepared
 from deltawire.publish.recheck import _mismatch
 from deltawire.publish.upload import (
     MOST_FILES,
@@ -89,6 +89,8 @@ def test_what_headers_say():
     data = store.get(anchor.key)
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     assert metadata["format"] == "pt"
+    assert (metadata["deltawire.run"], metadata["deltawire.version"]) == ("r", "0")
+    assert metadata["deltawire.digest"] == str(run.manifest(0).digest)
     assert metadata["deltawire.total"] == "8"
     deltas = [Delta.from_bytes(store.get(run.manifest(version).hop.objects[0].key)) for version in (1, 2)]
     assert [delta.info.tied for delta in deltas] == [{}, {"head": "embed"}]
@@ -189,6 +191,26 @@ def test_digests_move_with_the_changes(staged):
     assert (info.num_elements, info.tied) == (history.num_elements, {"head": "embed"})
     nothing = encode_delta(history, WeightVersion("r", 1, Digest(5, 6)), 1, ["gap"], SERIAL)
     assert (nothing[0].num_changed, nothing[1:]) == (0, ([], {}))
+
+
+def test_what_is_encoded_already_is_taken_as_it_is(staged):
+    """A history on a device encodes there."""
+    history, _ = staged
+    entries, gains = encode_changes(history, 0, 1, ["gap"], SERIAL)
+    (norm,) = [entry for entry in entries if entry.name == "norm"]
+    asked = []
+
+    def prepared(base, version):
+        asked.append((base, version))
+        return {"norm": Prepared(norm.encoded, Digest(7, 8))}
+
+    history.prepared = prepared
+    again, gained = encode_changes(history, 0, 1, ["gap"], SERIAL)
+    assert asked == [(0, 1)]
+    assert gained == {**gains, "norm": Digest(7, 8)}
+    found = again[[entry.name for entry in again].index("norm")]
+    assert (found.name, found.dtype, found.box, found.encoding) == (norm.name, norm.dtype, norm.box, norm.encoding)
+    assert found.arrays is norm.arrays
 
 
 def test_a_delta_in_several_files(staged):

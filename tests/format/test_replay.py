@@ -178,13 +178,19 @@ def test_positions_are_listed_up_to_a_fifth(num_changed, is_whole):
 def test_all_boxes_of_a_delta_are_decoded_against_the_weights_before_it(steps):
     """Each rank of a trainer sends its part of a tensor."""
     versions, deltas = steps
-    name, boxes = "layer.weight", [Box((64, 64), (start, 0), (32, 64)) for start in (0, 32)]
-    entries = [entry for entry in deltas[0].entries if entry.name != name]
-    for box in boxes:
-        old, new = (versions[number][name].bits.reshape(64, 64)[box.slices].reshape(-1) for number in (0, 1))
-        entries.append(encode_box(name, DTYPES["BF16"], old, new, box, ["context"])[0])
-    in_boxes = Delta(deltas[0].info, entries)
-    for chain, last in (([in_boxes], 1), ([in_boxes, *deltas[1:]], 3)):
+    name = "layer.weight"
+
+    def in_boxes(number):
+        entries = [entry for entry in deltas[number].entries if entry.name != name]
+        for box in (Box((64, 64), (start, 0), (32, 64)) for start in (0, 32)):
+            old, new = (
+                versions[each][name].bits.reshape(64, 64)[box.slices].reshape(-1) for each in (number, number + 1)
+            )
+            entries.append(encode_box(name, DTYPES["BF16"], old, new, box, ["context"])[0])
+        return Delta(deltas[number].info, entries)
+
+    first, second = in_boxes(0), in_boxes(1)
+    for chain, last in (([first], 1), ([first, second], 2), ([first, *deltas[1:]], 3)):
         patches = Replay(versions[0], chain, SERIAL).patches(digest(versions[0]))
         (patch,) = [each for each in patches if each.name == name]
         written = versions[0][name].bits.copy()

@@ -79,7 +79,8 @@ def write_changes_live(dtype):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the other tests compile them")
-def test_kernels_compile_without_a_gpu(launches, tmp_path):
+@pytest.mark.parametrize("live", [["BF16", "F32"], pytest.param(["U8", "F64"], marks=pytest.mark.slow)])
+def test_kernels_compile_without_a_gpu(launches, tmp_path, live):
     module = torch.nn.Module()
     module.register_parameter("wide", torch.nn.Parameter(torch.randn(300)))
     module.register_parameter("narrow", torch.nn.Parameter(torch.randn(300, dtype=torch.bfloat16)))
@@ -100,7 +101,7 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
         weights = torch.from_numpy(old.view(np.int16).copy())
         found = decode(torch.from_numpy(payload), table, weights, dtype_named("BF16"), contextual)
         apply(weights, found.positions, found.old, found.new, 1)
-    for name in ("U8", "BF16", "F32", "F64"):
+    for name in live:
         write_changes_live(dtype_named(name))
     names = {launch["name"] for launch in launches.values()}
     assert {"find_changes", "rank_changes", "make_rows", "write", "locate", "write_changes", "put_changes"} <= names

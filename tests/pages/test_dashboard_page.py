@@ -94,7 +94,7 @@ def test_next_to_a_running_demo(tmp_path, chromium, seen_seconds):
     page.set_default_timeout(1000 * PATIENCE_SECONDS)
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    with started(folder, "--steps", "1000", "--evaluate", "0") as demo:
+    with started(folder, "--steps", "1000", "--evaluate", "0", "--replicas", "1") as demo:
         eventually(lambda: step_of(folder) >= 3, "step 3")
         with command(str(folder), "--quiet") as (dashboard, url):
             page.goto(url)

@@ -1,17 +1,14 @@
 """Web servers as stores: what is sent to them, and what they cannot do to a reader."""
 
-import ssl
 import subprocess
 import sys
 import threading
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 
 import pytest
 
 from deltawire.errors import LimitExceeded, ObjectMissing, ReadOnlyStore, StoreUnavailable
 from deltawire.store import open_store
-from support.web_servers import answering
+from support.web_servers import answering, certificate
 
 pytestmark = pytest.mark.process
 
@@ -235,25 +232,6 @@ def test_https_is_never_left_for_http(tmp_path, monkeypatch):
             with pytest.raises(StoreUnavailable, match=r"redirected from https to http://127\.0\.0\.1") as caught:
                 store.get("a")
             assert caught.value.refused
-
-
-def certificate(folder):
-    """A server's context, with a certificate of its own in `folder`."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.now(UTC)
-    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(1), now + timedelta(1))
-    host = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    signed = made.add_extension(host, critical=True).sign(key, hashes.SHA256())
-    pem, no_password = serialization.Encoding.PEM, serialization.NoEncryption()
-    (folder / "certificate").write_bytes(signed.public_bytes(pem))
-    (folder / "key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "certificate", folder / "key")
-    return context
 
 
 def test_a_forked_process_has_connections_of_its_own(web_server):

@@ -4,12 +4,16 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
+from support import ROOT
 from support.servers import HOST, free_ports, is_open
 from support.waiting import eventually
 
@@ -85,6 +89,24 @@ def file_server(folder: Path, more: str = "") -> Iterator[Nginx]:
         server.stop()
 
 
+@contextmanager
+def site_cache(folder: Path, origin: str, **environment: str) -> Iterator[Nginx]:
+    """The cache of deploy/site-cache, on ports of its own."""
+    ports = free_ports(2)
+    folder.mkdir(parents=True)
+    user = "user root;" if os.getuid() == 0 else ""
+    config = (ROOT / "deploy/site-cache/nginx.conf").read_text().replace("listen 8080", f"listen {HOST}:{ports[0]}")
+    (folder / "nginx.conf").write_text(f"{user}\n{config.replace(':8081', f':{ports[1]}')}")
+    shutil.copy(ROOT / "deploy/site-cache/start.sh", folder)
+    places = {"TMPDIR": str(folder), "CACHE_FOLDER": str(folder / "cache"), "ORIGIN": origin}
+    path = f"{os.environ['PATH']}:{Path(NGINX).parent}"
+    server = Nginx(folder, ports[0], ["sh", str(folder / "start.sh")], PATH=path, **places, **environment)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 class Served:
     """A store that is written as a folder, and read through a web server."""
 
@@ -120,3 +142,23 @@ def answering(answer, tls=None):
         threading.Thread(target=serve, daemon=True).start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def certificate(folder):
+    """A server's context, with a certificate of its own in `folder`."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(1), now + timedelta(1))
+    # nginx compares an address as a name.
+    host = x509.SubjectAlternativeName([x509.IPAddress(ip_address(HOST)), x509.DNSName(HOST)])
+    signed = made.add_extension(host, critical=True).sign(key, hashes.SHA256())
+    pem, no_password = serialization.Encoding.PEM, serialization.NoEncryption()
+    (folder / "certificate").write_bytes(signed.public_bytes(pem))
+    (folder / "key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "certificate", folder / "key")
+    return context

@@ -111,6 +111,8 @@ class WebStore:
 
         def stat() -> Stat:
             with self._answer("HEAD", key) as answer:
+                if answer.status_code == 416:  # a cache that fetches in slices, of an empty object
+                    return Stat(key, 0, 0.0)
                 self._check(answer, key)
                 size, modified = answer.headers.get("Content-Length"), answer.headers.get("Last-Modified", "")
             if size is None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -58,8 +59,10 @@ def test_settings_that_are_not_understood(config):
     with pytest.raises(ValueError, match="headers") as caught:
         open_store("https://host/run", config=config)
     assert "hidden" not in str(caught.value)
-    with pytest.raises(ValueError, match="password"):
-        open_store("https://user:hidden@host/run")
+    for url in ("https://user:hidden@host/run", "https://hidden@host/run"):
+        with pytest.raises(ValueError, match=r"password|without a user") as caught:
+            open_store(url)
+        assert "hidden" not in str(caught.value)
 
 
 def test_nothing_is_written_or_listed():
@@ -148,6 +151,17 @@ def test_a_silent_server():
         with pytest.raises(StoreUnavailable, match="no answer for a"):
             opened(port, timeout_seconds=0.2).get_range("a", 0, 1)
         done.set()
+
+
+def test_a_server_that_drips():
+    def answer(_request):
+        yield CHUNKED
+        while True:
+            time.sleep(0.01)
+            yield b"1\r\nx\r\n"
+
+    with answering(answer) as port, pytest.raises(StoreUnavailable, match="comes too slowly"):
+        opened(port, timeout_seconds=0.2).get_range("a", 0, 1_000_000)
 
 
 def test_compressed_answers_are_refused():

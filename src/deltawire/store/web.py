@@ -6,6 +6,7 @@ redirect is followed on the same host only, or to hosts that the user names.
 
 import os
 import re
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from deltawire.store.retry import retried
 
 HEADERS, REDIRECT_HOSTS = "DELTAWIRE_WEB_HEADERS", "DELTAWIRE_WEB_REDIRECT_HOSTS"
 MOST_REDIRECTS = 5
+# A server that sends less is given up: no single wait of such a drip is long enough for a timeout.
+SLOWEST_BYTES_PER_SECOND = 1 << 10
 
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e]*)")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
@@ -59,8 +62,8 @@ class WebStore:
         timeout_seconds: float = 20.0,
     ) -> None:
         base, _, query = url.partition("?")
-        if not urlsplit(base).hostname or "#" in url:
-            raise ValueError("that is no web server: write https://host/run, without '#'")
+        if not urlsplit(base).hostname or "@" in urlsplit(base).netloc or "#" in url:
+            raise ValueError("that is no web server: write https://host/run, without a user and without '#'")
         self.url = base.rstrip("/")
         self._query = f"?{query}" if query else ""
         self._headers = dict(headers or {})
@@ -83,7 +86,7 @@ class WebStore:
             with self._answer("GET", key) as answer:
                 self._check(answer, key)
                 check_size(self.url, key, int(answer.headers.get("Content-Length", 0)), limit)
-                data = _read(answer, limit + 1)
+                data = self._read(answer, key, limit + 1)
             check_size(self.url, key, len(data), limit)
             return data
 
@@ -99,9 +102,9 @@ class WebStore:
                 return b""
             self._check(answer, key, 200, 206)
             if answer.status_code == 200:
-                return _read(answer, length, skip=start)
+                return self._read(answer, key, length, skip=start)
             num_bytes = self._check_range(answer, key, start, last)
-            data = _read(answer, num_bytes)
+            data = self._read(answer, key, num_bytes)
         if len(data) != num_bytes:
             raise self._unavailable(f"{len(data)} bytes of {key} came instead of {num_bytes}", key)
         return data[:length]
@@ -218,6 +221,19 @@ class WebStore:
         said = f"bytes {start}-{last} of {key} were asked for, and {shorten(stated)!r} came"
         raise self._unavailable(said, key)
 
+    def _read(self, answer: Any, key: str, most: int, *, skip: int = 0) -> bytes:
+        """Up to `most` bytes of the body, after some that are skipped. The connection is closed if more would come."""
+        data, num_read, started = bytearray(), 0, time.monotonic()
+        for piece in answer.iter_raw():
+            data += piece[max(skip - num_read, 0) :]
+            num_read += len(piece)
+            if len(data) >= most:
+                break
+            seconds = time.monotonic() - started
+            if seconds > self._timeout and num_read < seconds * SLOWEST_BYTES_PER_SECOND:
+                raise self._unavailable(f"{key} comes too slowly: {num_read} bytes in {seconds:.0f} s", key)
+        return bytes(memoryview(data)[:most])
+
     def _unavailable(self, message: str, key: str, *, refused: bool = False) -> StoreUnavailable:
         return StoreUnavailable(f"{self.url}: {message}", url=self.url, key=key, refused=refused, uncertain=False)
 
@@ -235,14 +251,3 @@ def _load_httpx() -> Any:
 
 def _origin(url: Any) -> tuple[str, str, int]:
     return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
-
-
-def _read(answer: Any, most: int, *, skip: int = 0) -> bytes:
-    """Up to `most` bytes of the body, after some that are skipped; the connection is given up where more would come."""
-    data = bytearray()
-    for piece in answer.iter_raw():
-        data += piece[skip:]
-        skip = max(skip - len(piece), 0)
-        if len(data) >= most:
-            break
-    return bytes(data[:most])

@@ -32,7 +32,7 @@ http {{
     access_log {folder}/access.log asked;
     client_body_temp_path body; proxy_temp_path proxy; fastcgi_temp_path fastcgi; uwsgi_temp_path uwsgi;
     scgi_temp_path scgi;
-    server {{ listen {host}:{port}; root {root}; {more} }}
+    server {{ listen {host}:{port}; root {root}; }}
 }}
 """
 
@@ -73,15 +73,13 @@ class Nginx:
 
 
 @contextmanager
-def file_server(folder: Path, more: str = "") -> Iterator[Nginx]:
+def file_server(folder: Path) -> Iterator[Nginx]:
     """Serves what is in `folder/root`."""
     (port,) = free_ports(1)
     root = folder / "root"
     root.mkdir(parents=True, exist_ok=True)
     user = "user root;" if os.getuid() == 0 else ""
-    (folder / "nginx.conf").write_text(
-        FILES.format(folder=folder, root=root, host=HOST, port=port, user=user, more=more)
-    )
+    (folder / "nginx.conf").write_text(FILES.format(folder=folder, root=root, host=HOST, port=port, user=user))
     server = Nginx(folder, port, [str(NGINX), "-p", str(folder), "-e", "error.log", "-c", "nginx.conf"])
     try:
         yield server

@@ -168,15 +168,15 @@ def test_what_is_installed_is_what_the_project_names(path):
 def test_every_vllm_has_the_plugin_and_stays_on_the_loopback_interface():
     pod = [" ".join(arguments).replace("=", " ") for _, arguments in commands("vllm")]
     script = " ".join((DEPLOY / "spaces/vllm/start.sh").read_text().replace("\\\n", " ").split())
-    assert "VLLM_SERVER_DEV_MODE=1 vllm serve " in script
+    assert "DEV_MODE" not in script
     served = [*pod, script.partition(" vllm serve ")[2].partition(" &")[0]]
     assert len(served) == 2
     for line in served:
         assert "--host 127.0.0.1" in line
         assert '--weight-transfer-config {"backend": "deltawire"}' in line.replace("'", "")
-        extension = re.search(r"--worker-extension-cls (\S+)", line)[1]
-        module, _, name = extension.rpartition(".")
-        assert f"class {name}" in (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
+        for flag in ("--worker-extension-cls", "--middleware"):
+            module, _, name = re.search(rf"{flag} (\S+)", line)[1].rpartition(".")
+            assert f"class {name}" in (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
 
 
 def test_the_shared_folder_of_the_pod_is_shared_memory_and_its_probe_the_agents():

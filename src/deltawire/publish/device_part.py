@@ -116,6 +116,10 @@ class Part:
             self._arena = Arena([tensor.numel() for tensor in tensors], DTYPES[dtype.name], self._device)
             self._arena.point_at(tensors)
             self._arena.take_all()
+            if self._stream is not None:
+                # Compiles what a comparison needs, so that the first one does not wait for that.
+                self._arena.find()
+                self._arena.expected = None
         self._join()
         self.held = {
             name: Held(

@@ -121,8 +121,8 @@ class DeviceHistory(History):
         record = self._records[version]
         if not isinstance(record, OnDevice) or record.reverse is not None:
             return
-        for each in self._warming:
-            each.join()
+        for warming in self._warming:
+            warming.join()
         counts = [part.num_changed(each) for part, each in zip(self._parts, record.records, strict=True)]
         record.counted = {name: int(count.sum()) for each in counts for name, count in each.items() if count.any()}
         reverse = PackedVersion(record.num_changed, self._scratch)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltawire.errors import DeltawireError, MissingDependency
 from deltawire.follow.replica import Replica
-from deltawire.publish.publication import BasePublisher
+from deltawire.publish.machine import BasePublisher
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

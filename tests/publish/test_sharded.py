@@ -91,7 +91,7 @@ def publish_three(rank, url, module, **options):
             assert comm.get_total_counts() == 0  # nothing is gathered to publish
             states.append(gathered(module))
         publisher.flush(60)
-        boxes = {name: [box.offset, box.shape] for name, box in publisher._worker._read().boxes.items()}
+        boxes = {name: [box.offset, box.shape] for name, box in publisher._worker.source.read().boxes.items()}
     return states, boxes
 
 

@@ -210,7 +210,7 @@ class History:
         """Undo everything that was staged from this version on."""
         for last in sorted((each for each in list(self._records) if each >= version), reverse=True):
             self._undo(last)
-        self.version = version - 1
+        self.version = max([*self._records, self.oldest])
 
     def _undo(self, version: int) -> None:
         record = self._records[version]
@@ -224,13 +224,18 @@ class History:
         record.revert((name, index), bits, self.specs[name][0])
 
     def pack(self, version: int, workers: Workers) -> None:
-        """Pack the old bits of a committed version."""
+        """Pack the old bits of a version."""
         staged = self._records[version]
         if not isinstance(staged, StagedVersion):
             return
         packed = self._packed(staged, version, workers)
         self._epoch = object()
         self._records[version] = packed
+
+    def pack_until(self, version: int, workers: Workers) -> None:
+        """Pack the old bits of all versions up to this one."""
+        for each in [each for each in list(self._records) if each <= version]:
+            self.pack(each, workers)
 
     def _packed(self, staged: StagedVersion, version: int, workers: Workers) -> PackedVersion:
         from deltawire.kernels.cpu.encode import encode_tile

@@ -144,14 +144,19 @@ def put_anchor(
     shards = split_shards(specs, max_file_bytes)
     check_count(len(shards))
     folder = anchor_folder(version)
+    objects = put_shards(store, folder, shards, metadata, pieces_of(history, version))
+    return anchor_hop(version, state, (*objects, *put_index(store, folder, shards), *extra_files), specs)
+
+
+def pieces_of(history: History, version: int) -> Callable[[str], Iterator[Buffer]]:
+    """A function that yields the bytes of a tensor at a version."""
 
     def pieces(name: str) -> Iterator[Buffer]:
         bits = history.at(name, version)
         for start in range(0, len(bits), CHUNK):
             yield raw(bits[start : start + CHUNK])
 
-    objects = put_shards(store, folder, shards, metadata, pieces)
-    return anchor_hop(version, state, (*objects, *put_index(store, folder, shards), *extra_files), specs)
+    return pieces
 
 
 def anchor_folder(version: int) -> str:

@@ -7,8 +7,9 @@ from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.parts import MAX_FILE_BYTES
+from deltawire.publish.encode import encode_delta
 from deltawire.publish.history import History
-from deltawire.publish.upload import encode_delta, put_anchor, put_delta
+from deltawire.publish.upload import put_anchor, put_delta
 from deltawire.run.manifest import StoredHop
 from deltawire.run.planner import SKIPS, ListedHop, reachable, skip_bases
 from deltawire.run.run import Run

@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltawire.codec import Encoded
+from deltawire.codec.encoding import Known
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
@@ -71,6 +73,19 @@ class StagedVersion:
         for (name, _), change in list(self.changes.items()):
             counts[name] = counts.get(name, 0) + change.num_changed
         return counts
+
+    def positions(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint32] | None:
+        """The changed positions in a range of a tensor, from its start; None if they were not kept."""
+        found = [np.empty(0, np.uint32)]
+        for index in range(start // CHUNK, -(-stop // CHUNK)):
+            change, at = self.changes.get((name, index)), index * CHUNK
+            if change is None:
+                continue
+            if isinstance(change.positions, slice):
+                return None
+            first, last = np.searchsorted(change.positions, np.array([max(start - at, 0), stop - at], np.uint32))
+            found.append((change.positions[first:last] + np.int64(at - start)).astype(np.uint32))
+        return np.concatenate(found)
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         change = self.changes.get(key)
@@ -272,6 +287,13 @@ class History:
             for name, count in record.num_changed.items():
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
         return counts
+
+    def known(self, name: str, base: int, version: int) -> Known | None:
+        """The positions of a tensor that changed between two versions, if one comparison has found them."""
+        between = [record for each, record in list(self._records.items()) if base < each <= version]
+        if len(between) != 1 or not isinstance(between[0], StagedVersion):
+            return None
+        return partial(between[0].positions, name)
 
     def prepared(self, base: int, version: int) -> Mapping[str, "Prepared"]:
         """The tensors whose changes from `base` to `version` are encoded already."""

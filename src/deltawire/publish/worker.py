@@ -16,12 +16,13 @@ from deltawire.errors import ChainError, RankFailed
 from deltawire.format.parts import split
 from deltawire.format.wire import DeltaInfo, Entry
 from deltawire.publish.alone import Alone, Message
+from deltawire.publish.encode import advanced, box_digests, encode_changes
 from deltawire.publish.history import History
 from deltawire.publish.recheck import Copied, Digests, Recheck
 from deltawire.publish.settings import Settings
 from deltawire.publish.snapshots import new_history
 from deltawire.publish.sources import Source, Taken
-from deltawire.publish.upload import advanced, box_digests, encode_changes, pieces_of, put_parts, put_shards
+from deltawire.publish.upload import pieces_of, put_parts, put_shards
 from deltawire.run.manifest import StoredObject
 from deltawire.run.plain import plain_step
 from deltawire.store import Buffer, Store

@@ -1,0 +1,62 @@
+"""Encodes what changed between two versions of a history, and keeps the digests up to date."""
+
+from collections.abc import Mapping
+
+from deltawire.codec.tiled import tile_log2_for
+from deltawire.format.patches import encode_box
+from deltawire.format.wire import DeltaInfo, Entry
+from deltawire.publish.history import CHUNK_LOG2, History
+from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.workers import Workers
+
+
+def encode_delta(
+    history: History, base: WeightVersion, version: int, allowed: list[str], workers: Workers
+) -> tuple[DeltaInfo, list[Entry], dict[str, Digest]]:
+    """The delta between two versions of a history: header, entries, and what each tensor's digest gains by it."""
+    entries, gains = encode_changes(history, base.version, version, allowed, workers)
+    changed = {entry.name for entry in entries}
+    info = DeltaInfo.after(
+        base,
+        version,
+        sum(gains.values(), Digest()),
+        num_changed=sum(entry.num_changed for entry in entries),
+        num_elements=history.num_elements,
+        tied={name: to for name, to in history.tied.items() if to in changed},
+    )
+    return info, entries, gains
+
+
+def encode_changes(
+    history: History, base: int, version: int, allowed: list[str], workers: Workers
+) -> tuple[list[Entry], dict[str, Digest]]:
+    """The entries for the boxes that changed between two versions, and what each adds to the digest."""
+    prepared = history.prepared(base, version)
+
+    def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
+        if name in prepared:
+            encoded, gain = prepared[name]
+            return Entry.of(name, history.specs[name][0], history.boxes[name], encoded), gain
+        old, new = history.at(name, base), history.at(name, version)
+        # No tile is larger than what a history reads at a time.
+        tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
+        known, dtype, box = history.known(name, base, version), history.specs[name][0], history.boxes[name]
+        return encode_box(name, dtype, old, new, box, allowed, workers, tile_log2, known)
+
+    entries, gains = [], {}
+    num_changed = history.changed_since(base, version)
+    for name, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
+        gains[name] = gain
+        if entry is not None:
+            entries.append(entry)
+    return entries, gains
+
+
+def box_digests(history: History, version: int, workers: Workers) -> dict[str, Digest]:
+    """The contribution of each tensor's box to the digest of a version, without the tensors' constants."""
+    return {name: history.digest_of(name, version, workers) for name in history.specs}
+
+
+def advanced(digests: Mapping[str, Digest], gains: Mapping[str, Digest]) -> dict[str, Digest]:
+    """The digests after adding the gains."""
+    return {name: each + gains.get(name, Digest()) for name, each in digests.items()}

@@ -4,27 +4,10 @@ from collections.abc import Mapping
 
 from deltawire.codec.tiled import tile_log2_for
 from deltawire.format.patches import encode_box
-from deltawire.format.wire import DeltaInfo, Entry
+from deltawire.format.wire import Entry
 from deltawire.publish.history import CHUNK_LOG2, History
-from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.digest import Digest
 from deltawire.workers import Workers
-
-
-def encode_delta(
-    history: History, base: WeightVersion, version: int, allowed: list[str], workers: Workers
-) -> tuple[DeltaInfo, list[Entry], dict[str, Digest]]:
-    """The delta between two versions of a history: header, entries, and what each tensor's digest gains by it."""
-    entries, gains = encode_changes(history, base.version, version, allowed, workers)
-    changed = {entry.name for entry in entries}
-    info = DeltaInfo.after(
-        base,
-        version,
-        sum(gains.values(), Digest()),
-        num_changed=sum(entry.num_changed for entry in entries),
-        num_elements=history.num_elements,
-        tied={name: to for name, to in history.tied.items() if to in changed},
-    )
-    return info, entries, gains
 
 
 def encode_changes(

@@ -46,11 +46,12 @@ MOST_FAILED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """A version that a delta starts from, and the call that staged it."""
+class Committed:
+    """A version that exists, and the call that staged it."""
 
     version: int
     call: int
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +72,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An extra hop to write, to a version that a call has staged: from a base or (None) as an anchor."""
+    """An extra hop to write, to a version that exists: from a base or (None) as an anchor."""
 
-    version: int
-    call: int
-    base: Base | None
+    target: Committed
+    base: Committed | None
     model: Model
-
-    @property
-    def oldest_call(self) -> int:
-        return self.call if self.base is None else self.base.call
 
 
 class Leader:
@@ -94,12 +90,12 @@ class Leader:
         self._max_file_bytes = settings.max_file_bytes
         self.hops = Hops(settings.skips, settings.anchors)
         self.version: int | None = None
-        self.base: Base | None = None
+        self.base: Committed | None = None
         """The base of the next delta; None if the next version must be an anchor."""
         self.tasks: deque[Task] = deque()
         self.commits: Commits
         self._unresolved_call = 0
-        self._calls: dict[int, int] = {}
+        self._recent: dict[int, Committed] = {}
         self._num_failed = 0
         self._oldest_call = 0
         self.model = Model({}, {})
@@ -127,7 +123,8 @@ class Leader:
         model, state = add_up(answers)
         if state == manifest.digest and model.tied == manifest.tied:
             self.model = model
-            self.base, self._calls = Base(self.version, 0), {self.version: 0}
+            self.base = Committed(self.version, 0, state)
+            self._recent = {self.version: self.base}
         else:
             self._worker.start_over()
 
@@ -187,19 +184,15 @@ class Leader:
         if call < self._oldest_call:
             # Resolved too late: its weights were dropped meanwhile.
             return self._oldest_call
-        self.base = Base(version, call)
+        self.base = Committed(version, call, hop.digest)
         # An anchor starts a new history.
-        self._calls = {**({} if hop.base is None else self._calls), version: call}
+        self._recent = {**({} if hop.base is None else self._recent), version: self.base}
         coming = any(task.base is None for task in self.tasks)
-        for base in self.hops.due(hop, min(self._calls), anchor_is_coming=coming):
-            start = None if base is None else Base(base, self._calls[base])
-            self.tasks.append(Task(version, call, start, self.model))
+        for base in self.hops.due(hop, min(self._recent), anchor_is_coming=coming):
+            self.tasks.append(Task(self.base, None if base is None else self._recent[base], self.model))
         oldest = version - self.hops.longest_skip
-        self._calls = {each: number for each, number in self._calls.items() if each >= oldest}
-        needed = {*self._calls, *(task.version for task in self.tasks)}
-        needed |= {task.base.version for task in self.tasks if task.base is not None}
-        self.hops.digests = {each: state for each, state in self.hops.digests.items() if each in needed}
-        return min([*self._calls.values(), *(task.oldest_call for task in self.tasks)])
+        self._recent = {each: found for each, found in self._recent.items() if each >= oldest}
+        return min(each.call for each in (*self._recent.values(), *(task.base or task.target for task in self.tasks)))
 
     def note_failure(self, call: int) -> bool:
         """Count a failed call; whether the next version is an anchor that needs nothing from before.
@@ -211,36 +204,43 @@ class Leader:
         if self._num_failed < MOST_FAILED and has_base:
             return False
         self._num_failed, self._oldest_call = 0, call + 1
-        self.base, self._calls = None, {}
+        self.base, self._recent = None, {}
         self.tasks.clear()
         return True
 
-    def write_hop(self, task: Task) -> None:
-        """Write an extra hop to a version."""
-        # One thread: nobody waits for this, and the trainer needs its cores.
+    def write_hop(self, task: Task, threads: int | None = 1) -> StoredHop:
+        """Write an extra hop to a version: with one thread, nobody waits for it and the trainer needs its cores."""
+        version, call, digest = task.target.version, task.target.call, task.target.digest
         if task.base is None:
-            hop, *_ = self._write_anchor(task.version, task.call, threads=1)
+            hop, *_ = self._write_anchor(version, call, digest, threads)
         else:
-            hop, _ = self._write_delta(task.version, task.call, task.base, task.model, threads=1)
+            hop, _ = self._write_delta(version, call, task.base, task.model, digest, threads)
         self._run.commit_hop(hop)
         self.hops.note(hop)
+        return hop
 
     def _write_delta(
-        self, version: int, call: int, base: Base, model: Model, threads: int | None = None
+        self,
+        version: int,
+        call: int,
+        base: Committed,
+        model: Model,
+        expected: Digest | None = None,
+        threads: int | None = None,
     ) -> tuple[StoredHop, dict[str, float]]:
         started = time.perf_counter()
         answers = self._round("encode", base=base.call, call=call, threads=threads)
         encoded, check_seconds = time.perf_counter(), max(answer["check_seconds"] for answer in answers)
         check_steps(call, answers)
         info = DeltaInfo.after(
-            WeightVersion(self._run.id, base.version, self.hops.digests[base.version]),
+            WeightVersion(self._run.id, base.version, base.digest),
             version,
             sum((Digest.parse(answer["gain"]) for answer in answers), Digest()),
             num_changed=sum(answer["num_changed"] for answer in answers),
             num_elements=model.num_elements,
             tied={name: to for answer in answers for name, to in answer["tied"].items()},
         )
-        self._check_state(version, info.digest)
+        check_digest(version, info.digest, expected)
         num_parts = [answer["num_parts"] for answer in answers]
         names = delta_names(version, base.version, max(sum(num_parts), 1))
         first = list(accumulate(num_parts, initial=1))
@@ -256,14 +256,14 @@ class Leader:
         return delta_hop(info, objects_from(answers), encodings), seconds
 
     def _write_anchor(
-        self, version: int, call: int, threads: int | None = None
+        self, version: int, call: int, expected: Digest | None = None, threads: int | None = None
     ) -> tuple[StoredHop, Model, dict[str, float]]:
         started = time.perf_counter()
         answers = self._round("measure", call=call, threads=threads)
         measured = time.perf_counter()
         check_steps(call, answers)
         model, state = add_up(answers)
-        self._check_state(version, state)
+        check_digest(version, state, expected)
         if self._files and not self.hops.extra_files:
             self.hops.extra_files = put_files(self._run.store, version, self._files)
         folder = anchor_folder(version)
@@ -295,10 +295,11 @@ class Leader:
             files[str(rank)][file] = list(tensors)
         return shards, files
 
-    def _check_state(self, version: int, state: Digest) -> None:
-        """Check that an extra hop leads to the digest of its version."""
-        if self.hops.digests.get(version, state) != state:
-            raise ChainError(f"an extra hop to version {version} would give other weights than it has", version=version)
+
+def check_digest(version: int, digest: Digest, expected: Digest | None) -> None:
+    """Check that an extra hop leads to the digest of its version."""
+    if expected not in (None, digest):
+        raise ChainError(f"an extra hop to version {version} would give other weights than it has", version=version)
 
 
 def share_out(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:

@@ -313,7 +313,7 @@ class BasePublisher:
                 leader.tasks.clear()
         finally:
             # No rank needs pieces from another any more.
-            rest = {"kind": "rest", "call": task.call}
+            rest = {"kind": "rest", "call": task.target.call}
             self._send(rest)
             self._worker.do(rest)
             with self._changed:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from deltawire.errors import ChainError
 from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
 from deltawire.run.planner import anchor_is_due, cheapest_route, skip_bases
-from deltawire.tensors.digest import Digest
 
 
 class Hops:
@@ -18,7 +17,6 @@ class Hops:
         self.extra_files: tuple[StoredObject, ...] = ()
         """The files next to the weights in every anchor."""
         self.hops: dict[tuple[int, int | None], StoredHop] = {}
-        self.digests: dict[int, Digest] = {}
         self.error: Exception | None = None
         """Why the last extra hop could not be written. The only effect is that routes get longer."""
 
@@ -30,7 +28,6 @@ class Hops:
             oldest = min(sorted(version for version, base in known if base is None)[-2:], default=0)
             # Replaced, not changed: the other thread may be reading them.
             self.hops = {key: hop for key, hop in known.items() if hop.version >= oldest}
-            self.digests = {**self.digests, **{hop.version: hop.digest for hop in hops}}
 
     def route(self, version: int) -> tuple[StoredHop, ...]:
         """The cheapest known hops from an anchor to a version."""

@@ -1,6 +1,5 @@
 """Uploads deltas and anchors. Keys are never used twice, so nothing that others read is ever replaced."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -8,9 +7,9 @@ from pathlib import Path
 from secrets import token_hex
 
 from deltawire.errors import ObjectMissing
-from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, anchor_info, index_bytes, split_shards
+from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, index_bytes
 from deltawire.format.container import header_bytes, lay_out, raw
-from deltawire.format.parts import part_names, split
+from deltawire.format.parts import part_names
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
 from deltawire.publish.history import CHUNK, History
 from deltawire.run.keys import ANCHORS, DELTAS, check_version, is_file_name
@@ -25,13 +24,6 @@ MOST_FILES = 1000
 
 # Files next to a checkpoint that no engine needs: the same weights in other formats.
 _OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".npz"}
-
-
-def put_delta(store: Store, info: DeltaInfo, entries: list[Entry], max_file_bytes: int) -> StoredHop:
-    """Upload a delta, and return it as a hop."""
-    groups = split(entries, max_file_bytes)
-    names = delta_names(info.version, info.base_version, len(groups))
-    return delta_hop(info, put_parts(store, info, groups, names), Counter(entry.encoding for entry in entries))
 
 
 def delta_names(version: int, base: int, num_parts: int) -> list[str]:
@@ -67,25 +59,6 @@ def delta_hop(info: DeltaInfo, objects: tuple[StoredObject, ...], encodings: Map
         num_changed=info.num_changed,
         encodings=dict(sorted(encodings.items())),
     )
-
-
-def put_anchor(
-    store: Store,
-    run: str,
-    history: History,
-    version: int,
-    state: Digest,
-    extra_files: Sequence[StoredObject],
-    max_file_bytes: int,
-) -> StoredHop:
-    """Upload all weights of a version as a checkpoint; `extra_files` are in the store already."""
-    specs = {name: (dtype.name, shape) for name, (dtype, shape) in history.specs.items()}
-    metadata = {"format": "pt"} | anchor_info(run, version, state, history.num_elements, history.tied)
-    shards = split_shards(specs, max_file_bytes)
-    check_count(len(shards))
-    folder = anchor_folder(version)
-    objects = put_shards(store, folder, shards, metadata, pieces_of(history, version))
-    return anchor_hop(version, state, (*objects, *put_index(store, folder, shards), *extra_files), specs)
 
 
 def pieces_of(history: History, version: int) -> Callable[[str], Iterator[Buffer]]:

@@ -2,8 +2,8 @@
 
 A snapshot moves forward as versions are staged; for each version the bits that it replaced are kept, so that any recent
 version can be read while the snapshot is already ahead: to encode it, to write it as an anchor, to encode a skip delta,
-or to roll back what could not be committed. Bits are kept in chunks: as arrays while a version is being
-published, then as short reverse streams in an unnamed file.
+or a delta from the version before one that could not be committed. Bits are kept in chunks: as arrays while a version
+is being published, then as short reverse streams in an unnamed file.
 
 Readers take no lock. A chunk's old bits are recorded before the snapshot changes, and a reader looks for them after it
 has copied the chunk: even if it caught a half-staged version, writing all old bits back gives a consistent chunk. When

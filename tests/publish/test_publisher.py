@@ -8,6 +8,7 @@ import torch
 
 from deltawire import Publisher, Replica, digest
 from deltawire.errors import Conflict, Fenced, ShapeMismatch, SignatureMismatch, StoreUnavailable
+from deltawire.publish import leader
 from deltawire.run.planner import Route
 from deltawire.run.signing import generate_key
 from deltawire.tensors.weights import Tensor
@@ -307,6 +308,64 @@ def test_a_failed_anchor_is_covered_by_an_anchor(rng):
             assert publisher.run.manifest(version).hop.base == base
         assert publisher.run.versions() == [0, 1, 2]
     assert same(pulled(store.url), copy_of(weights))
+
+
+def test_a_call_that_is_rejected_changes_nothing(rng):
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        for anchor in (False, True):
+            step(weights, rng)
+            with pytest.raises(ValueError, match="JSON"):
+                publisher.publish(metadata={"loss": float("nan")}, anchor=anchor)
+        assert publisher.publish().wait(PATIENCE).version == 1
+        assert publisher.run.manifest(1).hop.base == 0
+        assert publisher.num_failed == 0
+    assert same(pulled(url), copy_of(weights))
+
+
+def test_a_store_that_stays_away_costs_no_more_and_more_memory(rng, monkeypatch):
+    monkeypatch.setattr(leader, "MOST_FAILED", 3)
+    weights = make_weights()
+    store, fail = broken_store(fresh_url())
+    with Publisher(store, weights, check_share=1.0) as publisher:
+        publisher.publish().wait(PATIENCE)
+        store.before = fail
+        for _ in range(8):
+            step(weights, rng)
+            assert not publisher.publish().join()
+            assert len(publisher._worker._held) <= 4
+        store.before = lambda verb, key: None
+        assert publisher.publish().wait(PATIENCE).version == 1
+        step(weights, rng)
+        assert publisher.publish().wait(PATIENCE).version == 2
+        assert [publisher.run.manifest(version).hop.base for version in (1, 2)] == [None, 1]
+    assert same(pulled(store.url), copy_of(weights))
+
+
+def test_versions_go_on_while_an_anchor_is_uploaded(rng):
+    store, weights = Hooked(fresh_url()), make_weights()
+    uploading, go_on = threading.Event(), threading.Event()
+
+    def hold(verb, key):
+        if verb == "put" and key.startswith("anchors/00000002"):
+            uploading.set()
+            assert go_on.wait(PATIENCE)
+
+    store.before, states = hold, []
+    with Publisher(store, weights, anchors=2, skips=(3,)) as publisher:
+        for number in range(8):
+            step(weights, rng)
+            states.append(copy_of(weights))
+            publisher.publish().wait(PATIENCE)
+            if number == 2:
+                assert uploading.wait(PATIENCE)
+        assert (2, None) not in {(hop.version, hop.base) for hop in publisher.run.hops()}
+        go_on.set()
+        publisher.flush(PATIENCE)
+        assert {(2, None), (3, 0), (6, 3)} <= {(hop.version, hop.base) for hop in publisher.run.hops()}
+    for version, state in enumerate(states):
+        assert same(pulled(store.url, version), state)
 
 
 def test_extra_hops_lead_to_the_same_weights(rng):

@@ -26,7 +26,6 @@ from deltawire.publish.worker import Worker
 from deltawire.redact import redacted
 from deltawire.run.keys import check_version
 from deltawire.run.manifest import Manifest
-from deltawire.run.plain import plain_metadata, plain_step
 from deltawire.run.run import Run
 from deltawire.run.signing import public_key_of
 from deltawire.store import Store
@@ -156,9 +155,7 @@ class BasePublisher:
             started = time.perf_counter()
             try:
                 check_version(publication.version)
-                self._worker.stage(anchor, step)
-                # Only now: a rejected call counts too, or the ranks would count differently.
-                publication.step, job.metadata = plain_step(step), plain_metadata(metadata)
+                publication.step, job.metadata = self._worker.stage(anchor, step, metadata)
                 job.stats = {"diff_seconds": time.perf_counter() - started, "coalesced": len(waiting)}
             except BaseException as error:
                 job.error, publication._is_seen = error, True

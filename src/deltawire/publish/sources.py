@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from deltawire.errors import UnknownParameter, UnsupportedPlacement
 from deltawire.tensors.boxes import Box
@@ -313,20 +313,25 @@ class Taken(NamedTuple):
     """Names that need not be compared."""
 
 
-class Source(Protocol):
-    """Reads the weights of a publisher."""
+class Source:
+    """Reads what one rank publishes of a module with DTensor parameters."""
 
-    read: Callable[[], Any]
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
 
     def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
         """The current weights, or others that were read before; `tied` has the ties that they must still have."""
+        weights = self.read() if weights is None else weights
+        if tied is not None and weights.tied != tied:
+            raise ValueError("other tensors than before are tied to each other: call publish(anchor=True) on all ranks")
+        return Taken(weights, weights, weights.tied, weights.fixed)
 
 
-class WholeSource:
+class WholeSource(Source):
     """Reads whole tensors, and finds which names are tied and which are frozen."""
 
     def __init__(self, weights: Any, dtype: DTypeChoice, tied: Mapping[str, str] | None, frozen: Sequence[str]) -> None:
-        self.read = source_of(weights, dtype, frozen)
+        super().__init__(source_of(weights, dtype, frozen))
         self._dtype, self._frozen = dtype, frozen
         self._stated_ties = None if tied is None else dict(tied)
         self._names: frozenset[str] = frozenset()
@@ -363,16 +368,3 @@ class WholeSource:
     def _fixed(self, weights: Weights) -> frozenset[str]:
         stated: frozenset[str] = getattr(weights, "fixed", frozenset())
         return stated | matching_names(weights, self._frozen) if self._frozen else stated
-
-
-class ShardedSource:
-    """Reads what one rank publishes of a module with DTensor parameters."""
-
-    def __init__(self, read: Callable[[], ShardedWeights]) -> None:
-        self.read = read
-
-    def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
-        weights = self.read() if weights is None else weights
-        if tied is not None and weights.tied != tied:
-            raise ValueError("other tensors than before are tied to each other: call publish(anchor=True) on all ranks")
-        return Taken(weights, weights, weights.tied, weights.fixed)

@@ -24,7 +24,7 @@ from deltawire.publish.snapshots import new_history
 from deltawire.publish.sources import Source, Taken
 from deltawire.publish.upload import pieces_of, put_parts, put_shards
 from deltawire.run.manifest import StoredObject
-from deltawire.run.plain import plain_step
+from deltawire.run.plain import plain_metadata, plain_step
 from deltawire.store import Buffer, Store
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.weights import TensorSpec
@@ -77,22 +77,30 @@ class Worker:
         held = self._held
         return held[max(held)] if held else None
 
-    def stage(self, anchor: bool, step: int | None = None) -> None:
-        """Stage the current weights as the next call: as changes of the last ones, or all of them."""
+    def stage(
+        self, anchor: bool, step: int | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> tuple[int | None, Mapping[str, Any]]:
+        """Stage the current weights as the next call: as changes of the last ones, or all of them.
+
+        Returns what JSON can hold of step and metadata. A call that is rejected counts too, as it does on other ranks.
+        """
         call = self.num_calls + 1
         try:
-            step, before = plain_step(step), None if anchor else self.latest
-            taken = self.source.take(None if before is None else before.history.tied)
+            plain = plain_step(step), plain_metadata(metadata)
+            before = None if anchor else self.latest
+            taken = self.source.take(None if before is None else before.tied)
             with Workers(self._settings.threads) as workers:
                 if before is None:
-                    held = self._hold(taken, self._snapshot(taken, call), step)
+                    held = self._snapshot(taken, call)
                     held.measured = self._recheck.measure(taken.live, held.history, workers)
                 else:
-                    before.history.stage(call, taken.bits, workers, taken.fixed)
-                    held = self._hold(taken, before.history, step)
+                    held = Held(before.history, before.specs, before.tied)
+                    held.history.stage(call, taken.bits, workers, taken.fixed)
                     held.copied = self._recheck.copy(taken.live, held.history)
+            held.step = plain[0]
             with self._changed:
                 self._held[call] = held
+            return plain
         except BaseException as error:
             with self._changed:
                 self._errors[call] = error
@@ -109,12 +117,10 @@ class Worker:
             self.num_calls = call - 1
         held.history.roll_back(call)
 
-    def _snapshot(self, taken: Taken, call: int) -> History:
-        return new_history(taken.bits, call, taken.tied, self._settings)
-
-    def _hold(self, taken: Taken, history: History, step: int | None = None) -> Held:
+    def _snapshot(self, taken: Taken, call: int) -> Held:
+        history = new_history(taken.bits, call, taken.tied, self._settings)
         own = {name: (dtype.name, shape) for name, (dtype, shape) in history.specs.items()}
-        return Held(history, getattr(taken.bits, "specs", own), taken.tied, step)
+        return Held(history, getattr(taken.bits, "specs", own), taken.tied)
 
     def at(self, call: int) -> Held:
         """The weights that a call has staged; waits for the call until the timeout."""
@@ -137,8 +143,7 @@ class Worker:
         self._first = None
         if not has_version:
             return {}
-        taken = self.source.take(None, weights)
-        self._held = {0: self._hold(taken, self._snapshot(taken, 0))}
+        self._held = {0: self._snapshot(self.source.take(None, weights), 0)}
         return self.measure(0)
 
     def start_over(self) -> None:

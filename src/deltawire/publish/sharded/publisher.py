@@ -15,7 +15,7 @@ from deltawire.publish.recheck import CHECK_SHARE
 from deltawire.publish.settings import Settings
 from deltawire.publish.sharded.messages import Ranks
 from deltawire.publish.sharded.shard_worker import ShardWorker
-from deltawire.publish.sources import ShardedSource, sharded_source
+from deltawire.publish.sources import Source, sharded_source
 from deltawire.publish.upload import check_files
 from deltawire.run.planner import SKIPS
 from deltawire.store import Store
@@ -95,7 +95,7 @@ class ShardedPublisher(BasePublisher):
         # Only rank 0 signs.
         own = own_run(store, sign_with if ranks.rank == 0 else None)
         read = sharded_source(model, has_plain=ranks.rank == 0, dtype=dtype, frozen=frozen)
-        worker = ShardWorker(ShardedSource(read), own.store, ranks, settings)
+        worker = ShardWorker(Source(read), own.store, ranks, settings)
         super().__init__(own, run, ranks, worker, settings, partial(check_files, files))
 
     def _start(self, name: str | None) -> None:

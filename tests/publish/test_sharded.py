@@ -146,6 +146,15 @@ def test_any_placement(tmp_path):
     assert ["weight" in rank["hsdp"][1] for rank in ranks] == [True, True, False, False]
 
 
+def publish_alone(rank, url):
+    return publish_three(rank, url, sharded_model(), anchors=1, skips=(2,))[0]
+
+
+def test_one_rank_writes_anchors_next_to_versions(tmp_path):
+    run = check_versions(tmp_path, run_ranks(1, publish_alone, tmp_path)[0])
+    assert {(1, None), (2, 0)} <= {(hop.version, hop.base) for hop in run.hops()}
+
+
 def refuse(rank, url):
     mesh = init_device_mesh("cpu", (2,))
     model = make_module({"fine": torch.ones(3), "sum": DTensor.from_local(torch.ones(4), mesh, [Partial()])})

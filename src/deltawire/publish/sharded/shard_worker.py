@@ -25,6 +25,8 @@ class ShardWorker(Worker):
         return super().do(command)
 
     def _pieces(self, held: Held, call: int, folder: str, boxes: Message) -> Callable[[str], Iterable[Buffer]]:
+        if not self._ranks.others:
+            return super()._pieces(held, call, folder, boxes)
         exchange = self._exchange = Exchange(
             self._ranks, folder, lambda name, start, stop: held.history.at(name, call)[start:stop]
         )

@@ -22,8 +22,8 @@ from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
+from deltawire.publish.changes import advanced, box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory
-from deltawire.publish.encode import advanced, box_digests, encode_changes
 from deltawire.publish.history import History
 from deltawire.publish.sources import ModuleWeights, module_source
 from deltawire.workers import Workers

@@ -12,7 +12,7 @@ from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.patches import encode_box
 from deltawire.kernels.cpu import blocks
 from deltawire.publish import history as history_module
-from deltawire.publish.encode import encode_changes
+from deltawire.publish.changes import encode_changes
 from deltawire.publish.history import History
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.dtypes import DTYPES

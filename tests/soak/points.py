@@ -158,7 +158,7 @@ def install_store(points: Points) -> None:
 
 
 def install_trainer(points: Points) -> None:
-    import deltawire.publish.encode
+    import deltawire.publish.changes
     from deltawire.kernels.cpu import blocks
     from deltawire.publish.history import History
     from deltawire.publish.leader import Leader
@@ -168,7 +168,7 @@ def install_trainer(points: Points) -> None:
     points.around(Worker, "_snapshot", "snapshot: before", "snapshot: after")
     points.around(History, "stage", "stage: before", "stage: after")
     points.around(blocks, "changed_positions", after="stage: a chunk")
-    points.around(deltawire.publish.encode, "encode_box", after="encode: a tensor")
+    points.around(deltawire.publish.changes, "encode_box", after="encode: a tensor")
     points.around(History, "pack", "pack: before", "pack: after")
     points.keyed(Leader, "write_hop", _written)
 

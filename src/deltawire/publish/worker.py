@@ -16,7 +16,7 @@ from deltawire.errors import ChainError, RankFailed
 from deltawire.format.parts import split
 from deltawire.format.wire import DeltaInfo, Entry
 from deltawire.publish.alone import Alone, Message
-from deltawire.publish.encode import advanced, box_digests, encode_changes
+from deltawire.publish.changes import advanced, box_digests, encode_changes
 from deltawire.publish.history import History
 from deltawire.publish.recheck import Copied, Digests, Recheck
 from deltawire.publish.settings import Settings

@@ -1,4 +1,4 @@
-"""Encodes what changed between two versions of a history, and keeps the digests up to date."""
+"""Encodes what changed between two versions of a history; and the digests before and after."""
 
 from collections.abc import Mapping
 

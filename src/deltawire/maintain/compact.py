@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deltawire.codec import EncodingChoice
+from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.parts import MAX_FILE_BYTES
@@ -53,7 +53,7 @@ def compact(
     first = min([base for _, base in missing], default=latest)
     last = latest if wants_anchor else max(version for version, _ in missing)
     target, alone, made = MemoryTarget({}), Alone(), []
-    settings = Settings(encoding, 0, None, skips, "host", scratch, 0, max_file_bytes, threads)
+    settings = Settings(allowed_encodings(encoding), 0, None, skips, "host", scratch, 0, max_file_bytes, threads)
     with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica:
         replica.pull(first)
         manifest = run.manifest(first)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltawire.codec import EncodingChoice
+from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.parts import MAX_FILE_BYTES
 from deltawire.publish.alone import Alone
@@ -86,8 +86,9 @@ class Publisher(BasePublisher):
     ) -> None:
         if when_full not in ("wait", "coalesce"):
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
+        allowed = allowed_encodings(encoding)
         settings = Settings(
-            encoding, queue_size, anchors, skips, snapshot, scratch, check_share, max_file_bytes, threads
+            allowed, queue_size, anchors, skips, snapshot, scratch, check_share, max_file_bytes, threads
         )
         source = WholeSource(weights, dtype, tied, frozen)
         now = source.read()

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltawire.codec import EncodingChoice, allowed_encodings
-from deltawire.publish.recheck import Recheck
 from deltawire.run.planner import check_skips
 
 SNAPSHOTS = ("device", "host", None)
@@ -15,7 +13,8 @@ SNAPSHOTS = ("device", "host", None)
 class Settings:
     """How versions are encoded, kept and cut into files; see `Publisher`."""
 
-    encoding: EncodingChoice
+    allowed: list[str]
+    """The encodings to choose from."""
     queue_size: int
     anchors: int | str | None
     skips: Sequence[int]
@@ -35,10 +34,3 @@ class Settings:
         check_skips(self.skips)
         if self.snapshot not in SNAPSHOTS:
             raise ValueError(f"snapshot is 'device', 'host' or None, not {self.snapshot!r}")
-        allowed_encodings(self.encoding)
-        Recheck(self.check_share)
-
-    @property
-    def allowed(self) -> list[str]:
-        """The encodings to choose from."""
-        return allowed_encodings(self.encoding)

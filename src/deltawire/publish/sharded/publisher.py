@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deltawire.codec import EncodingChoice
+from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.errors import RankFailed
 from deltawire.format.parts import MAX_FILE_BYTES
 from deltawire.publish.alone import Message, error_from, final
@@ -85,8 +85,9 @@ class ShardedPublisher(BasePublisher):
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int | None = None,
     ) -> None:
+        allowed = allowed_encodings(encoding)
         settings = Settings(
-            encoding, queue_size, anchors, skips, snapshot, scratch, check_share, max_file_bytes, threads
+            allowed, queue_size, anchors, skips, snapshot, scratch, check_share, max_file_bytes, threads
         )
         if timeout <= 0:
             raise ValueError(f"timeout must be more than 0 s, got {timeout}")

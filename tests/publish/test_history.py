@@ -246,8 +246,10 @@ def test_a_version_is_compared_once(monkeypatch, encoding):
             assert np.array_equal(entry.encoded.arrays[part], array), (entry.name, part)
     weights["one"].bits[: 1 << 19] ^= 1
     history.stage(2, weights, SERIAL)
-    assert history.known("one", 0, 2) is None, "they may have changed back"
-    assert history.known("one", 1, 2)(0, 9) is None, "half of the chunk: positions would be larger than the bits"
+    assert history.compared(0, 2) is None, "they may have changed back"
+    assert history.compared(1, 2).positions("one", 0, 9) is None, (
+        "half of the chunk: positions would be larger than the bits"
+    )
     entries, _ = encode_changes(history, 0, 2, allowed, SERIAL)
     assert {entry.name: entry.num_changed for entry in entries} == {"few": 50_000, "one": (1 << 19) + 1}
 
@@ -264,7 +266,7 @@ def test_known_positions_of_any_stretch(data):
         history.stage(1, {"a": Tensor(BF16, (5000,), bits)}, SERIAL)
         start = data.draw(st.integers(0, 5000))
         stop = data.draw(st.integers(start, 5000))
-        found = history.known("a", 0, 1)(start, stop)
+        found = history.compared(0, 1).positions("a", start, stop)
         assert found.dtype == np.uint32
         assert found.tolist() == np.flatnonzero(bits[start:stop]).tolist()
     finally:

@@ -1,6 +1,7 @@
 """Encodes what changed between two versions of a history; and the digests before and after."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from deltawire.codec.tiled import tile_log2_for
 from deltawire.format.patches import encode_box
@@ -14,7 +15,7 @@ def encode_changes(
     history: History, base: int, version: int, allowed: list[str], workers: Workers
 ) -> tuple[list[Entry], dict[str, Digest]]:
     """The entries for the boxes that changed between two versions, and what each adds to the digest."""
-    prepared = history.prepared(base, version)
+    prepared, compared = history.prepared(base, version), history.compared(base, version)
 
     def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
         if name in prepared:
@@ -23,7 +24,8 @@ def encode_changes(
         old, new = history.at(name, base), history.at(name, version)
         # No tile is larger than what a history reads at a time.
         tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
-        known, dtype, box = history.known(name, base, version), history.specs[name][0], history.boxes[name]
+        known = None if compared is None else partial(compared.positions, name)
+        dtype, box = history.specs[name][0], history.boxes[name]
         return encode_box(name, dtype, old, new, box, allowed, workers, tile_log2, known)
 
     entries, gains = [], {}

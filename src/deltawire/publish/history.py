@@ -16,7 +16,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -24,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from deltawire.codec import Encoded
-from deltawire.codec.encoding import Known
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
@@ -36,6 +34,8 @@ from deltawire.workers import Workers
 
 CHUNK_LOG2 = 20
 CHUNK = 1 << CHUNK_LOG2
+
+NOWHERE = np.empty(0, np.uint32)
 
 # A tensor's name and a chunk's number in it.
 ChunkKey = tuple[str, int]
@@ -76,16 +76,19 @@ class StagedVersion:
 
     def positions(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint32] | None:
         """The changed positions in a range of a tensor, from its start; None if they were not kept."""
-        found = [np.empty(0, np.uint32)]
+        found = [NOWHERE]
         for index in range(start // CHUNK, -(-stop // CHUNK)):
             change, at = self.changes.get((name, index)), index * CHUNK
             if change is None:
                 continue
-            if isinstance(change.positions, slice):
+            where = change.positions
+            if isinstance(where, slice):
                 return None
-            first, last = np.searchsorted(change.positions, np.array([max(start - at, 0), stop - at], np.uint32))
-            found.append((change.positions[first:last] + np.int64(at - start)).astype(np.uint32))
-        return np.concatenate(found)
+            if start > at or stop - at <= where[-1]:
+                first, last = np.searchsorted(where, np.array([max(start - at, 0), stop - at], np.uint32))
+                where = where[first:last]
+            found.append(where if at == start else (where + np.int64(at - start)).astype(np.uint32))
+        return found[-1] if len(found) < 3 else np.concatenate(found)
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         change = self.changes.get(key)
@@ -288,12 +291,10 @@ class History:
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
         return counts
 
-    def known(self, name: str, base: int, version: int) -> Known | None:
-        """The positions of a tensor that changed between two versions, if one comparison has found them."""
+    def compared(self, base: int, version: int) -> StagedVersion | None:
+        """The changes between two versions, if one comparison has found them."""
         between = [record for each, record in list(self._records.items()) if base < each <= version]
-        if len(between) != 1 or not isinstance(between[0], StagedVersion):
-            return None
-        return partial(between[0].positions, name)
+        return between[0] if len(between) == 1 and isinstance(between[0], StagedVersion) else None
 
     def prepared(self, base: int, version: int) -> Mapping[str, "Prepared"]:
         """The tensors whose changes from `base` to `version` are encoded already."""

@@ -4,7 +4,8 @@ DeltawireError
 ├── StoreError
 │   ├── ObjectMissing           a file or object does not exist
 │   ├── Conflict                it exists already and must not be replaced
-│   └── StoreUnavailable        the store did not answer, or refused
+│   ├── StoreUnavailable        the store did not answer, or refused
+│   └── ReadOnlyStore           the store can be read by name, and neither written to nor listed
 ├── FormatError
 │   ├── UnsupportedFormat       a newer format, or not a deltawire file
 │   ├── CorruptObject           damaged or contradictory bytes
@@ -71,6 +72,10 @@ class Conflict(StoreError):
 
 class StoreUnavailable(StoreError):
     """The store did not answer, or refused the request. With `uncertain`, a write may or may not have happened."""
+
+
+class ReadOnlyStore(StoreError):
+    """The store can only be read, object by object: it cannot be written to, or listed."""
 
 
 class FormatError(DeltawireError):

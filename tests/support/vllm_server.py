@@ -20,6 +20,7 @@ from support.vllm_reference import ENVIRONMENT, checksums
 # A start takes its time, more so where others need the cores.
 PATIENCE = 300
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
+ROUTE = "deltawire.engines.vllm.route.Route"
 SMALL = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 304, "intermediate_size": 256, "max_position_embeddings": 512,
@@ -82,7 +83,7 @@ class Trainer:
 class Vllm:
     """A server that is running."""
 
-    def __init__(self, model, *, tp=1, environment=None, arguments=(), extension=EXTENSION, log=None):
+    def __init__(self, model, *, tp=1, environment=None, arguments=(), extension=EXTENSION, log=None, nursery=None):
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
@@ -91,17 +92,24 @@ class Vllm:
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager",
             "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
             "--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tp),
-            "--weight-transfer-config", json.dumps({"backend": "deltawire"}), *arguments,
+            "--weight-transfer-config", json.dumps({"backend": "deltawire"}), "--middleware", ROUTE, *arguments,
         ]  # fmt: skip
         if extension:
             self._command += ["--worker-extension-cls", extension]
         own = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if nursery and tp == 1:
+            # The worker in the engine's process, as on a GPU: between processes both spin while they wait.
+            own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._log = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115
         self._environment = {**os.environ, **own, **(environment or {})}
+        self._nursery = nursery
         self.start()
 
     def start(self):
         """Also again, after a kill: with the weights that it had at first."""
+        if self._nursery:
+            self._process = self._nursery.start(self._command[1:], self._environment, self._log)
+            return
         self._process = subprocess.Popen(
             self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -159,7 +167,7 @@ class Vllm:
             self._process.terminate()
             try:
                 self._process.wait(30)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, TimeoutError):
                 self.kill()
         if self._log is not subprocess.DEVNULL:
             self._log.close()

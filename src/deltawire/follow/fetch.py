@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 from deltawire.errors import CorruptObject, DeltawireError
 from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.container import Container
 from deltawire.format.delta import Delta
-from deltawire.format.parts import merge
 from deltawire.run.manifest import StoredHop, StoredObject
 from deltawire.store import Store
 from deltawire.store.transfer import download
@@ -34,9 +32,9 @@ class Fetched(NamedTuple):
         """Open the delta, and check that it is the one the hop describes."""
         hop = self.hop
         try:
-            delta = Delta(*merge([Container(self.folder / each.file) for each in hop.objects]))
+            delta = Delta.open([self.folder / each.file for each in hop.objects])
         except DeltawireError as error:
-            raise _blaming(hop, error) from error
+            raise blaming(hop, error) from error
         stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
         if stated != (run, hop.version, hop.base, hop.digest, hop.base_digest):
             raise CorruptObject(f"the delta {hop} is not the one its document is about", hop=hop)
@@ -49,7 +47,7 @@ class Fetched(NamedTuple):
             checkpoint = Checkpoint(self.folder)
             stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
         except DeltawireError as error:
-            raise _blaming(hop, error) from error
+            raise blaming(hop, error) from error
         if stated != (run, hop.version, str(hop.digest)):
             raise CorruptObject(f"the anchor of version {hop.version} is not the one its document is about", hop=hop)
         return checkpoint
@@ -100,7 +98,7 @@ class Fetcher:
                 num_bytes=stored.num_bytes, sha256=stored.sha256, progress=partial(arrived, stored.key),
             )  # fmt: skip
         except DeltawireError as error:
-            raise _blaming(hop, error) from error
+            raise blaming(hop, error) from error
 
     def clear(self) -> None:
         """Delete everything that was downloaded."""
@@ -118,6 +116,6 @@ def _folder_name(hop: StoredHop) -> str:
     return f"{hop.version:08}-{'anchor' if hop.base is None else f'{hop.base:08}'}-{hop.objects[0].sha256[:16]}"
 
 
-def _blaming(hop: StoredHop, error: DeltawireError) -> DeltawireError:
+def blaming(hop: StoredHop, error: DeltawireError) -> DeltawireError:
     """The same error, with the hop that caused it."""
     return type(error)(error.message, **{**error.fields, "hop": hop})

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
 from deltawire.tensors.digest import Digest, WeightVersion, digest
@@ -57,6 +58,17 @@ class Target(Protocol):
 
     def weights(self) -> Weights:
         """The weights to decode deltas against, read-only."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether deltas are given to `apply_delta` as they were fetched, instead of to `apply` as patches."""
+        return False
+
+    def apply_delta(self, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
+        """Decode a delta and write it, where the target `decodes`. Raises BaseMismatch if the weights are not `base`,
+        CorruptObject if they are and it cannot be decoded.
+        """
+        raise ValueError("this target takes patches")
 
     def apply(
         self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
@@ -193,8 +205,9 @@ def _places(weights: Weights) -> dict[str, Place | None]:
 
 
 def _advice(expected: str, actual: str) -> str:
+    is_integer = actual.startswith(("I", "U"))
     same_size = dtype_named(expected).itemsize == dtype_named(actual).itemsize
-    return f': pass dtype="{expected}" if these integers are its bits' if actual[0] in "IU" and same_size else ""
+    return f': pass dtype="{expected}" if these integers are its bits' if is_integer and same_size else ""
 
 
 def new_tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
@@ -206,8 +219,6 @@ def new_tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
     known_as = next(alias for alias, own in ALIASES.items() if own == dtype.name)
     plain = _plain(name, dtype, shape)
     if torch is not None:
-        kind = getattr(torch, known_as)
-        bits = torch.from_numpy(plain.bits.view(np.uint8))
-        return bits.view(kind).view(shape) if len(bits) else torch.empty(shape, dtype=kind)
+        return torch.from_numpy(plain.bits.view(np.uint8)).view(getattr(torch, known_as)).view(shape)
     own_kind = getattr(np, known_as, None) or getattr(ml_dtypes, known_as, None)
     return plain if own_kind is None else plain.bits.view(own_kind).reshape(shape)

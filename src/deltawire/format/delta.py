@@ -1,6 +1,6 @@
 """Deltas without a store: `diff` computes one from two sets of weights, `apply` applies it in place."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltawire.codec import EncodingChoice, allowed_encodings
@@ -32,9 +32,11 @@ Progress = Callable[[str, int], None]
 class Delta:
     """The changes from one version of the weights to another. Computed by `diff`, or read with `load`."""
 
-    def __init__(self, info: DeltaInfo, entries: list[Entry]) -> None:
+    def __init__(self, info: DeltaInfo, entries: list[Entry], files: Sequence[Path] = ()) -> None:
         self.info = info
         self.entries = entries
+        self.files = files
+        """Where its parts lie on disk, if they do."""
 
     @property
     def run(self) -> str:
@@ -142,7 +144,16 @@ class Delta:
             ObjectMissing: There is no such file.
             FormatError: It is not a delta, is damaged, or parts of it are missing.
         """
-        return cls(*parts.merge(parts.find(Path(path))))
+        return cls._of(parts.find(Path(path)))
+
+    @classmethod
+    def open(cls, files: Sequence[Path]) -> "Delta":
+        """The same for a delta whose parts are all known."""
+        return cls._of([Container(file) for file in files])
+
+    @classmethod
+    def _of(cls, containers: list[Container]) -> "Delta":
+        return cls(*parts.merge(containers), [each.source for each in containers if isinstance(each.source, Path)])
 
 
 def diff(

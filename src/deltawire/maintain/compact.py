@@ -7,14 +7,14 @@ from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.parts import MAX_FILE_BYTES
-from deltawire.publish.history import History
-from deltawire.publish.upload import encode_delta, put_anchor, put_delta
+from deltawire.publish.alone import Alone
+from deltawire.publish.leader import Committed, Leader, Task, add_up
+from deltawire.publish.settings import Settings
+from deltawire.publish.sources import WholeSource
+from deltawire.publish.worker import Worker
 from deltawire.run.manifest import StoredHop
 from deltawire.run.planner import SKIPS, ListedHop, reachable, skip_bases
 from deltawire.run.run import Run
-from deltawire.tensors.digest import WeightVersion
-from deltawire.tensors.weights import Tensor
-from deltawire.workers import Workers
 
 
 def missing_hops(hops: Sequence[ListedHop], skips: Sequence[int] = SKIPS) -> list[tuple[int, int]]:
@@ -52,41 +52,26 @@ def compact(
         return []
     first = min([base for _, base in missing], default=latest)
     last = latest if wants_anchor else max(version for version, _ in missing)
-    target = MemoryTarget({})
-    made = []
-    with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica, Workers(threads) as workers:
+    target, alone, made = MemoryTarget({}), Alone(), []
+    settings = Settings(allowed_encodings(encoding), 0, None, skips, "host", scratch, 0, max_file_bytes, threads)
+    with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica:
         replica.pull(first)
-        history = History(_tensors(target), first, tied=run.manifest(first).tied, scratch=scratch)
-        digests = {first: run.manifest(first).digest}
-        for version in range(first + 1, last + 1):
+        manifest = run.manifest(first)
+        worker = Worker(WholeSource(target.weights, None, manifest.tied, ()), run.store, alone, settings)
+        leader = Leader(run, alone, worker, settings, list)
+        model, _ = add_up([worker.resume(has_version=True)])
+        staged = {first: Committed(first, 0, manifest.digest)}
+        for call, version in enumerate(range(first + 1, last + 1), 1):
             replica.pull(version)
+            worker.stage(anchor=False)
             manifest = run.manifest(version)
-            history.stage(version, _tensors(target), workers)
-            history.pack(version, workers)
-            digests[version] = manifest.digest
-            for base in [base for each, base in missing if each == version]:
-                allowed = allowed_encodings(encoding)
-                info, entries, _ = encode_delta(
-                    history, WeightVersion(run.id, base, digests[base]), version, allowed, workers
-                )
-                made.append(put_delta(run.store, info, entries, max_file_bytes))
-                run.commit_hop(made[-1])
-            history.forget(version - max(skips, default=0))
+            staged[version] = Committed(version, call, manifest.digest)
+            tasks = [Task(staged[version], staged[base], model) for each, base in missing if each == version]
+            made += [leader.write_hop(task, threads) for task in tasks]
+            worker.committed(call, call - max(skips, default=0))
             if progress is not None:
                 progress(version - first, last - first)
         if wants_anchor:
-            made.append(_anchor(run, history, last, max_file_bytes))
+            leader.hops.extra_files = tuple(each for hop in manifest.route for each in hop.extra_files)
+            made.append(leader.write_hop(Task(staged[last], None, model), threads))
     return made
-
-
-def _anchor(run: Run, history: History, version: int, max_file_bytes: int) -> StoredHop:
-    manifest = run.manifest(version)
-    extra_files = [each for hop in manifest.route for each in hop.extra_files]
-    hop = put_anchor(run.store, run.id, history, version, manifest.digest, extra_files, max_file_bytes)
-    run.commit_hop(hop)
-    return hop
-
-
-def _tensors(target: MemoryTarget) -> dict[str, Tensor]:
-    weights = target.weights()
-    return {name: weights[name] for name in weights}

@@ -258,7 +258,7 @@ def version_in(folder: Path, run: "Run") -> int | None:
         checkpoint = Checkpoint(folder)
     except ObjectMissing:
         return None
-    holds = checkpoint.fact("run")
+    holds = checkpoint.field("run")
     if holds not in (None, run.id):
         raise RunMismatch(
             f"{folder} is at run {holds}, and {run.store.url} holds run {run.id}: take another folder, or pull --run",

@@ -100,7 +100,7 @@ def diff_command(
             base_version = before.version or 0
         with progress_bar("diff", num_elements(before), quiet) as progress:
             delta = diff_checkpoints(
-                before, after, output, encoding=encoding, run=run or before.fact("run") or "",
+                before, after, output, encoding=encoding, run=run or before.field("run") or "",
                 version=base_version + 1 if version is None else version, base_version=base_version,
                 max_file_bytes=max_file_bytes, threads=threads, progress=progress,
             )  # fmt: skip
@@ -296,7 +296,7 @@ def checkpoint_digest(path: Path, quiet: bool, threads: int | None) -> tuple[Any
         for name in checkpoint:
             state += tensor_digest(name, checkpoint[name], workers)
             progress(name, checkpoint.num_elements(name))
-    return state, checkpoint.fact("digest")
+    return state, checkpoint.field("digest")
 
 
 def num_elements(checkpoint: "Checkpoint") -> int:

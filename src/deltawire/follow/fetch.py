@@ -47,7 +47,7 @@ class Fetched(NamedTuple):
         hop = self.hop
         try:
             checkpoint = Checkpoint(self.folder)
-            stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
+            stated = checkpoint.field("run"), checkpoint.version, checkpoint.field("digest")
         except DeltawireError as error:
             raise _blaming(hop, error) from error
         if stated != (run, hop.version, str(hop.digest)):

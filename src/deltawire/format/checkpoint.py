@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deltawire.disk import read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
-from deltawire.format.container import MOST_HEADER_BYTES, Container, beside, header_bytes, lay_out, raw, replacing
+from deltawire.format.container import MOST_HEADER_BYTES, Container, header_bytes, lay_out, raw, replacing, temp_path
 from deltawire.format.wire import FORMAT_VERSION, read_number, read_tied
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
@@ -78,7 +78,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._shard_of)
 
     def __repr__(self) -> str:
-        stated = self.fact("version")
+        stated = self.field("version")
         version = "" if stated is None else f", version={stated}"
         return f"Checkpoint({str(self.path)!r}, num_tensors={len(self)}{version})"
 
@@ -96,7 +96,7 @@ class Checkpoint(Mapping[str, Tensor]):
     @property
     def tied(self) -> dict[str, str]:
         """Names that share the weights of other names, as stated by an anchor."""
-        return read_tied(self.fact("tied"))
+        return read_tied(self.field("tied"))
 
     def other_files(self) -> list[Path]:
         """The files next to the weights in a folder: configuration, tokenizer and so on."""
@@ -108,10 +108,10 @@ class Checkpoint(Mapping[str, Tensor]):
     @property
     def version(self) -> int | None:
         """The version stated by an anchor or a mirror; None for other checkpoints."""
-        text = self.fact("version")
+        text = self.field("version")
         return None if text is None else read_number(text, "version")
 
-    def fact(self, key: str) -> str | None:
+    def field(self, key: str) -> str | None:
         """The value of `deltawire.KEY` in the metadata, if there is one."""
         return self.metadata.get(PREFIX + key)
 
@@ -242,7 +242,7 @@ def write_checkpoint(
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
-    temporary = beside(path)
+    temporary = temp_path(path)
     temporary.mkdir()
     try:
         for name, specs in shards.items():

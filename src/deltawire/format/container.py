@@ -184,7 +184,7 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: it appears at `path`, synced to disk, if the block succeeds; otherwise nothing does."""
-    temporary = beside(path)
+    temporary = temp_path(path)
     try:
         # Opened like any new file, so that the umask applies.
         with temporary.open("xb") as file:
@@ -197,6 +197,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def beside(path: Path) -> Path:
+def temp_path(path: Path) -> Path:
     """An unused name in the same folder, for the temporary file that will replace `path`."""
     return path.with_name(f".{path.name}.{token_hex(8)}.tmp")

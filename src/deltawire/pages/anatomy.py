@@ -96,7 +96,7 @@ def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
         "header_bytes": num_bytes - payload,
         "encodings": encodings,
         "steps": steps,
-        "steps_untold": unknown,
+        "steps_unknown": unknown,
         **heat_of(tensors.values()),
         "num_tensors": len(tensors),
         "tensors": list(tensors.values())[:MOST_TENSORS],

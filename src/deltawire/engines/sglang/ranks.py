@@ -22,7 +22,7 @@ from typing import Any
 from deltawire.engines.server import Server
 from deltawire.engines.shared_folder import SharedFolder
 from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
-from deltawire.format.container import beside
+from deltawire.format.container import temp_path
 
 LOADER = "deltawire.engines.sglang.loader.load"
 FLAG = f"--custom-weight-loader {LOADER}"
@@ -125,7 +125,7 @@ class Ranks:
 
 def save(path: Path, value: Any) -> None:
     """Write a file that appears whole. It need not outlive the machine, and nobody waits for a disk."""
-    temporary = beside(path)
+    temporary = temp_path(path)
     temporary.write_text(json.dumps(value))
     temporary.replace(path)
 

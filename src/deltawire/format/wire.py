@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from deltawire.codec import DENSE, ENCODINGS, Arrays, Encoded
+from deltawire.codec import DENSE, ENCODINGS, Encoded
+from deltawire.codec.encoding import Arrays
 from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.format.container import Container, Slot, header_bytes, lay_out, no_duplicates, raw
 from deltawire.tensors.boxes import Box

@@ -35,11 +35,10 @@ from deltawire.format.files import shards_of
 from deltawire.format.parts import save
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
-from deltawire.format.wire import DeltaInfo, Entry
+from deltawire.format.wire import DeltaInfo, Entry, tied_metadata
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import DTYPES, dtype_named
-from deltawire.tensors.names import PREFIX
 from deltawire.tensors.weights import Tensor
 
 
@@ -125,9 +124,7 @@ class Mirror(Target):
         checkpoint = anchor.base
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError("a mirror is loaded from a checkpoint")
-        metadata = {"format": "pt"}
-        if tied:
-            metadata[PREFIX + "tied"] = json.dumps(dict(tied), separators=(",", ":"))
+        metadata = {"format": "pt", **tied_metadata(tied)}
         made = self._own / "made"
         with self._writing():
             shutil.rmtree(made, ignore_errors=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from deltawire.disk import read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
 from deltawire.format.container import MOST_HEADER_BYTES, Container, header_bytes, lay_out, raw, replacing, temp_path
-from deltawire.format.wire import FORMAT_VERSION, read_number, read_tied
+from deltawire.format.wire import FORMAT_VERSION, read_number, read_tied, tied_metadata
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
 from deltawire.tensors.names import PREFIX, check_names, resolve_ties
@@ -58,11 +58,8 @@ class Checkpoint(Mapping[str, Tensor]):
         elif SINGLE_NAME in files:
             files = [SINGLE_NAME]
         elif len(files) != 1:
-            found = (
-                f"{len(files)} safetensors files and {len(indexes)} indexes"
-                if files or indexes
-                else "no safetensors file"
-            )
+            counts = f"{len(files)} safetensors files and {len(indexes)} indexes"
+            found = counts if files or indexes else "no safetensors file"
             raise ObjectMissing(f"{self.path} is not a checkpoint: it has {found}", path=str(self.path))
         return {file: Container(self.path / file) for file in files}
 
@@ -191,9 +188,7 @@ def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: 
         "digest": str(state),
         "total": str(num_elements),
     }
-    if tied:
-        info["tied"] = json.dumps(dict(tied), separators=(",", ":"))
-    return {PREFIX + key: value for key, value in info.items()}
+    return {PREFIX + key: value for key, value in info.items()} | tied_metadata(tied)
 
 
 def split_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int | None) -> dict[str, dict[str, TensorSpec]]:
@@ -236,8 +231,7 @@ def write_checkpoint(
     if path.suffix == ".safetensors":
         (specs,) = shards.values()
         with replacing(path) as file:
-            for piece in _shard_bytes(specs, metadata, bits_of):
-                file.write(piece)
+            file.writelines(_shard_bytes(specs, metadata, bits_of))
             check()
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -247,8 +241,7 @@ def write_checkpoint(
     try:
         for name, specs in shards.items():
             with replacing(temporary / name) as file:
-                for piece in _shard_bytes(specs, metadata, bits_of):
-                    file.write(piece)
+                file.writelines(_shard_bytes(specs, metadata, bits_of))
         if len(shards) > 1:
             with replacing(temporary / INDEX_NAME) as file:
                 file.write(index_bytes(shards))

@@ -9,10 +9,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
@@ -44,14 +45,13 @@ class Header:
 class Container:
     """A safetensors file, or the bytes of one, opened for reading."""
 
-    def __init__(self, source: Path | bytes | memoryview) -> None:
+    def __init__(self, source: Path | bytes) -> None:
         self.source = source
         if isinstance(source, Path):
             with open_regular(source) as file:
                 self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
         else:
-            data = memoryview(source)
-            self.header = read_header(_Reader(data), len(data), "the bytes")
+            self.header = read_header(BytesIO(source), len(source), "the bytes")
 
     def __contains__(self, name: str) -> bool:
         return name in self.header.slots
@@ -71,18 +71,7 @@ class Container:
         return array
 
 
-class _Reader:
-    """A minimal file object over bytes."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-
-    def read(self, count: int) -> bytes:
-        taken, self.data = bytes(self.data[:count]), self.data[count:]
-        return taken
-
-
-def read_header(file: Any, size: int, where: str) -> Header:
+def read_header(file: IO[bytes], size: int, where: str) -> Header:
     """Read and check a header: the tensors' bytes must cover the rest of the file, in sequence and without gaps."""
 
     def corrupt(problem: str) -> CorruptObject:

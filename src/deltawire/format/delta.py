@@ -30,47 +30,24 @@ Progress = Callable[[str, int], None]
 
 
 class Delta:
-    """The changes from one version of the weights to another. Computed by `diff`, or read with `load`."""
+    """The changes from one version of the weights to another. Computed by `diff`, or read with `load`.
+
+    Attributes:
+        run: The id of the run.
+        version: The version that the delta leads to.
+        base_version: The version that it applies to.
+        base_digest: The digest of the weights that it applies to.
+        digest: The digest of the weights after it.
+        tied: Names that share the weights of a tensor that it changes.
+        num_changed: How many elements change.
+        num_elements: The number of elements of the whole model, changed or not.
+    """
 
     def __init__(self, info: DeltaInfo, entries: list[Entry]) -> None:
-        self.info = info
-        self.entries = entries
-
-    @property
-    def run(self) -> str:
-        return self.info.run
-
-    @property
-    def version(self) -> int:
-        return self.info.version
-
-    @property
-    def base_version(self) -> int:
-        return self.info.base_version
-
-    @property
-    def base_digest(self) -> Digest:
-        """The digest of the weights that the delta applies to."""
-        return self.info.base_digest
-
-    @property
-    def digest(self) -> Digest:
-        """The digest of the weights after the delta."""
-        return self.info.digest
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Names that share the weights of a tensor that the delta changes."""
-        return self.info.tied
-
-    @property
-    def num_changed(self) -> int:
-        return self.info.num_changed
-
-    @property
-    def num_elements(self) -> int:
-        """The number of elements of the whole model, changed or not."""
-        return self.info.num_elements
+        self.info, self.entries = info, entries
+        self.run, self.version, self.base_version = info.run, info.version, info.base_version
+        self.base_digest, self.digest, self.tied = info.base_digest, info.digest, info.tied
+        self.num_changed, self.num_elements = info.num_changed, info.num_elements
 
     def __repr__(self) -> str:
         return (

@@ -38,8 +38,7 @@ def ls_command(url: str, limit: int, public_key: str | None, output_format: str,
 
     The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas.
     """
-    from deltawire.run.fleet import replica_row, version_row, worst_first
-    from deltawire.run.heartbeat import read_heartbeats
+    from deltawire.run.fleet import heartbeat_rows, version_row
     from deltawire.run.run import Run
 
     with speaking_errors(url):
@@ -51,10 +50,7 @@ def ls_command(url: str, limit: int, public_key: str | None, output_format: str,
             {**row, "age_seconds": max(now - row["created"], 0.0), **extra[row["version"]]}
             for row in (version_row(run.manifest(version)) for version in versions[-limit:])
         ]
-        replicas = worst_first(
-            replica_row(beat["name"], beat, beat["age_seconds"], latest) for beat in read_heartbeats(run)
-        )
-        data = {"run": run.id, "num_versions": len(versions), "versions": rows, "replicas": replicas}
+        data = {"run": run.id, "num_versions": len(versions), "versions": rows, "replicas": heartbeat_rows(run, latest)}
     show(data, lambda: ls_text(data), output_format)
 
 

@@ -26,12 +26,10 @@ from deltawire.terminal import (
 if TYPE_CHECKING:
     from deltawire.follow.replica import Pull, Replica
     from deltawire.format.checkpoint import Checkpoint
-    from deltawire.format.replay import Replay
     from deltawire.publish.publisher import Publisher
     from deltawire.run.manifest import Manifest
     from deltawire.run.run import Run
     from deltawire.store import Buffer, Pieces, Store
-    from deltawire.tensors.digest import Digest, WeightVersion
 
 public_key_option = click.option(
     "--public-key",
@@ -314,6 +312,7 @@ def export_command(
 
     Its metadata has the version and the digest, so that publish, diff and verify know them.
     """
+    from deltawire.follow.export import Export
     from deltawire.follow.replica import Replica
     from deltawire.run.run import Run
 
@@ -322,9 +321,8 @@ def export_command(
         run = Run(url, public_key=public_key)
         if layout == "trl":
             return export_to_trl(run, destination, version, branch, threads, output_format, quiet)
-        target = ExportTarget(Path(destination))
         with (
-            Replica(run.store, target, public_key=public_key, threads=threads) as replica,
+            Replica(run.store, Export(Path(destination)), public_key=public_key, threads=threads) as replica,
             ByteBar("export", quiet, "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)
@@ -345,52 +343,6 @@ def export_to_trl(
         )
     data = {"output": destination, "run": run.id, "layout": "trl", "branch": branch, "keys": keys}
     show(data, lambda: "\n".join([f"wrote {count_text(len(keys), 'file')} to {destination}", *keys]), output_format)
-
-
-class ExportTarget:
-    """A checkpoint that is written once, from an anchor and the deltas after it."""
-
-    scratch: Path | None = None
-
-    def __init__(self, path: Path) -> None:
-        from deltawire.errors import Conflict
-
-        self._path = path
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
-
-    def state(self) -> "WeightVersion | None":
-        return None
-
-    served = state
-
-    def refresh(self) -> None: ...
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-    def digest(self, _tied: Mapping[str, str]) -> "Digest | None":
-        return None
-
-    def weights(self) -> dict[str, Any]:
-        return {}
-
-    def apply(self, *_: Any) -> None:
-        raise TypeError("there is nothing to patch in an export")
-
-    def load(self, anchor: "Replay", state: "WeightVersion", files: Sequence[Path], tied: Mapping[str, str]) -> None:
-        from deltawire.format.checkpoint import anchor_info, write_checkpoint
-        from deltawire.format.files import shards_of
-
-        checkpoint = cast("Checkpoint", anchor.base)
-        total = sum(checkpoint.num_elements(name) for name in checkpoint)
-        info = anchor_info(state.run, state.version, state.digest, total, tied)
-        write_checkpoint(
-            self._path, shards_of(checkpoint, self._path), {"format": "pt", **info}, anchor.bits_of,
-            extra_files=list(files), check=lambda: anchor.check(state.digest),
-        )  # fmt: skip
-
-    def close(self) -> None: ...
 
 
 @click.command("keygen")

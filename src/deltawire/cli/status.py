@@ -78,8 +78,7 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format:
 
 def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
     """A run and its replicas; the newest version is `known` or a later one."""
-    from deltawire.run.fleet import HEALTHS, replica_row, worst_first
-    from deltawire.run.heartbeat import read_heartbeats
+    from deltawire.run.fleet import HEALTHS, heartbeat_rows
 
     name, version = run.id, run.latest(after=-1 if known is None else known - 1)
     manifest = None if version is None else run.manifest(version)
@@ -92,7 +91,7 @@ def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
         "created": None if manifest is None else manifest.created,
         "age_seconds": None if manifest is None else max(time.time() - manifest.created, 0.0),
     }
-    rows = worst_first(replica_row(beat["name"], beat, beat["age_seconds"], version) for beat in read_heartbeats(run))
+    rows = heartbeat_rows(run, version)
     counts = {health: sum(row["health"] == health for row in rows) for health in reversed(HEALTHS)}
     return {**about, "replicas": rows, "summary": {"replicas": len(rows), **counts}}
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -224,7 +224,7 @@ def write_checkpoint(
     metadata: Mapping[str, str],
     bits_of: Callable[[str], Bits],
     *,
-    extra_files: list[Path] | None = None,
+    extra_files: Sequence[Path] = (),
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint tensor by tensor. It appears at `path` once all is written and `check` did not raise."""
@@ -245,7 +245,7 @@ def write_checkpoint(
         if len(shards) > 1:
             with replacing(temporary / INDEX_NAME) as file:
                 file.write(index_bytes(shards))
-        for extra in extra_files or []:
+        for extra in extra_files:
             shutil.copy2(extra, temporary / extra.name)
         check()
         temporary.replace(path)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 from deltawire.errors import BrokenChain
@@ -59,12 +60,8 @@ class Anatomies:
         return {**about, "kind": "delta", **self._open(run.id, hop)}
 
     def _open(self, run: str, hop: StoredHop) -> dict[str, Any]:
-        fetcher = Fetcher(self._store, None)
-        try:
-            with fetcher.fetch([hop]) as (fetched,):
-                rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
-        finally:
-            fetcher.close()
+        with closing(Fetcher(self._store, None)) as fetcher, fetcher.fetch([hop]) as (fetched,):
+            rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
         return anatomy_of(rows, hop.num_bytes)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from deltawire.run.heartbeat import LIVE_SECONDS
+from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
 from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.run import Run
 
 Row = dict[str, Any]
 
@@ -81,6 +82,11 @@ def _health(row: Row, is_readable: bool, is_pulling: bool) -> tuple[str, str | N
     if row["age_seconds"] > SILENT_SECONDS and not is_pulling:
         return "silent", f"no heartbeat for {SILENT_SECONDS:.0f} s"
     return ("fault", row["error"]) if row["error"] else ("ok", None)
+
+
+def heartbeat_rows(run: Run, latest: int | None) -> list[Row]:
+    """A row for each replica that has a heartbeat in the store, the worst first."""
+    return worst_first(replica_row(beat["name"], beat, beat["age_seconds"], latest) for beat in read_heartbeats(run))
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:

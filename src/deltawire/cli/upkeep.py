@@ -155,16 +155,14 @@ def audit_text(found: "Audit", url: str, signed: bool) -> str:
 def compare_mirror(url: str, folder: Path, version: int | None, public_key: str | None, threads: int | None) -> None:
     """Compare a folder with a version of a run."""
     from deltawire.follow.comparison import differing_names
-    from deltawire.follow.mirror import held_version
     from deltawire.format.checkpoint import Checkpoint
 
     with open_run(url, public_key) as run:
         weights = Checkpoint(folder)
         if version is None:
-            state = held_version(folder)
-            if state is None or state.run != run.id:
+            version = weights.version
+            if version is None or weights.field("run") != run.id:
                 raise click.UsageError(f"{folder} does not say which version of run {run.id} it is: give --version")
-            version = state.version
         with ByteBar("fetch") as progress:
             differing = differing_names(run, version, weights, threads=threads, progress=progress)
     data = {"run": run.id, "version": version, "folder": str(folder), "ok": not differing, "differing": differing}

@@ -222,12 +222,6 @@ class Mirror(Target):
         self._lock.close()
 
 
-def held_version(folder: Path) -> WeightVersion | None:
-    """The version that a mirror states, also while another process uses it."""
-    stated = _read_state(folder / STATE_NAME)
-    return None if stated is None else stated[0]
-
-
 def _times(folder: Path, files: Any) -> dict[str, list[int]]:
     """Size and modification time of files."""
     stats = {file: (folder / file).stat() for file in files if (folder / file).exists()}

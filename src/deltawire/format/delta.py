@@ -15,12 +15,11 @@ from deltawire.tensors.names import check_names, resolve_ties
 from deltawire.tensors.weights import (
     DTypeChoice,
     Weights,
-    aliases_of,
     mapping_of,
     num_elements,
     untied_name,
     view,
-    writable,
+    writables,
     write,
 )
 from deltawire.workers import Workers
@@ -256,9 +255,7 @@ def apply(
     weights = mapping_of(weights)
     for entry in delta.entries:
         matching(entry, weights, dtype)
-    aliases = aliases_of(delta.tied)
-    names = {name: None for entry in delta.entries for name in (entry.name, *aliases.get(entry.name, []))}
-    values = writable(weights, [name for name in names if name in weights], delta.tied)
+    targets = writables(weights, [entry.name for entry in delta.entries], delta.tied)
     differing = untied_name(weights, delta.tied, dtype)
     if differing is not None:
         raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, and has other weights here")
@@ -279,9 +276,8 @@ def apply(
             reached += gain
     check_reached(delta.info, reached)
     for patch in patches:
-        for name in (patch.name, *aliases.get(patch.name, [])):
-            if name in values:
-                write(values[name], patch.where, patch.bits)
+        for value in targets[patch.name]:
+            write(value, patch.where, patch.bits)
     return reached
 
 

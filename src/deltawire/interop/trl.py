@@ -17,7 +17,6 @@ identifies the run nor lets a reader verify the weights.
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from io import BytesIO
 from itertools import pairwise
@@ -46,13 +45,11 @@ from deltawire.interop.trl_files import (
 )
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
+from deltawire.store.transfer import fetch_parts
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import Bits
 from deltawire.tensors.weights import Tensor, Weights, spec
-
-PART_BYTES = 16 << 20
-PARALLEL = 4
 
 # Called with the number of versions written, and the total.
 Progress = Callable[[int, int], None]
@@ -162,12 +159,8 @@ class TrlBucket:
         """Download a file for the duration of the block, since an anchor may be as large as memory."""
         path = folder / file.key
         path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as out, ThreadPoolExecutor(PARALLEL, "deltawire-trl") as pool:
-            # A few parts at a time, to limit the memory.
-            for start in range(0, file.num_bytes, PART_BYTES * PARALLEL):
-                stop = min(start + PART_BYTES * PARALLEL, file.num_bytes)
-                parts = [(at, min(PART_BYTES, stop - at)) for at in range(start, stop, PART_BYTES)]
-                out.writelines(pool.map(lambda part: self.store.get_range(file.key, *part), parts))
+        with path.open("wb") as out:
+            out.writelines(fetch_parts(self.store, file.key, file.num_bytes))
         try:
             yield Container(path)
         finally:

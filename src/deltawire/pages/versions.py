@@ -109,7 +109,7 @@ def windowed(numbers: Sequence[int], window: Window) -> list[int]:
     return list(numbers[-limit:] if after is None else [each for each in numbers if each > after][:limit])
 
 
-def page_of(name: str, rows: Mapping[int, Row], window: Window, last: int | None = None) -> dict[str, Any]:
+def page_of(name: str, rows: Mapping[int, Any], window: Window, last: int | None = None) -> dict[str, Any]:
     """The rows of a page, in order. `next_after` is where the next one starts; None on the last page."""
     known = sorted(rows)
     wanted = windowed(known, window)

@@ -229,10 +229,7 @@ def pull_command(
         run = Run(url, public_key=public_key, expected=run_id)
         # Before the folder is created: a wrong URL or version must leave nothing behind.
         _ = run.id if version is None else run.manifest(version)
-        with (
-            Replica(run, folder) as replica,
-            ByteBar("pull", "checking and writing") as bar,
-        ):
+        with Replica(run, folder) as replica, ByteBar("pull", "checking and writing") as bar:
             done = replica.pull(version, progress=bar)
             data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
     if data["faults"]:

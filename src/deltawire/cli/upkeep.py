@@ -102,10 +102,7 @@ def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int 
     """
     from deltawire.maintain.compact import compact
 
-    with (
-        open_run(url, sign_key=sign_key) as run,
-        progress_bar("compact", max((run.latest() or 0), 1)) as bar,
-    ):
+    with open_run(url, sign_key=sign_key) as run, progress_bar("compact", max((run.latest() or 0), 1)) as bar:
         made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
     rows = [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in made]
     data = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}

@@ -54,10 +54,7 @@ def watch_command(
     """
     from deltawire.follow.replica import Replica
 
-    with (
-        speaking_errors(url),
-        Replica(options.awaited_run(url, public_key, run_id), folder, name=name) as replica,
-    ):
+    with speaking_errors(url), Replica(options.awaited_run(url, public_key, run_id), folder, name=name) as replica:
         Watch(replica, view_of(replica, url), until, poll).run()
 
 

@@ -30,11 +30,7 @@ def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
 
 
 def compact(
-    run: Run,
-    *,
-    anchor: bool = False,
-    threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    run: Run, *, anchor: bool = False, threads: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[StoredHop]:
     """Replay the run once and add the missing hops; with `anchor`, also an anchor at the newest version.
 

@@ -24,11 +24,7 @@ CLOUD_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}
 
 
 def open_store(
-    url: str | Path | Store,
-    *,
-    timeout_seconds: float = 20.0,
-    retries: int = 5,
-    config: Mapping[str, str] | None = None,
+    url: str | Path | Store, *, timeout_seconds: float = 20.0, retries: int = 5, config: Mapping[str, str] | None = None
 ) -> Store:
     """Open the store at a URL or folder.
 

@@ -64,9 +64,11 @@ class TorchHarness(testing.Harness):
         memory = self.engine._live._memory
         put = memory.put
 
-        def some(items, undo):
+        def some(items, *, undo=False, writes=True):
+            if not writes:
+                return put(items, writes=False)
             memory.put = put
-            put(items[:1], undo)
+            put(items[:1], undo=undo)
             raise OSError("a fault in the middle")
 
         memory.put = some

@@ -19,7 +19,7 @@ def break_writes(run, rank, times, undo=True):
     def write(token, *, undo=False):
         if left[0] and not (undo and fails_only_forward):
             left[0] -= 1
-            live._memory.put(live._items[:2], undo)
+            live._memory.put(live.staged.items[:2], undo=undo)
             live.state = None
             raise RuntimeError("the device is on fire")
         original(token, undo=undo)

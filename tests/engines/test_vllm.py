@@ -140,16 +140,22 @@ def test_two_ranks_answer_as_those_of_a_fresh_server(kind, tmp_path, vllm_pool):
         assert [other.complete(prompt)[:2] for prompt in PROMPTS] == asked
 
 
-@pytest.fixture
-def shared(tmp_path, vllm_pool):
+@pytest.fixture(params=["mirror"])
+def shared(request, tmp_path, vllm_pool):
     """A dense server with tied embeddings, at the first version of a run of its own."""
     trainer = Trainer(tmp_path, f"memory:{tmp_path}", tied=True)
     trainer.publish(density=0)
-    with vllm_pool.server(tied=True) as server, following(f"memory:{tmp_path}", server) as replica:
+    mirror = False if request.param == "decodes" else None
+    with vllm_pool.server(tied=True) as server, following(f"memory:{tmp_path}", server, mirror) as replica:
         replica.pull()
         yield trainer, server, replica
 
 
+both_ways = pytest.mark.parametrize("shared", ["mirror", "decodes"], indirect=True)
+"""With deltas that are decoded against a mirror, or by the worker against its own weights."""
+
+
+@both_ways
 def test_tied_embeddings(shared):
     trainer, server, replica = shared
     version = trainer.publish()
@@ -173,6 +179,7 @@ def test_little_of_an_anchor_is_patched_and_much_is_loaded(shared):
     assert server.checksums() == trainer.expected[version]
 
 
+@both_ways
 def test_no_stale_prefix_cache(shared):
     """The context that a request shares with one before the update is computed again."""
     trainer, server, replica = shared
@@ -222,6 +229,7 @@ def test_other_ways_to_treat_running_requests(shared, running_requests, reasons)
     server.client.post("/reset_prefix_cache").raise_for_status()
 
 
+@both_ways
 def test_a_pause_by_someone_else_stays(shared):
     trainer, server, replica = shared
     server.client.post("/pause?mode=keep").raise_for_status()
@@ -234,6 +242,7 @@ def test_a_pause_by_someone_else_stays(shared):
         server.client.post("/resume").raise_for_status()
 
 
+@both_ways
 def test_weights_changed_by_someone_else_are_replaced(shared):
     trainer, server, replica = shared
     server.client.post("/weight_checker", json={"action": "reset"}).raise_for_status()
@@ -243,22 +252,31 @@ def test_weights_changed_by_someone_else_are_replaced(shared):
     assert server.weight_version == str(version)
 
 
-def test_agent_that_died_in_the_pause(shared):
-    """Whoever comes next finds the server paused in the middle of an update, and goes on."""
+@both_ways
+def test_agent_that_died_in_an_update(shared):
+    """The version is that of the weights at every moment, and whoever comes next goes on from there."""
     trainer, server, replica = shared
     engine = replica.target.engine
-    for step in ("_begin_session", "_pause", "_problem", "_go_on"):
+    post = engine._server.post
+    for path, happens in (("stage", False), ("stage", True), ("commit", False), ("commit", True)):
         version = trainer.publish()
 
-        def dead(*_, **__):
+        def dying(asked, *arguments, path=path, happens=happens):
+            own = ("stage", "decode") if path == "stage" else (path,)
+            if asked.removeprefix("/deltawire/") not in own:
+                return post(asked, *arguments)
+            if happens:
+                post(asked, *arguments)
             raise KeyboardInterrupt
 
-        setattr(engine, step, dead)
+        engine._server.post = dying
         with pytest.raises(KeyboardInterrupt):
             replica.pull()
-        delattr(engine, step)
+        engine._server.post = post
         replica.target.refresh()
-        assert replica.version is None
+        told = int(server.weight_version)
+        assert told == (version if (path, happens) == ("commit", True) else version - 1)
+        assert server.checksums() == trainer.expected[told]
         replica.pull()
         assert server.checksums() == trainer.expected[version]
         assert server.weight_version == str(version)
@@ -337,7 +355,7 @@ def test_error_on_one_rank(tmp_path, vllm_pool):
             assert (replica.target.engine.digest() == digest) == expected
 
         trainer.publish(tp=2)
-        fail(rank=1, writes=2, undos=1)
+        fail(rank=1, writes=2, undos=2)
         with pytest.raises(EngineBroken, match="restart"):
             replica.pull()
         assert replica.version is None

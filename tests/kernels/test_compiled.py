@@ -233,8 +233,7 @@ def test_warm_kernels_are_those_of_engines(monkeypatch):
 
         return call
 
-    for name in ("count_strange", "put"):
-        monkeypatch.setattr(live, name, spy(name))
+    monkeypatch.setattr(live, "put", spy("put"))
     warmup.warm_up((16,))
     warm = set(seen)
     seen.clear()
@@ -242,9 +241,8 @@ def test_warm_kernels_are_those_of_engines(monkeypatch):
     memory = HostMemory({"flat": torch.zeros(20, dtype=torch.bfloat16)}, SERIAL)
     index = np.array([3, 7], np.uint32)
     change = memory.take(PieceChange(0, index, np.zeros(2, np.uint16), np.ones(2, np.uint16)))
-    item = (piece, tensor_key("a", DTYPES["BF16"], (4, 5)), change)
-    assert memory.count_strange([item]) == [0]
-    assert [each.num_strange for each in memory.put([item], undo=False)] == [0]
+    item = (0, piece, tensor_key("a", DTYPES["BF16"], (4, 5)), change)
+    assert [each.num_unexpected for each in memory.put([item])] == [0]
     assert seen == warm
 
 

@@ -20,6 +20,7 @@ from support.vllm_reference import ENVIRONMENT, checksums
 # A start takes its time, more so where others need the cores.
 PATIENCE = 300
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
+ROUTE = "deltawire.engines.vllm.route.Route"
 SMALL = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 304, "intermediate_size": 256, "max_position_embeddings": 512,
@@ -91,7 +92,7 @@ class Vllm:
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager",
             "--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "256",
             "--kv-cache-memory-bytes", str(64 << 20), "--tensor-parallel-size", str(tp),
-            "--weight-transfer-config", json.dumps({"backend": "deltawire"}), *arguments,
+            "--weight-transfer-config", json.dumps({"backend": "deltawire"}), "--middleware", ROUTE, *arguments,
         ]  # fmt: skip
         if extension:
             self._command += ["--worker-extension-cls", extension]

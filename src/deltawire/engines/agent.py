@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from deltawire.engines.engine import Engine
 from deltawire.engines.target import EngineTarget
@@ -53,7 +53,8 @@ class Agent:
     Args:
         engine: The engine to update: `TorchEngine`, `VllmEngine`, `SglangEngine`, or any other `Engine`.
         store: A URL, a path, a `Store`, or a `Run`.
-        mirror: A folder or a target for the mirror; in host memory by default.
+        mirror: A folder or a target for the mirror. False for none: the engine must be able to decode deltas. By
+            default none where the engine can decode on a GPU, and otherwise one in host memory.
         name: The name of the replica in heartbeats and metrics.
         public_key: What `deltawire keygen` printed; documents of the run must be signed with its private key.
         run: The only run id that is accepted; any by default.
@@ -78,7 +79,7 @@ class Agent:
         engine: Engine,
         store: str | Path | Store | Run,
         *,
-        mirror: str | Path | Target | None = None,
+        mirror: str | Path | Target | Literal[False] | None = None,
         name: str | None = None,
         public_key: str | None = None,
         run: str | None = None,
@@ -101,7 +102,8 @@ class Agent:
         with ExitStack() as undo:
             listening = None if port is None else undo.enter_context(_listen(host, port))
             self.target = EngineTarget(engine, mirror)
-            undo.callback(self.target.mirror.close)
+            if self.target.mirror is not None:
+                undo.callback(self.target.mirror.close)
             self.replica = Replica(
                 store, self.target, name=name, public_key=public_key, run=run,
                 heartbeat_seconds=heartbeat_seconds, scratch=scratch,

@@ -1,4 +1,4 @@
-"""Reads and writes the elements of pieces on a GPU.
+"""Reads and writes the elements of pieces on a GPU, and decodes deltas against them there.
 
 In addition to the weights it holds the indices, old and new bits of what is staged: 8 bytes per bf16 change.
 """
@@ -9,15 +9,26 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from deltawire.codec import CONTEXT, GAP
+from deltawire.codec.tiled import check_status, read_tiles
 from deltawire.engines.layout import Piece
-from deltawire.engines.memory import Item, Memory, Written, grid
+from deltawire.engines.memory import HostMemory, Item, Memory, Written, grid
 from deltawire.engines.staged import PieceChange
+from deltawire.errors import CorruptObject
+from deltawire.format.patches import encode_box
+from deltawire.format.wire import Entry
+from deltawire.kernels.gpu.decode import decode, is_decodable, tile_table
 from deltawire.kernels.gpu.live import Launch
 from deltawire.kernels.gpu.sums import SIGNED, Runs, box_sum, signed
-from deltawire.tensors.digest import Digest, TensorKey
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, TensorKey, tensor_key
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.workers import SERIAL
 
 # Of a piece that is not contiguous so many elements are gathered at a time.
 GATHERED = 1 << 24
+# So many elements are decoded at a time, which bounds the memory that it takes.
+DECODED = 1 << 27
 
 
 class DeviceChange(NamedTuple):
@@ -34,9 +45,12 @@ class DeviceMemory(Memory):
         self._device = next(iter(storages.values())).device
         self._is_gpu: bool = self._device.type == "cuda"
         self._ready: tuple[Sequence[Item], list[tuple[list[int], Launch]]] | None = None
+        self._statuses: list[tuple[str, torch.Tensor]] = []
+        """What the decoding of each tensor says, on the device."""
 
     def drop(self) -> None:
         self._ready = None
+        self._statuses.clear()
 
     def take(self, change: PieceChange) -> DeviceChange:
         # Wide elements first, so that all of them stay aligned.
@@ -50,6 +64,34 @@ class DeviceMemory(Memory):
         }
         return DeviceChange(*(cut[id(part)] for part in (change.index, change.old, change.new)))
 
+    def decode(self, entry: Entry, piece: Piece) -> DeviceChange:
+        flat = self._bits[piece.storage]
+        if entry.encoding not in (GAP.name, CONTEXT.name) or not is_decodable(entry.dtype):
+            # Small tensors, and those that changed nearly everywhere.
+            whole = Piece(piece.tensor, "", piece.rows, piece.columns, 0, piece.stride, (0, piece.columns, 1))
+            return self.take(HostMemory({"": grid(flat, piece).cpu()}, SERIAL).decode(entry, whole))
+        old = grid(flat, piece)
+        if not entry.box.is_whole:
+            old = old.view(entry.box.full)[entry.box.slices].contiguous().view(-1)
+        payload = entry.arrays[entry.encoding]
+        tiles = tile_table(read_tiles(payload, len(old)), len(payload))
+        decoded = decode(
+            torch.from_numpy(np.require(payload, requirements="W")), tiles, old, entry.dtype,
+            entry.encoding == CONTEXT.name, DECODED, entry.num_changed,
+        )  # fmt: skip
+        self._statuses.append((entry.name, decoded.statuses))
+        return DeviceChange(_in_tensor(entry.box, decoded.positions), decoded.old, decoded.new)
+
+    def check_decoded(self) -> None:
+        names = [name for name, statuses in self._statuses for _ in range(len(statuses))]
+        found = torch.cat([statuses for _, statuses in self._statuses]).tolist() if names else []
+        self._statuses.clear()
+        for name, status in zip(names, found, strict=True):
+            try:
+                check_status(status)
+            except CorruptObject as error:
+                raise CorruptObject(f"{name}: {error.message}", tensor=name) from None
+
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         flat = self._bits[piece.storage]
         sums = torch.zeros(2, dtype=torch.int64, device=self._device)
@@ -58,16 +100,13 @@ class DeviceMemory(Memory):
             sums += box_sum(grid(flat, part), int(key.seed), Runs(length, stride, part.start))
         return _digest(sums.tolist())
 
-    def count_strange(self, items: Sequence[Item]) -> list[int]:
-        return [unexpected for unexpected, _, _ in self._run(items, writes=False)]
-
-    def put(self, items: Sequence[Item], undo: bool) -> list[Written]:
-        if self._is_gpu:
+    def put(self, items: Sequence[Item], *, undo: bool = False, writes: bool = True) -> list[Written]:
+        if self._is_gpu and writes:
             # Work that is queued on any stream finishes with the old weights.
             torch.cuda.synchronize(self._device)
-        return [Written(unexpected, _digest(sums)) for unexpected, *sums in self._run(items, writes=True, undo=undo)]
+        return [Written(unexpected, _digest(sums)) for unexpected, *sums in self._run(items, writes, undo)]
 
-    def _run(self, items: Sequence[Item], *, writes: bool, undo: bool = False) -> list[list[int]]:
+    def _run(self, items: Sequence[Item], writes: bool, undo: bool) -> list[list[int]]:
         """One launch for each element size, and one wait for all of them."""
         if self._ready is None or self._ready[0] is not items:
             self._ready = items, self._launches(items)
@@ -88,7 +127,7 @@ class DeviceMemory(Memory):
         ]
 
     def _row(self, item: Item) -> tuple[int, ...]:
-        piece, key, change = item
+        _, piece, key, change = item
         addresses = (each.data_ptr() for each in (self._bits[piece.storage], *change))
         return (
             *addresses,
@@ -99,6 +138,45 @@ class DeviceMemory(Memory):
             *piece.place,
             signed(int(key.seed)),
         )
+
+
+def warm_up_decoding(device: torch.device) -> None:
+    """Compile and load what updates need, before anybody is served: for the dtypes that weights usually have."""
+    size = 3000
+    for kind in ("BF16", "F16"):
+        dtype, key = DTYPES[kind], tensor_key("", DTYPES[kind], (size,))
+        flat = np.arange(size + 8, dtype=np.uint16) * 5
+        # A tensor that begins at an odd place of its storage takes other code.
+        for first in (0, 1):
+            memory = DeviceMemory({"": torch.from_numpy(flat.view(np.int16)).to(device)})
+            piece = Piece("", "", 1, size, 0, size, (first, size, 1))
+            old = flat[first : first + size]
+            new = np.where(old % 19 == 0, old + 3, old)
+            before = memory.digest(piece, key)
+            for encoding in (GAP.name, CONTEXT.name):
+                entry, gain = encode_box("", dtype, old, new, Box.whole((size,)), [encoding])
+                if entry is None:
+                    continue
+                items = [Item(0, piece, key, memory.decode(entry, piece))]
+                memory.check_decoded()
+                found = [memory.put(items, writes=False), memory.put(items), memory.put(items, undo=True)]
+                memory.drop()
+                if found[0] != [Written(0, gain)] or found[1] != found[0] or memory.digest(piece, key) != before:
+                    raise RuntimeError("the kernels for this GPU give wrong results")
+    for itemsize in (1, 4, 8):
+        memory = DeviceMemory({"": torch.zeros(64, dtype=SIGNED[itemsize], device=device)})
+        piece, key = Piece("", "", 1, 64, 0, 64, (0, 64, 1)), tensor_key("", DTYPES["F32"], (64,))
+        memory.warm_up(piece, key, np.dtype(f"u{itemsize}").type)
+        memory.digest(piece, key)
+
+
+def _in_tensor(box: Box, positions: torch.Tensor) -> torch.Tensor:
+    """Positions in a box as positions in its tensor."""
+    if box.is_whole:
+        return positions
+    starts, length = box.runs()
+    begins = torch.from_numpy(starts).to(positions.device)
+    return (begins[positions // length] + positions % length).to(torch.int32)
 
 
 def _stretches(piece: Piece) -> Iterator[Piece]:

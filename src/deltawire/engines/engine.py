@@ -26,6 +26,16 @@ class EngineChange:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineDelta:
+    """A delta as it was fetched, for an engine that decodes it against the weights that it serves."""
+
+    base: WeightVersion
+    state: WeightVersion
+    files: Sequence[Path]
+    """All parts of the delta, where the engine can read them until `stage` returns."""
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """What an engine reports about itself."""
 
@@ -59,6 +69,20 @@ class Engine(Protocol):
     mirror that is at the new version already.
     """
 
+    @property
+    def decodes(self) -> bool:
+        """Whether `stage` also takes an `EngineDelta`, so that no mirror is needed. Asked after `bind`."""
+        return False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the weights are on a GPU, where decoding takes nothing from the host. Asked after `bind`."""
+        return False
+
+    def specs(self) -> Mapping[str, TensorSpec] | None:
+        """The tensors that the engine is bound to, also by an agent before this one; None if it is not bound."""
+        return None
+
     def status(self) -> Served:
         """What the engine serves. Must be cheap: it is called at every poll."""
 
@@ -71,13 +95,14 @@ class Engine(Protocol):
     def digest(self) -> Digest:
         """The digest of the weights in the engine, computed from all of them."""
 
-    def stage(self, change: EngineChange) -> None:
+    def stage(self, change: EngineChange | EngineDelta) -> None:
         """Bring a change to where it can be written with a short pause. The engine keeps serving.
 
-        Raises if the engine's weights are neither those of `change.base` nor of `change.state`.
+        Raises if the engine's weights are neither those of `change.base` nor of `change.state`; for a delta they must
+        be those of its base, and CorruptObject or BaseMismatch says that it cannot be decoded.
         """
 
-    def commit(self, change: EngineChange) -> float:
+    def commit(self, change: EngineChange | EngineDelta) -> float:
         """Pause, write what was staged, check the digest, set the version, resume; returns the seconds of the pause."""
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:

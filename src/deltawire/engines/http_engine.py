@@ -1,10 +1,10 @@
 """What servers that are driven over HTTP have in common: the connection, the shared folder, the layout of tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from deltawire.engines.engine import Engine, EngineChange
+from deltawire.engines.engine import Engine, EngineChange, EngineDelta
 from deltawire.engines.layout import Layout, Piece
 from deltawire.engines.server import Server
 from deltawire.engines.shared_folder import SharedFolder
@@ -65,19 +65,18 @@ class HttpEngine(Engine):
             raise EngineRejected("the tensors of the server are not known yet: call bind first")
         return self._layout
 
-    def _set_layout(self, specs: Mapping[str, TensorSpec], answers: Answers) -> None:
-        refuse(answers, "the server's weights cannot be changed in place")
-        self._layout = Layout(specs, [[Piece.from_list(each) for each in answer["result"]] for answer in answers])
+    def _set_layout(self, specs: Mapping[str, TensorSpec], pieces: Iterable[Iterable[Sequence[Any]]]) -> None:
+        self._layout = Layout(specs, [[Piece.from_list(each) for each in own] for own in pieces])
 
     def _measured(self, answers: Answers) -> Digest:
         refuse(answers, "the server's weights could not be read")
         # Where processes differ in what they should share, these are the weights of no version.
         return self._total(answers) if self._bound.alike(each["result"] for each in answers) else Digest()
 
-    def _total(self, answers: Answers) -> Digest:
-        return self._bound.total(Digest.parse(each["partial"]) for each in answers if each["partial"])
+    def _total(self, answers: Answers, field: str = "partial") -> Digest:
+        return self._bound.total(Digest.parse(each[field]) for each in answers if each[field])
 
-    def _take_token(self, change: EngineChange) -> str:
+    def _take_token(self, change: EngineChange | EngineDelta) -> str:
         token, self._token = self._token, None
         if token is None:
             raise EngineRejected(f"the change to version {change.state.version} is not staged")

@@ -177,6 +177,14 @@ class Layout:
                     tensor=name,
                 )
 
+    def divided_tensor(self) -> str | None:
+        """A tensor that some process holds only in part, or in several parts; None if there is none."""
+        for pieces in self.ranks:
+            for piece in pieces:
+                if piece.num_elements != prod(self.specs[piece.tensor][1]):
+                    return piece.tensor
+        return None
+
     def _turns(self, holders: list[list[tuple[int, int]]]) -> list[list[list[int]]]:
         turns = []
         for turn in range(max(map(len, holders), default=0)):
@@ -195,6 +203,10 @@ class Layout:
         """Whether copies have the same bits, from the sums of each process for each turn."""
         turns = zip(*([Digest.parse(each) for each in own] for own in sums), strict=True)
         return len({sum(turn, Digest()) for turn in turns}) <= 1
+
+    def partial(self, digest: Digest) -> str:
+        """The sum of the processes that gives a digest."""
+        return str(digest - self._constant)
 
     def total(self, partials: Iterable[Digest]) -> Digest:
         """The digest of the weights, from the sums of each process over the pieces that count."""

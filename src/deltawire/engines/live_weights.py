@@ -1,6 +1,8 @@
 """The weights of one process of an engine, and how they are changed in place."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -8,15 +10,29 @@ from typing import Any
 import torch
 
 from deltawire.engines.layout import Piece, each_once
-from deltawire.engines.memory import Item, Memory, memory_of
+from deltawire.engines.memory import Item, Memory, Written, memory_of
 from deltawire.engines.staged import StagedChange
-from deltawire.errors import BaseMismatch, DigestMismatch
+from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected
+from deltawire.format.delta import Delta
+from deltawire.format.patches import check_known, check_spec
 from deltawire.tensors.digest import Digest, TensorKey, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import dtype_named
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import Workers
 
 Found = tuple[list[Piece], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A change that only has to be written."""
+
+    token: str
+    base: WeightVersion
+    state: WeightVersion
+    items: Sequence[Item]
+    partial: Digest | None
+    """The digest of the pieces that count, once it is written."""
 
 
 class LiveModel:
@@ -32,8 +48,7 @@ class LiveModel:
         self.state: WeightVersion | None = None
         self.partial: Digest | None = None
         """The digest of the pieces that count; the sum over all processes is that of the weights."""
-        self.staged: StagedChange | None = None
-        self._items: list[Item] = []
+        self.staged: Ready | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._keys: dict[str, TensorKey] = {}
         self.pieces: list[Piece] = []
@@ -69,10 +84,11 @@ class LiveModel:
     def mark(self, state: WeightVersion | None) -> None:
         """Set the version of the weights, and drop what is staged."""
         self.state = state
-        self._drop()
+        self.drop_staged()
 
-    def _drop(self) -> None:
-        self.staged, self._items = None, []
+    def drop_staged(self) -> None:
+        """Release what is staged."""
+        self.staged = None
         self._memory.drop()
 
     def stage_file(self, path: Path) -> None:
@@ -81,35 +97,63 @@ class LiveModel:
     def stage(self, staged: StagedChange) -> None:
         """Copy a change to the device, and check that it fits the weights there. Nothing is written yet."""
         if self.state not in (staged.base, staged.state):
-            raise BaseMismatch(
-                f"the weights are {text(self.state)}, and the change leads from {text(staged.base)} "
-                f"to {text(staged.state)}"
-            )
-        self._drop()
+            raise _other_base(self.state, staged.base, staged.state)
+        self.drop_staged()
+        items = [self._item(change.number, self._memory.take(change)) for change in staged.changes]
+        self._ready(staged.token, staged.base, staged.state, items)
+
+    def stage_delta(self, token: str, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
+        """The same for a delta, which is decoded against the weights themselves: each tensor must be here in whole."""
+        if self.state != base:
+            raise _other_base(self.state, base, state)
+        self.drop_staged()
+        numbers: dict[str, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            numbers.setdefault(piece.tensor, []).append(number)
         items = []
-        for change in staged.changes:
-            piece = self.pieces[change.number]
-            items.append(Item(piece, self._keys[piece.tensor], self._memory.take(change)))
-        _refuse(items, self._memory.count_strange(items))
-        self.staged, self._items = staged, items
+        for entry in delta.entries:
+            check_known(entry, self._specs)
+            check_spec(entry, self._specs[entry.name])
+            for number in numbers.get(entry.name, []):
+                piece = self.pieces[number]
+                if piece.num_elements != prod(entry.box.full):
+                    raise EngineRejected(f"only a part of {entry.name} is here: use a mirror", tensor=entry.name)
+                items.append(self._item(number, self._memory.decode(entry, piece)))
+        self._memory.check_decoded()
+        self._ready(token, base, state, items)
+
+    def _item(self, number: int, change: Any) -> Item:
+        piece = self.pieces[number]
+        return Item(number, piece, self._keys[piece.tensor], change)
+
+    def _ready(self, token: str, base: WeightVersion, state: WeightVersion, items: Sequence[Item]) -> None:
+        found = self._memory.put(items, writes=False)
+        _refuse(items, found)
+        self.staged = Ready(token, base, state, items, self._after(items, found))
+
+    def _after(self, items: Sequence[Item], found: Sequence[Written]) -> Digest | None:
+        """The digest of the pieces that count, after a write."""
+        counted = set(self._counted)
+        gains = (each.gain for item, each in zip(items, found, strict=True) if item.number in counted)
+        return None if self.partial is None else sum(gains, self.partial)
 
     def write(self, token: str, *, undo: bool = False) -> None:
         """Write what is staged, or the old bits again to `undo`. May be repeated."""
-        if self.staged is None or self.staged.token != token:
+        staged = self.staged
+        if staged is None or staged.token != token:
             raise BaseMismatch(f"{token} is not what is staged")
         # Until all of it is written, the version of the weights is unknown.
         self.state = None
         before, self.partial = self.partial, None
-        written = self._memory.put(self._items, undo)
+        written = self._memory.put(staged.items, undo=undo)
+        self.partial = before
         if before is None:
             # The write before this one was interrupted, so the gain of the digest is unknown.
             self.measure(self._counted)
         else:
-            counted = set(self._counted)
-            pairs = zip(self.staged.changes, written, strict=True)
-            self.partial = sum((each.gain for change, each in pairs if change.number in counted), before)
-        _refuse(self._items, [each.num_strange for each in written])
-        self.state = self.staged.base if undo else self.staged.state
+            self.partial = self._after(staged.items, written)
+        _refuse(staged.items, written)
+        self.state = staged.base if undo else staged.state
 
     def status(self) -> dict[str, Any]:
         """The state of this process, as JSON."""
@@ -118,16 +162,21 @@ class LiveModel:
             "state": None if self.state is None else self.state.as_dict(),
             "partial": None if self.partial is None else str(self.partial),
             "staged": None if self.staged is None else self.staged.token,
+            "planned": None if self.staged is None or self.staged.partial is None else str(self.staged.partial),
             "num_pieces": len(self.pieces),
         }
 
 
-def _refuse(items: Sequence[Item], num_unexpected: Sequence[int]) -> None:
-    for item, number in zip(items, num_unexpected, strict=True):
-        if number:
+def _other_base(found: WeightVersion | None, base: WeightVersion, state: WeightVersion) -> BaseMismatch:
+    return BaseMismatch(f"the weights are {text(found)}, and the change leads from {text(base)} to {text(state)}")
+
+
+def _refuse(items: Sequence[Item], found: Sequence[Written]) -> None:
+    for item, each in zip(items, found, strict=True):
+        if each.num_unexpected:
             raise DigestMismatch(
-                f"{number:,} elements of {item.piece.tensor} have neither the old bits nor the new ones in "
-                f"{item.piece.storage}: someone else has changed them",
+                f"{each.num_unexpected:,} elements of {item.piece.tensor} have neither the old bits nor the new ones "
+                f"in {item.piece.storage}: someone else has changed them",
                 tensor=item.piece.tensor,
             )
 
@@ -138,4 +187,5 @@ def text(state: WeightVersion | None) -> str:
 
 def error_fields(error: Exception) -> dict[str, Any]:
     """Why a command to a process of an engine failed, as JSON."""
-    return {"message": f"{type(error).__name__}: {error}", "tensor": getattr(error, "tensor", None)}
+    kind = type(error).__name__
+    return {"kind": kind, "message": f"{kind}: {error}", "tensor": getattr(error, "tensor", None)}

@@ -1,4 +1,4 @@
-"""Reads and writes the elements of pieces, in host memory or on a device."""
+"""Reads and writes the elements of pieces, in host memory or on a device, and decodes deltas against them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,16 +7,20 @@ import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece
-from deltawire.engines.staged import PieceChange
+from deltawire.engines.staged import PieceChange, changed_elements
 from deltawire.errors import EngineRejected
+from deltawire.format.patches import decode_entry
+from deltawire.format.wire import Entry
 from deltawire.tensors.digest import Digest, TensorKey, runs_digest
-from deltawire.tensors.weights import torch_view
+from deltawire.tensors.weights import Tensor, torch_view
 from deltawire.workers import Workers
 
 
 class Item(NamedTuple):
-    """A change of a piece, as `take` returned it."""
+    """A change of a piece, as `take` or `decode` returned it."""
 
+    number: int
+    """The number of the piece."""
     piece: Piece
     key: TensorKey
     change: Any
@@ -25,7 +29,7 @@ class Item(NamedTuple):
 class Written(NamedTuple):
     """The result of a write: the number of elements with unexpected bits, left as they were, and the digest's gain."""
 
-    num_strange: int
+    num_unexpected: int
     gain: Digest
 
 
@@ -35,7 +39,9 @@ class Memory(Protocol):
     def warm_up(self, piece: Piece, key: TensorKey, unsigned: Any) -> None:
         """Compile what `put` needs for a dtype, so that it does not happen in a pause."""
         nothing = np.empty(0, unsigned)
-        self.put([Item(piece, key, self.take(PieceChange(0, np.empty(0, np.uint32), nothing, nothing)))], undo=False)
+        change = self.take(PieceChange(0, np.empty(0, np.uint32), nothing, nothing))
+        for writes in (False, True):
+            self.put([Item(0, piece, key, change)], writes=writes)
         self.drop()
 
     def drop(self) -> None:
@@ -45,14 +51,21 @@ class Memory(Protocol):
     def take(self, change: PieceChange) -> Any:
         """Copy a change to the device of the storages."""
 
+    def decode(self, entry: Entry, piece: Piece) -> Any:
+        """The change that an entry of a delta makes to a piece that has all elements of its tensor."""
+
+    def check_decoded(self) -> None:
+        """Raises CorruptObject if something that was decoded is damaged, where `decode` did not wait for that."""
+        return
+
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         """The contribution of a piece to its tensor's digest."""
 
-    def count_strange(self, items: Sequence[Item]) -> list[int]:
-        """For each change, the number of elements that have neither their old bits nor their new ones."""
+    def put(self, items: Sequence[Item], *, undo: bool = False, writes: bool = True) -> list[Written]:
+        """Write the new bits (or the old ones to `undo`) to all elements that have either of them.
 
-    def put(self, items: Sequence[Item], undo: bool) -> list[Written]:
-        """Write the new bits (or the old ones to `undo`) to all elements that have either of them."""
+        Without `writes` nothing is written, and the results are what they would be.
+        """
 
 
 def memory_of(storages: Mapping[str, torch.Tensor], workers: Workers) -> Memory:
@@ -79,6 +92,11 @@ class HostMemory(Memory):
         )
         return PieceChange(change.number, index, old, new)
 
+    def decode(self, entry: Entry, piece: Piece) -> PieceChange:
+        old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
+        positions, before, after = changed_elements(decode_entry(entry, old, self._workers), old.bits)
+        return self.take(PieceChange(0, positions.astype(np.uint32), before, after))
+
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         starts = piece.start + piece.stride * np.arange(piece.rows, dtype=np.int64)
         length = piece.columns
@@ -87,25 +105,15 @@ class HostMemory(Memory):
         bits = torch_view(grid(self._storages[piece.storage], piece))
         return runs_digest(key, starts, length, bits, self._workers)
 
-    def count_strange(self, items: Sequence[Item]) -> list[int]:
-        from deltawire.kernels.cpu import live
-
-        def one(item: Item) -> int:
-            piece, _, change = item
-            bits = self._bits[piece.storage]
-            return int(live.count_strange(bits, change.index, change.old, change.new, piece.columns, piece.place))
-
-        return self._workers.map(one, items)
-
-    def put(self, items: Sequence[Item], undo: bool) -> list[Written]:
+    def put(self, items: Sequence[Item], *, undo: bool = False, writes: bool = True) -> list[Written]:
         from deltawire.kernels.cpu import live
 
         def one(item: Item) -> Written:
-            piece, key, change = item
+            _, piece, key, change = item
             old, new = (change.new, change.old) if undo else (change.old, change.new)
             unexpected, low, high = live.put(
                 self._bits[piece.storage], change.index, old, new, piece.columns,
-                (piece.start, piece.stride), piece.place, key.seed,
+                (piece.start, piece.stride), piece.place, key.seed, writes,
             )  # fmt: skip
             return Written(int(unexpected), Digest(int(low), int(high)))
 

@@ -1,33 +1,33 @@
 """A folder that an agent and a server on the same machine both see: how changes get from one to the other."""
 
 import fcntl
+import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout
 from deltawire.engines.staged import split
+from deltawire.engines.token import shared_memory
 from deltawire.errors import Conflict
 from deltawire.format.checkpoint import save_anchor
+from deltawire.format.container import temp_path
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.weights import Weights
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 class SharedFolder:
     """One agent's folder for one server, empty at the start. By default in shared memory, where there is that."""
 
     def __init__(self, folder: str | Path | None, address: str) -> None:
-        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         own = f"deltawire-{os.getuid()}-{sha256(address.encode()).hexdigest()[:12]}"
-        self.folder = (parent if folder is None else Path(folder).absolute()) / own
+        self.folder = (shared_memory() if folder is None else Path(folder).absolute()) / own
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = (self.folder / "lock").open("a")
         try:
@@ -75,3 +75,10 @@ class SharedFolder:
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Write a file that appears whole. It need not outlive the machine, and nobody waits for a disk."""
+    temporary = temp_path(path)
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)

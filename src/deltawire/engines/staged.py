@@ -19,6 +19,8 @@ import numpy.typing as npt
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece
 from deltawire.errors import CorruptObject, UnknownParameter
+from deltawire.format.patches import Patch
+from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import Bits, dtype_named
 from deltawire.tensors.weights import TensorSpec, view
@@ -101,22 +103,26 @@ class StagedChange:
             raise CorruptObject(f"{path} holds no change for these pieces: {error}", path=str(path)) from error
 
 
+def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Bits, Bits]:
+    """The positions that a patch changes in a tensor, ascending, with their old and new bits."""
+    old, new = bits[patch.where], patch.bits
+    if isinstance(patch.where, slice):
+        positions = np.flatnonzero(old != new)
+        return positions, old[positions], new[positions]
+    positions = patch.where
+    if np.any(positions[1:] < positions[:-1]):
+        order = np.argsort(positions)
+        return positions[order], old[order], new[order]
+    return positions, old, new
+
+
 def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange]:
     """What changes in each process."""
     ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
     for patch in change.patches:
         if patch.name not in layout.specs:
             raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
-        tensor = view(patch.name, change.old[patch.name])
-        old, new = tensor.bits[patch.where], patch.bits
-        if isinstance(patch.where, slice):
-            positions = np.flatnonzero(old != new)
-            old, new = old[positions], new[positions]
-        else:
-            positions = patch.where
-            if np.any(positions[1:] < positions[:-1]):
-                order = np.argsort(positions)
-                positions, old, new = positions[order], old[order], new[order]
+        positions, old, new = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
         for changes, pieces, by_tensor in zip(ranks, layout.ranks, layout.by_tensor, strict=True):
             for number in by_tensor.get(patch.name, []):
                 index, inside = pieces[number].select(positions)

@@ -1,14 +1,16 @@
-"""A mirror and the engine next to it, as one target: a replica keeps both current."""
+"""An engine as the target of a replica, with a mirror next to it, or alone where it decodes deltas itself."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from deltawire.engines.engine import Engine, EngineChange, Served
-from deltawire.errors import DeltawireError, EngineRejected
+from deltawire.engines.engine import Engine, EngineChange, EngineDelta, Served
+from deltawire.errors import BaseMismatch, CorruptObject, DeltawireError, EngineRejected
 from deltawire.follow.mirror import Mirror
 from deltawire.follow.target import MemoryTarget, Target
+from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
 from deltawire.tensors.digest import Digest, WeightVersion
@@ -19,18 +21,29 @@ LITTLE = 0.1
 
 
 class EngineTarget(Target):
-    """Deltas are decoded against the mirror while the engine serves, then written into the engine, then the mirror.
+    """Weights in an engine. What counts as served is what the engine says, never what was sent to it.
 
-    The mirror is a folder, or host memory. What counts as served is what the engine says, never what was sent to it.
+    With a mirror, which is a folder or in host memory, deltas are decoded against the mirror while the engine serves,
+    then written into the engine, then into the mirror. Without one the engine decodes them against its own weights.
+
+    Args:
+        engine: The engine.
+        mirror: A folder or a target for the mirror. False for none: the engine must be able to decode. By default none
+            where the engine can decode on a GPU, and otherwise one in host memory.
     """
 
-    def __init__(self, engine: Engine, mirror: str | Path | Target | None = None) -> None:
+    def __init__(self, engine: Engine, mirror: str | Path | Target | Literal[False] | None = None) -> None:
         self.engine = engine
-        if mirror is None or isinstance(mirror, str | Path):
-            self.mirror: Target = MemoryTarget({}) if mirror is None else Mirror(mirror)
+        self._may_drop = mirror is None
+        """Whether the mirror is dropped if the engine decodes on a GPU."""
+        self.mirror: Target | None
+        if mirror is None:
+            self.mirror = MemoryTarget({})
+        elif isinstance(mirror, str | Path):
+            self.mirror = Mirror(mirror)
         else:
-            self.mirror = mirror
-        self.scratch = self.mirror.scratch
+            self.mirror = mirror or None
+        self.scratch = None if self.mirror is None else self.mirror.scratch
         self.pause_seconds: float | None = None
         """How long the engine was paused for the last update."""
         self.updated: float | None = None
@@ -40,7 +53,11 @@ class EngineTarget(Target):
         self._error: str | None = None
 
     def state(self) -> WeightVersion | None:
-        return self.mirror.state()
+        """The version of the mirror; without one, of the engine's weights, also while an update is under way."""
+        if self.mirror is not None:
+            return self.mirror.state()
+        states = () if self._now is None else self._now.states
+        return states[0] if states and all(each == states[0] for each in states) else None
 
     def served(self) -> WeightVersion | None:
         return None if self._now is None else self._now.state
@@ -52,6 +69,20 @@ class EngineTarget(Target):
         except DeltawireError as error:
             self._now, self._error = None, str(error)
             raise
+        if self._may_drop and self.mirror is not None and self._now.state is not None and self.mirror.state() is None:
+            self._adopt(self._now.boot)
+
+    def _adopt(self, boot: str) -> None:
+        """Do without a mirror if an agent before this one has, and the engine is as that one left it."""
+        specs = self.engine.specs() if self.engine.in_place else None
+        if specs is not None and self.engine.decodes and self.engine.on_gpu:
+            self._opened = boot, dict(specs)
+            self._drop_mirror()
+
+    def _drop_mirror(self) -> None:
+        if self.mirror is not None:
+            self.mirror.close()
+            self.mirror = None
 
     def about(self) -> dict[str, Any]:
         return {
@@ -67,40 +98,97 @@ class EngineTarget(Target):
         }
 
     def digest(self, tied: Mapping[str, str]) -> Digest | None:
-        return self.mirror.digest(tied)
+        if self.mirror is not None:
+            return self.mirror.digest(tied)
+        return self.engine.digest() if self._bind() else None
 
     def weights(self) -> Weights:
-        return self.mirror.weights()
+        if self.mirror is not None:
+            return self.mirror.weights()
+        return _OnlyInEngine(self._opened[1] if self._bind() and self._opened else {})
+
+    @property
+    def decodes(self) -> bool:
+        return self.mirror is None
+
+    def apply_delta(self, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
+        if not self._bind() or not self._is_at(base, state):
+            raise BaseMismatch(f"the engine does not serve version {base.version}, or another program changed it")
+        if self.state() == state:
+            self.engine.mark(state)
+            self.refresh()
+        elif not self._switch(EngineDelta(base, state, delta.files)):
+            raise BaseMismatch(f"the engine's weights are not those of version {base.version}")
 
     def apply(
         self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
     ) -> None:
-        is_there = self._is_at(base, state)
+        if self.mirror is None:
+            # Without patches: the weights are there, and the engine does not say so yet.
+            if patches or not self._bind() or self.engine.digest() != state.digest:
+                raise BaseMismatch(f"the engine does not have the weights of version {state.version}")
+            self.engine.mark(state)
+            self.refresh()
+            return
+        is_there = self._open(self.mirror) and self._is_at(base, state)
         if is_there and (patches or self.served() != state):
             is_there = self._switch(EngineChange(base, state, patches, self.mirror.weights()))
         self.mirror.apply(patches, base, state, tied)
         if not is_there:
-            self._load(state)
+            self._load(self.mirror.weights(), self._folder(), state)
 
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
-        have = self.mirror.state()
+        if self._decodes(anchor.base):
+            self._load_decoding(anchor, state)
+            return
+        mirror = self.mirror
+        if mirror is None:
+            raise EngineRejected(
+                "the engine cannot decode deltas, since its processes hold parts of tensors: use a mirror"
+            )
+        have = mirror.state()
         patches = None
         if have is not None and self.engine.in_place:
-            patches = anchor.patches_from(self.mirror.weights(), state.digest, LITTLE)
+            patches = anchor.patches_from(mirror.weights(), state.digest, LITTLE)
         is_there = False
-        if have is not None and patches is not None and self._is_at(have, state):
-            is_there = self._switch(EngineChange(have, state, patches, self.mirror.weights()))
-        self.mirror.load(anchor, state, files, tied)
+        if have is not None and patches is not None and self._open(mirror) and self._is_at(have, state):
+            is_there = self._switch(EngineChange(have, state, patches, mirror.weights()))
+        mirror.load(anchor, state, files, tied)
         if not is_there:
-            self._load(state)
+            self._load(mirror.weights(), self._folder(), state)
+
+    def _decodes(self, weights: Weights) -> bool:
+        """Whether the engine can do without a mirror for these tensors."""
+        if self.mirror is not None and not self._may_drop:
+            return False
+        if not self.engine.in_place:
+            return False
+        self._bind({name: spec(weights, name) for name in weights})
+        if not self.engine.decodes or (self.mirror is not None and not self.engine.on_gpu):
+            return False
+        self._drop_mirror()
+        return True
+
+    def _load_decoding(self, anchor: Replay, state: WeightVersion) -> None:
+        """Load an anchor, and then delta after delta."""
+        deltas = anchor.deltas
+        first = state
+        if deltas:
+            first = WeightVersion(state.run, deltas[0].base_version, deltas[0].base_digest)
+        checkpoint = anchor.base
+        folder = checkpoint.path if isinstance(checkpoint, Checkpoint) and checkpoint.path.is_dir() else None
+        self._load(checkpoint, folder, first)
+        for delta in deltas:
+            after = WeightVersion(state.run, delta.version, delta.digest)
+            self.apply_delta(delta, WeightVersion(state.run, delta.base_version, delta.base_digest), after)
+
+    def _folder(self) -> Path | None:
+        return self.mirror.folder if isinstance(self.mirror, Mirror) else None
 
     def _is_at(self, base: WeightVersion, state: WeightVersion) -> bool:
         """Whether the engine is at one of two versions, or between them, so that the change from one to the other can
         be written (again).
         """
-        if not self.engine.in_place:
-            return False
-        self._open()
         states = () if self._now is None else self._now.states
         if not states or any(each not in (base, state) for each in states):
             if self.engine.digest() != base.digest:
@@ -109,39 +197,52 @@ class EngineTarget(Target):
             self.refresh()
         return True
 
-    def _open(self) -> None:
-        """Have the engine find its places, after it was restarted or when the tensors have changed."""
+    def _open(self, mirror: Target) -> bool:
+        """Bind the engine to the mirror's tensors. False if it takes no changes in place."""
+        weights = mirror.weights()
+        return self.engine.in_place and self._bind({name: spec(weights, name) for name in weights})
+
+    def _bind(self, specs: Mapping[str, TensorSpec] | None = None) -> bool:
+        """Have the engine find its places, after it was restarted or when the tensors have changed.
+
+        Without `specs` those that it was bound to before; False if it was not.
+        """
         self.refresh()
-        weights = self.mirror.weights()
-        wanted = (self._now.boot if self._now else ""), {name: spec(weights, name) for name in weights}
+        boot = self._now.boot if self._now else ""
+        if specs is None:
+            if self._opened is None or self._opened[0] != boot:
+                bound = self.engine.specs()
+                self._opened = None if bound is None else (boot, dict(bound))
+            return self._opened is not None
+        wanted = boot, dict(specs)
         if self._opened != wanted:
             self._opened = None
             self.engine.bind(wanted[1])
             self._opened = wanted
             self.refresh()
+        return True
 
-    def _switch(self, change: EngineChange) -> bool:
+    def _switch(self, change: EngineChange | EngineDelta) -> bool:
         """Write a change into the engine; False where its weights turn out to be others than it says."""
         try:
             self.engine.stage(change)
             self._paused(self.engine.commit(change))
             return True
-        except EngineRejected:
+        except (EngineRejected, CorruptObject):
             if self.engine.digest() == change.base.digest:
                 raise
             return False
         finally:
             self.refresh()
 
-    def _load(self, state: WeightVersion) -> None:
-        """Make the engine what the mirror is, whatever it is now."""
-        self._open()
+    def _load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> None:
+        """Give the engine these weights, whatever it has now."""
+        self._bind({name: spec(weights, name) for name in weights})
         try:
             if self.engine.digest() == state.digest:
                 self.engine.mark(state)
             else:
-                folder = self.mirror.folder if isinstance(self.mirror, Mirror) else None
-                self._paused(self.engine.load(self.mirror.weights(), folder, state))
+                self._paused(self.engine.load(weights, folder, state))
         finally:
             self.refresh()
 
@@ -152,4 +253,21 @@ class EngineTarget(Target):
         try:
             self.engine.close()
         finally:
-            self.mirror.close()
+            if self.mirror is not None:
+                self.mirror.close()
+
+
+class _OnlyInEngine(Mapping[str, Any]):
+    """The names of weights that only an engine has."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self._specs = specs
+
+    def __getitem__(self, name: str) -> Any:
+        raise EngineRejected(f"only the engine has {name}: there is no mirror to read it from", tensor=name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 import torch
 
-from deltawire.engines.engine import Engine, EngineChange, Served
+from deltawire.engines.engine import Engine, EngineChange, EngineDelta, Served
 from deltawire.engines.layout import Layout, pieces_of_copy
-from deltawire.engines.live_weights import Found, LiveModel
-from deltawire.engines.staged import StagedChange, split
+from deltawire.engines.live_weights import Found, LiveModel, Ready
+from deltawire.engines.staged import split
 from deltawire.engines.trace import flat_storages, torch_dtype
 from deltawire.errors import (
     DeltawireError,
@@ -25,6 +25,7 @@ from deltawire.errors import (
     ShapeMismatch,
     UnknownParameter,
 )
+from deltawire.format.delta import Delta
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.names import plain_name
 from deltawire.tensors.weights import TensorSpec, Weights, spec, view, write
@@ -87,14 +88,29 @@ class TorchEngine(Engine):
     def digest(self) -> Digest:
         return self._opened.total([self._live.measure(self._opened.counted[0])])
 
-    def stage(self, change: EngineChange) -> None:
-        (staged,) = split(change, self._opened, token_hex(8))
+    @property
+    def decodes(self) -> bool:
+        return self._opened.divided_tensor() is None
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(value.is_cuda for value in self.model.parameters())
+
+    def specs(self) -> Mapping[str, TensorSpec] | None:
+        return None if self._layout is None else self._layout.specs
+
+    def stage(self, change: EngineChange | EngineDelta) -> None:
+        token = token_hex(8)
+        if isinstance(change, EngineDelta):
+            self._live.stage_delta(token, Delta.open(change.files), change.base, change.state)
+            return
+        (staged,) = split(change, self._opened, token)
         try:
             self._live.stage(staged)
         except DeltawireError as error:
             raise EngineRejected(f"nothing was changed: {error}") from error
 
-    def commit(self, change: EngineChange) -> float:
+    def commit(self, change: EngineChange | EngineDelta) -> float:
         staged = self._live.staged
         if staged is None or staged.state != change.state:
             raise EngineRejected(f"the change to version {change.state.version} is not staged")
@@ -108,7 +124,7 @@ class TorchEngine(Engine):
             self.mark(change.state)
             return time.perf_counter() - started
 
-    def _take_back(self, staged: StagedChange, error: Exception) -> None:
+    def _take_back(self, staged: Ready, error: Exception) -> None:
         try:
             self._live.write(staged.token, undo=True)
             self._check(staged.base)

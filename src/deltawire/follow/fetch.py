@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 from deltawire.errors import CorruptObject, DeltawireError
 from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.container import Container
 from deltawire.format.delta import Delta
-from deltawire.format.parts import merge
 from deltawire.run.manifest import StoredHop, StoredObject
 from deltawire.store import Store
 from deltawire.store.transfer import download
@@ -34,9 +32,9 @@ class Fetched(NamedTuple):
         """Open the delta, and check that it is the one the hop describes."""
         hop = self.hop
         try:
-            delta = Delta(*merge([Container(self.folder / each.file) for each in hop.objects]))
+            delta = Delta.open([self.folder / each.file for each in hop.objects])
         except DeltawireError as error:
-            raise _blaming(hop, error) from error
+            raise blaming(hop, error) from error
         stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
         if stated != (run, hop.version, hop.base, hop.digest, hop.base_digest):
             raise CorruptObject(f"the delta {hop} is not the one its document is about", hop=hop)
@@ -49,7 +47,7 @@ class Fetched(NamedTuple):
             checkpoint = Checkpoint(self.folder)
             stated = checkpoint.field("run"), checkpoint.version, checkpoint.field("digest")
         except DeltawireError as error:
-            raise _blaming(hop, error) from error
+            raise blaming(hop, error) from error
         if stated != (run, hop.version, str(hop.digest)):
             raise CorruptObject(f"the anchor of version {hop.version} is not the one its document is about", hop=hop)
         return checkpoint
@@ -88,7 +86,7 @@ class Fetcher:
             try:
                 download_object(self._store, stored, each.folder, partial(arrived, stored.key))
             except DeltawireError as error:
-                raise _blaming(each.hop, error) from error
+                raise blaming(each.hop, error) from error
 
         with ThreadPoolExecutor(PARALLEL, "deltawire-fetch") as pool:
             # The first failure cancels what has not started.
@@ -119,6 +117,6 @@ def _folder_name(hop: StoredHop) -> str:
     return f"{hop.version:08}-{'anchor' if hop.base is None else f'{hop.base:08}'}-{hop.objects[0].sha256[:16]}"
 
 
-def _blaming(hop: StoredHop, error: DeltawireError) -> DeltawireError:
+def blaming(hop: StoredHop, error: DeltawireError) -> DeltawireError:
     """The same error, with the hop that caused it."""
     return type(error)(error.message, **{**error.fields, "hop": hop})

@@ -19,10 +19,11 @@ from deltawire.errors import (
     RunMismatch,
 )
 from deltawire.follow.comparison import differing_names
-from deltawire.follow.fetch import Fetcher, Progress
+from deltawire.follow.fetch import Fetcher, Progress, blaming
 from deltawire.follow.mirror import Mirror
 from deltawire.follow.routing import find_route
 from deltawire.follow.target import MemoryTarget, Target, new_tensor
+from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
 from deltawire.redact import redacted
@@ -255,6 +256,9 @@ class Replica:
             except (FormatError, ObjectMissing, DigestMismatch, BaseMismatch) as error:
                 first = first or error
                 self.num_faults += 1
+                if self.target.decodes:
+                    # Each delta is a version of its own, and some may have been written.
+                    have = self._have(manifest)
                 hop = getattr(error, "hop", None)
                 if hop is not None:
                     bad.add((hop.version, hop.base))
@@ -286,6 +290,11 @@ class Replica:
                 manifest.check_tensors(anchor.base, anchor.base)
                 applied = time.perf_counter()
                 self.target.load(anchor, state, fetched[0].other_files(), manifest.tied)
+            elif self.target.decodes:
+                applied = decoded
+                for each, delta in zip(fetched, deltas, strict=True):
+                    manifest.check_tensors({entry.name for entry in delta.entries}, self.target.weights())
+                    self._apply_delta(each.hop, delta)
             elif have is not None:
                 patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
                 manifest.check_tensors({patch.name for patch in patches}, self.target.weights())
@@ -302,6 +311,16 @@ class Replica:
             decode_seconds=applied - started - fetch_seconds,
             apply_seconds=time.perf_counter() - applied,
         )
+
+    def _apply_delta(self, hop: StoredHop, delta: Delta) -> None:
+        base, state = (
+            WeightVersion(self.run.id, version, digest)
+            for version, digest in ((delta.base_version, delta.base_digest), (delta.version, delta.digest))
+        )
+        try:
+            self.target.apply_delta(delta, base, state)
+        except FormatError as error:
+            raise blaming(hop, error) from error
 
     def _apply(self, patches: list[Patch], have: WeightVersion, state: WeightVersion, tied: Mapping[str, str]) -> None:
         self._unfinished = patches, have, state, tied

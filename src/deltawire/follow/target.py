@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
 from deltawire.tensors.digest import Digest, WeightVersion, digest
@@ -57,6 +58,17 @@ class Target(Protocol):
 
     def weights(self) -> Weights:
         """The weights to decode deltas against, read-only."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether deltas are given to `apply_delta` as they were fetched, instead of to `apply` as patches."""
+        return False
+
+    def apply_delta(self, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
+        """Decode a delta and write it, where the target `decodes`. Raises BaseMismatch if the weights are not `base`,
+        CorruptObject if they are and it cannot be decoded.
+        """
+        raise ValueError("this target takes patches")
 
     def apply(
         self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]

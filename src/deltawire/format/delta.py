@@ -1,6 +1,6 @@
 """Deltas without a store: `diff` computes one from two sets of weights, `apply` applies it in place."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltawire.codec import EncodingChoice, allowed_encodings
@@ -40,10 +40,11 @@ class Delta:
         tied: Names that share the weights of a tensor that it changes.
         num_changed: How many elements change.
         num_elements: The number of elements of the whole model, changed or not.
+        files: Where its parts lie on disk, if they do.
     """
 
-    def __init__(self, info: DeltaInfo, entries: list[Entry]) -> None:
-        self.info, self.entries = info, entries
+    def __init__(self, info: DeltaInfo, entries: list[Entry], files: Sequence[Path] = ()) -> None:
+        self.info, self.entries, self.files = info, entries, files
         self.run, self.version, self.base_version = info.run, info.version, info.base_version
         self.base_digest, self.digest, self.tied = info.base_digest, info.digest, info.tied
         self.num_changed, self.num_elements = info.num_changed, info.num_elements
@@ -118,7 +119,16 @@ class Delta:
             ObjectMissing: There is no such file.
             FormatError: It is not a delta, is damaged, or parts of it are missing.
         """
-        return cls(*parts.merge(parts.find(Path(path))))
+        return cls._of(parts.find(Path(path)))
+
+    @classmethod
+    def open(cls, files: Sequence[Path]) -> "Delta":
+        """The same for a delta whose parts are all known."""
+        return cls._of([Container(file) for file in files])
+
+    @classmethod
+    def _of(cls, containers: list[Container]) -> "Delta":
+        return cls(*parts.merge(containers), [each.source for each in containers if isinstance(each.source, Path)])
 
 
 def diff(

@@ -19,7 +19,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, ClassVar
 
-from deltawire.engines.engine import EngineChange, Served
+from deltawire.engines.engine import EngineChange, EngineDelta, Served
 from deltawire.engines.http_engine import HttpEngine, refuse, spec_fields, version_of
 from deltawire.engines.sglang.ranks import Ranks
 from deltawire.errors import EngineBroken, EngineRejected
@@ -91,7 +91,9 @@ class SglangEngine(HttpEngine):
             self._find(self._ranks, specs)
 
     def _find(self, ranks: Ranks, specs: Mapping[str, TensorSpec]) -> None:
-        self._set_layout(specs, ranks.order("bind", [{"specs": spec_fields(specs)}] * ranks.number))
+        answers = ranks.order("bind", [{"specs": spec_fields(specs)}] * ranks.number)
+        refuse(answers, "the server's weights cannot be changed in place")
+        self._set_layout(specs, [each["result"] for each in answers])
 
     def digest(self) -> Digest:
         if self._ranks is None:
@@ -106,7 +108,9 @@ class SglangEngine(HttpEngine):
         numbers = [{"numbers": self._bound.measured(rank)} for rank in range(ranks.number)]
         return self._measured(ranks.order("measure", numbers))
 
-    def stage(self, change: EngineChange) -> None:
+    def stage(self, change: EngineChange | EngineDelta) -> None:
+        if isinstance(change, EngineDelta):
+            raise EngineRejected("SGLang's ranks decode no deltas: use a mirror")
         ranks, token = self._patched, token_hex(8)
         with self._shared.change(change, self._bound, token) as paths:
             with self._held():
@@ -114,7 +118,7 @@ class SglangEngine(HttpEngine):
             refuse(ranks.answers(call), "nothing was changed")
         self._token = token
 
-    def commit(self, change: EngineChange) -> float:
+    def commit(self, change: EngineChange | EngineDelta) -> float:
         ranks, token = self._patched, self._take_token(change)
         started = self._pause_and_flush()
         with self._session():

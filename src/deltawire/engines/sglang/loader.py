@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import torch
 
 from deltawire.engines.live_weights import Found, LiveModel, error_fields
-from deltawire.engines.sglang.ranks import save
+from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import Conflict, EngineRejected
 from deltawire.tensors.digest import WeightVersion
@@ -86,13 +86,13 @@ class Worker:
         except Exception as problem:
             error = error_fields(problem)
         self._tell(folder)
-        save(folder / f"{call}-rank{self.rank}.json", {**self.status(), "result": result, "error": error})
+        save_json(folder / f"{call}-rank{self.rank}.json", {**self.status(), "result": result, "error": error})
 
     def status(self) -> dict[str, Any]:
         return {"rank": self.rank, "busy": self.busy, **self.live.status()}
 
     def _tell(self, folder: Path) -> None:
-        save(folder / f"rank{self.rank}.json", self.status())
+        save_json(folder / f"rank{self.rank}.json", self.status())
 
     def _do(self, folder: Path, name: str, **arguments: Any) -> Any:
         live = self.live

@@ -15,14 +15,12 @@ import pickle
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from deltawire.engines.server import Server
-from deltawire.engines.shared_folder import SharedFolder
+from deltawire.engines.shared_folder import SharedFolder, save_json
 from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
-from deltawire.format.container import temp_path
 
 LOADER = "deltawire.engines.sglang.loader.load"
 FLAG = f"--custom-weight-loader {LOADER}"
@@ -68,7 +66,7 @@ class Ranks:
     def send(self, name: str, arguments: Sequence[dict[str, Any]] | None = None) -> str:
         """The same for an order that ranks go on with when this returns; its call."""
         call = token_hex(8)
-        save(self._shared.path(f"{call}.json"), {"name": name, "arguments": arguments or [{}] * self.number})
+        save_json(self._shared.path(f"{call}.json"), {"name": name, "arguments": arguments or [{}] * self.number})
         body = {
             "serialized_named_tensors": [self._tensor(call, rank) for rank in range(self.number)],
             "load_format": LOADER,
@@ -121,13 +119,6 @@ class Ranks:
         except FileNotFoundError:
             pass
         return False
-
-
-def save(path: Path, value: Any) -> None:
-    """Write a file that appears whole. It need not outlive the machine, and nobody waits for a disk."""
-    temporary = temp_path(path)
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
 
 
 def pickled(name: str, data: bytes) -> bytes:

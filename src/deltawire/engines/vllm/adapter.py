@@ -1,169 +1,177 @@
-"""A vLLM server as an engine, driven over HTTP by the agent on its machine.
+"""A vLLM server as an engine, driven by the agent on its machine through deltawire's route in the server.
 
-The server needs `VLLM_SERVER_DEV_MODE=1`, the backend and the worker extension of `worker`. Changes reach it as files
-in a folder that both see, by default in shared memory.
+Files reach the server through folders that both see: fetched deltas where workers decode them, changes in the shared
+folder where they do not.
 """
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, ClassVar
 
-from deltawire.engines.engine import EngineChange, Served
-from deltawire.engines.http_engine import HttpEngine, refuse, spec_fields, version_of
-from deltawire.errors import EngineRejected, EngineUnavailable
+from deltawire.engines.engine import EngineChange, EngineDelta, Served
+from deltawire.engines.http_engine import Answers, HttpEngine, refuse, spec_fields, version_of
+from deltawire.engines.token import engine_token
+from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected, EngineUnavailable
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.weights import TensorSpec, Weights
 
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
-FLAGS = f'--weight-transfer-config \'{{"backend": "deltawire"}}\' --worker-extension-cls {EXTENSION}'
+ROUTE = "deltawire.engines.vllm.route.Route"
+FLAGS = (
+    '--weight-transfer-config \'{"backend": "deltawire"}\' '
+    f"--worker-extension-cls {EXTENSION} --middleware {ROUTE}"
+)  # fmt: skip
+
+# How often to look for the answers of workers, and whether these are still there.
+LOOK_SECONDS, ALIVE_SECONDS = 0.001, 1.0
 
 
 class VllmEngine(HttpEngine):
-    """Keeps a vLLM server's weights current while it serves. Options are those of `HttpEngine`."""
+    """Keeps a vLLM server's weights current while it serves. Options are those of `HttpEngine`.
+
+    `api_key` is the engine token, if it is neither in the environment nor in the file of this user.
+    """
 
     kind = "vllm"
-    pauses: ClassVar = {
-        "recompute": "mode=keep&clear_cache=true",
-        "keep": "mode=keep&clear_cache=false",
-        "abort": "mode=abort&clear_cache=true",
-    }
+    pauses: ClassVar = dict.fromkeys(("recompute", "keep", "abort"))
 
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__(url, **options)
-        self._resumes = True
-        self._checked = False
-        """That the server has our extension: a call to one that does not would put its workers out of step."""
+    def __init__(self, url: str, *, api_key: str | None = None, **options: Any) -> None:
+        super().__init__(url, api_key=engine_token() if api_key is None else api_key, **options)
+        self._on_gpu = False
 
     def status(self) -> Served:
-        try:
-            if not self._checked:
-                self._check_server()
-            version = self._server.get("/weight_info").get("weight_version")
-            statuses = self._ask("status")
-        except EngineUnavailable:
-            self._checked = False
-            raise
+        answer = self._ask("status")
+        workers = answer["workers"]
+        refuse(workers, "the server cannot be driven")
         return Served(
-            boot="-".join(each["boot"] for each in statuses),
-            states=tuple(version_of(each) for each in statuses),
-            version=version,
-            interrupted=any(each["busy"] or each["session"] for each in statuses),
+            boot="-".join(each["boot"] for each in workers),
+            states=tuple(version_of(each) for each in workers),
+            version=answer["weight_version"],
+            interrupted=answer["held"],
         )
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> None:
-        self._set_layout(specs, self._ask("bind", specs=spec_fields(specs)))
+        self._take_layout(specs, self._ask("bind", specs=spec_fields(specs))["workers"])
+
+    def specs(self) -> Mapping[str, TensorSpec] | None:
+        answers = self._ask("layout")["workers"]
+        found = [each["result"] for each in answers]
+        if not all(found) or any(each["specs"] != found[0]["specs"] for each in found):
+            return None
+        specs = {name: (dtype, tuple(shape)) for name, (dtype, shape) in found[0]["specs"].items()}
+        self._take_layout(specs, answers)
+        # What counts was set by `digest`, after all were bound.
+        return specs if [each["counted"] for each in found] == self._bound.counted else None
+
+    def _take_layout(self, specs: Mapping[str, TensorSpec], answers: Answers) -> None:
+        refuse(answers, "the server's weights cannot be changed in place")
+        self._on_gpu = all(each["result"]["device"] != "cpu" for each in answers)
+        self._set_layout(specs, [each["result"]["pieces"] for each in answers])
+
+    @property
+    def decodes(self) -> bool:
+        return self._bound.divided_tensor() is None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._on_gpu
 
     def digest(self) -> Digest:
         layout = self._bound
-        return self._measured(
-            self._ask("measure", numbers=[layout.measured(rank) for rank in range(len(layout.ranks))])
-        )
+        numbers = [layout.measured(rank) for rank in range(len(layout.ranks))]
+        return self._measured(self._ask("measure", numbers=numbers)["workers"])
 
-    def stage(self, change: EngineChange) -> None:
-        self._note_pause()
+    def stage(self, change: EngineChange | EngineDelta) -> None:
         token = token_hex(8)
-        with self._shared.change(change, self._bound, token) as paths:
-            refuse(self._ask("stage", paths=[str(path) for path in paths]), "nothing was changed")
+        if isinstance(change, EngineDelta):
+            self._decode(change, token)
+        else:
+            with self._shared.change(change, self._bound, token) as paths:
+                refuse(self._work("stage", paths=[str(path) for path in paths]), "nothing was changed")
         self._token = token
 
-    def commit(self, change: EngineChange) -> float:
-        token = self._take_token(change)
-        self._begin_session()
-        started = self._pause()
-        for _ in range(2):
-            self._call("/update_weights", {"update_info": {"token": token}})
-            problem = self._written_problem(change.state)
-            if problem is None:
-                return self._go_on(change.state, started)
-        # Patches are absolute, so what some workers have written can be taken back.
-        failed = self._problem(self._ask("undo", token=token), change.base.digest)
-        if failed is not None:
-            raise self._broken(f"the update failed ({problem}) and could not be taken back ({failed})")
-        self._go_on(change.base, started)
-        raise EngineRejected(f"the update to version {change.state.version} was taken back: {problem}")
+    def _decode(self, change: EngineDelta, token: str) -> None:
+        """Have the workers decode a delta, and check what the weights would be before anything is written."""
+        versions = {"base": change.base.as_dict(), "state": change.state.as_dict()}
+        files = [str(file.absolute()) for file in change.files]
+        answers = self._work("decode", token=token, files=files, **versions)
+        for each in answers:
+            error = each["error"]
+            if error and error["kind"] in ("CorruptObject", "BaseMismatch"):
+                raise {"CorruptObject": CorruptObject, "BaseMismatch": BaseMismatch}[error["kind"]](error["message"])
+        refuse(answers, "nothing was changed")
+        found = self._total(answers, "planned")
+        if found != change.state.digest:
+            raise CorruptObject(f"the delta leads to weights with digest {found}, not {change.state.digest}")
+
+    def _work(self, name: str, **arguments: Any) -> Answers:
+        """A command that workers go on with after they were asked; their answers, which they leave in files."""
+        call = token_hex(8)
+        paths = [self._shared.path(f"{call}-answer-{rank}.json") for rank in range(len(self._bound.ranks))]
+        refuse(self._ask(name, answers=[str(path) for path in paths], **arguments)["workers"], "nothing was changed")
+        deadline, look = time.monotonic() + self._load_timeout, time.monotonic() + ALIVE_SECONDS
+        try:
+            while not all(path.exists() for path in paths):
+                now = time.monotonic()
+                if now > look:
+                    # Answers come before the end of the thread that makes them.
+                    idle = not any(each["at_work"] for each in self._ask("status")["workers"])
+                    if (idle and not all(path.exists() for path in paths)) or now > deadline:
+                        raise EngineRejected(
+                            f"{self.address} gave no answer to {name}: does it see {self._shared.folder}?"
+                        )
+                    look = now + ALIVE_SECONDS
+                time.sleep(LOOK_SECONDS)
+            return [json.loads(path.read_text()) for path in paths]
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+    def commit(self, change: EngineChange | EngineDelta) -> float:
+        layout = self._bound
+        answer = self._ask(
+            "commit",
+            token=self._take_token(change),
+            running_requests=self._running_requests,
+            num_workers=len(layout.ranks),
+            before=layout.partial(change.base.digest),
+            after=layout.partial(change.state.digest),
+            version=str(change.state.version),
+        )
+        if answer.get("failed"):
+            raise self._broken(
+                f"the update failed ({answer['problem']}) and could not be taken back ({answer['failed']})"
+            )
+        if answer["problem"]:
+            raise EngineRejected(f"the update to version {change.state.version} was taken back: {answer['problem']}")
+        return float(answer["seconds"])
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
-        self._note_pause()
         with self._shared.checkpoint(weights, folder, state) as source:
-            self._ask("begin")
-            self._begin_session()
-            started = self._pause()
-            self._call("/update_weights", {"update_info": {"folder": str(source)}}, self._load_timeout)
-            problem = self._problem(self._ask("status"), state.digest)
-            if problem is not None:
-                raise self._broken(f"version {state.version} could not be loaded: {problem}")
-            return self._go_on(state, started)
+            answer = self._ask(
+                "load",
+                folder=str(source),
+                running_requests=self._running_requests,
+                after=self._bound.partial(state.digest),
+                state=state.as_dict(),
+                version=str(state.version),
+            )
+        if answer["problem"]:
+            raise self._broken(f"version {state.version} could not be loaded: {answer['problem']}")
+        return float(answer["seconds"])
 
     def mark(self, state: WeightVersion) -> None:
-        self._note_pause()
-        self._end_session()
-        self._call("/update_weight_version", {"new_version": str(state.version)})
-        self._resume()
-        self._ask("end", state=state.as_dict())
+        refuse(self._ask("mark", state=state.as_dict())["workers"], "the version could not be set")
+        self._ask("name", version=str(state.version))
 
-    def _check_server(self) -> None:
-        """Refuse a server that was not started as it should be. One that has only just started may take long."""
-        config = self._server.get("/server_info?config_format=json", self._load_timeout).get("vllm_config", {})
-        backend = (config.get("weight_transfer_config") or {}).get("backend")
-        extension = config.get("parallel_config", {}).get("worker_extension_cls")
-        if backend != "deltawire" or not extension:
-            raise EngineRejected(f"the server at {self.address} was not started with {FLAGS}")
-        self._checked = True
-
-    def _ask(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
-        """A command to all workers; their answers in the order of ranks."""
-        body = {"method": "deltawire", "args": [name, arguments]}
-        results = self._server.post("/collective_rpc", body, self._load_timeout).get("results")
-        if not results or any(not isinstance(each, dict) or "rank" not in each for each in results):
-            raise EngineRejected(f"the workers of {self.address} answer {results}")
-        return sorted(results, key=lambda each: int(each["rank"]))
-
-    def _note_pause(self) -> None:
-        """See whether someone else has paused the server, so that it stays so. A pause while workers are busy with an
-        update is one that an agent before this made, and did not live to end.
-        """
-        busy = any(each["busy"] for each in self._ask("status"))
-        self._resumes = busy or not self._server.get("/is_paused")["is_paused"]
-
-    def _begin_session(self) -> None:
-        self._end_session()
-        self._call("/start_weight_update")
-
-    def _end_session(self) -> None:
-        if any(each["session"] for each in self._ask("status")):
-            self._call("/finish_weight_update")
-
-    def _pause(self) -> float:
-        started = time.perf_counter()
-        self._call(f"/pause?{self.pauses[self._running_requests]}")
-        return started
-
-    def _go_on(self, state: WeightVersion, started: float) -> float:
-        """Set the version and resume; the seconds since the pause began."""
-        self._call("/finish_weight_update", {"weight_version": str(state.version)})
-        self._resume()
-        seconds = time.perf_counter() - started
-        # Until here an agent that takes over would know that the server may be paused for an update.
-        self._ask("end", state=state.as_dict())
-        return seconds
-
-    def _resume(self) -> None:
-        if self._resumes:
-            self._call("/resume")
-
-    def _written_problem(self, state: WeightVersion) -> str | None:
-        """Why the workers are not at a version that they should have written, if they are not."""
-        statuses = self._ask("status")
-        late = [each["rank"] for each in statuses if not each["error"] and version_of(each) != state]
-        return f"rank {late[0]} has not got there" if late else self._problem(statuses, state.digest)
-
-    def _call(self, path: str, body: Any = None, timeout: float | None = None) -> None:
-        """A step of an update. One that fails inside the server may leave its workers out of step."""
+    def _ask(self, name: str, **arguments: Any) -> dict[str, Any]:
         try:
-            self._server.post(path, body, timeout)
-        except EngineRejected as error:
-            if len(self._bound.ranks) > 1:
-                raise self._broken(f"{path} failed: {error}") from error
+            answer: dict[str, Any] = self._server.post(f"/deltawire/{name}", arguments, self._load_timeout)
+        except EngineUnavailable:
             raise
+        except EngineRejected as error:
+            raise EngineRejected(f"{error}; the server must be started with {FLAGS}") from error
+        return answer

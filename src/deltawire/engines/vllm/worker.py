@@ -1,16 +1,20 @@
 """What runs in each worker of a vLLM server: `--weight-transfer-config '{"backend": "deltawire"}'` together with
 `--worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension`.
 
-With several workers vLLM loses step for good when one of them raises, so nothing here does. What went wrong is kept,
-and the agent asks for it.
+With several workers vLLM loses step for good when one of them raises, so nothing here does. What went wrong is in the
+answer. What takes long runs in a thread, on a stream of its own, while the worker serves: such a command returns at
+once, and its answer is a file that the agent waits for.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,44 +23,43 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.platforms import current_platform
 
 from deltawire.engines.live_weights import Found, LiveModel, error_fields
+from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.engines.vllm import cpu
 from deltawire.errors import EngineRejected
+from deltawire.format.delta import Delta
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.weights import TensorSpec
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: the agent opens the engine through the worker extension."""
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which update: the token of a change that is staged, or the folder of a checkpoint."""
-
-    token: str | None = None
-    folder: str | None = None
-
-
 class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Writes staged changes into the model's parameters, or reloads all of them."""
+    """Writes staged changes into the model's parameters, or reloads all of them. vLLM makes it when a worker starts."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = WeightTransferUpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.live = LiveModel(self._find)
-        self.busy = False
-        """An update was begun and not ended. The server may be paused because of it."""
-        self.error: dict[str, Any] | None = None
-        """Why the last command failed."""
         self._specs: dict[str, TensorSpec] = {}
         self._counted: list[int] = []
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        if self.device.type == "cuda":
+            from deltawire.engines.device_memory import warm_up_decoding
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None: ...
+            self._stream = torch.cuda.Stream(self.device)
+            warm_up_decoding(self.device)
+
+    @property
+    def index(self) -> int:
+        """The number of this worker among all that serve: of each data-parallel engine one after the other."""
+        config = self.parallel_config
+        return int(config.data_parallel_index * config.world_size + config.rank)
+
+    def init_transfer_engine(self, init_info: Any) -> None: ...
 
     def start_weight_update(self) -> None: ...
 
@@ -65,48 +68,112 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None: ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.attempt(lambda: self.receive_weights(self.parse_update_info(update_info)))
+        raise RuntimeError("weights come through deltawire's own route: see `deltawire attach`")
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        if update_info.token is not None:
-            self.live.write(update_info.token)
-        elif update_info.folder is not None:
-            self._reload(Path(update_info.folder))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def attempt(self, work: Callable[[], Any]) -> Any:
-        """Do something; what it returns, or None where it failed, and then `error` says why."""
-        self.error = None
-        try:
-            return work()
-        except Exception as error:
-            self.error = error_fields(error)
-            return None
+    receive_weights = update_weights
 
     def command(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the agent asks for through the extension."""
+        """What the server asks for through the extension."""
         live = self.live
+        if name in ("stage", "decode", "drop"):
+            return self._begin(name, arguments)
+        if name == "layout":
+            return None if not live.pieces else self._layout()
         if name == "bind":
             self._specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
-            return [piece.as_list() for piece in live.bind(self._specs)]
+            live.bind(self._specs)
+            return self._layout()
         if name == "measure":
-            self._counted, *copies = arguments["numbers"][self.parallel_config.rank]
+            self._counted, *copies = arguments["numbers"][self.index]
             live.measure(self._counted)
             return [str(live.sum_of(numbers)) for numbers in copies]
-        if name == "begin":
-            self.busy = True
-        elif name == "stage":
-            self.busy = True
-            live.stage_file(Path(arguments["paths"][self.parallel_config.rank]))
+        if name == "write":
+            self._write(arguments["token"])
         elif name == "undo":
             live.write(arguments["token"], undo=True)
-        elif name == "end":
+        elif name == "load":
+            self._reload(Path(arguments["folder"]))
+        elif name == "mark":
             live.mark(WeightVersion.parse(arguments["state"]))
-            self.busy = False
         elif name != "status":
             raise ValueError(f"unknown command {name!r}")
         return None
+
+    def _layout(self) -> dict[str, Any]:
+        specs = {name: [dtype, list(shape)] for name, (dtype, shape) in self._specs.items()}
+        pieces = [piece.as_list() for piece in self.live.pieces]
+        return {"specs": specs, "pieces": pieces, "counted": self._counted, "device": self.device.type}
+
+    def _write(self, token: str) -> None:
+        """Write what is staged, between two steps. If that fails twice, the weights are those of before."""
+        live = self.live
+        try:
+            self._write_once(token)
+        except Exception:
+            try:
+                self._write_once(token)
+            except Exception:
+                live.write(token, undo=True)
+                raise
+
+    def _write_once(self, token: str) -> None:
+        self.live.write(token)
+        staged = self.live.staged
+        if staged is None or self.live.partial != staged.partial:
+            raise EngineRejected("after the write the weights have another digest than was computed before it")
+
+    def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
+        works: dict[str, Callable[[Mapping[str, Any]], None]]
+        works = {"stage": self._stage, "decode": self._decode, "drop": self._drop}
+        answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
+
+        def run() -> None:
+            error = attempt(partial(works[name], arguments))[1]
+            if answer is not None:
+                save_json(answer, self.answer(None, error))
+
+        self._thread = threading.Thread(target=run, name=f"deltawire-{name}", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A stream and memory of its own, for what goes on next to serving. The memory is given back by `_drop`."""
+        self._drop()
+        if self._stream is None:
+            yield
+            return
+        self._pool = torch.cuda.MemPool()
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+            yield
+
+    def _drop(self, _: Any = None) -> None:
+        self.live.drop_staged()
+        self._pool = None
+
+    def _stage(self, arguments: Mapping[str, Any]) -> None:
+        with self._aside():
+            self.live.stage_file(Path(arguments["paths"][self.index]))
+
+    def _decode(self, arguments: Mapping[str, Any]) -> None:
+        base, state = WeightVersion.parse(arguments["base"]), WeightVersion.parse(arguments["state"])
+        if base is None or state is None:
+            raise ValueError("the versions of a delta are not known")
+        delta = Delta.open([Path(file) for file in arguments["files"]])
+        with self._aside():
+            self.live.stage_delta(arguments["token"], delta, base, state)
+
+    def wait(self) -> None:
+        """Wait for what runs in the thread: other commands must not overlap with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def is_at_work(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def answer(self, result: Any, error: Any) -> dict[str, Any]:
+        return {"rank": self.index, "error": error, "result": result, **self.live.status()}
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         if current_platform.is_cpu():
@@ -125,6 +192,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         before = self.live.pieces
+        self.live.mark(None)
         initialize_layerwise_reload(self.model)
         with torch.no_grad(), self.device:
             self.model.load_weights(_tensors(folder))
@@ -135,25 +203,29 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 class WorkerExtension:
-    """Adds one method to vLLM's worker, which the agent calls on all of them by `/collective_rpc`."""
+    """Adds one method to vLLM's worker, which deltawire's route in the server calls on all of them."""
 
     def deltawire(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Do a command, and tell how it went and how things are."""
+        """Do a command, and say how it went and how things are."""
         engine = getattr(self, "weight_transfer_engine", None)
         if not isinstance(engine, DeltawireEngine):
             return {"error": 'the server was not started with --weight-transfer-config \'{"backend": "deltawire"}\''}
-        # The state after an update that has failed is what counts, so asking for it must not clear the error.
-        result = None
-        if name != "status":
-            result = engine.attempt(lambda: engine.command(name, arguments))
-        return {
-            "rank": engine.parallel_config.rank,
-            "session": getattr(self, "_weight_update_active", False),
-            "busy": engine.busy,
-            "error": engine.error,
-            "result": result,
-            **engine.live.status(),
-        }
+        if name == "status":
+            return engine.answer(None, None) | {"at_work": engine.is_at_work}
+        engine.wait()
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            result, error = attempt(lambda: engine.command(name, arguments))
+        if name in ("write", "load"):
+            self.model_runner.reset_lora_state()  # type: ignore[attr-defined]
+        return engine.answer(result, error)
+
+
+def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
+    """What some work returns, or why it failed."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error_fields(error)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

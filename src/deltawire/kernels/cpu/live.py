@@ -20,29 +20,18 @@ def _place(element: Any, columns: Any, offset: Any, row_step: Any, column_step: 
 
 
 @kernel
-def count_strange(live: Any, index: Any, old: Any, new: Any, columns: Any, place: Any) -> Any:
-    """How many elements have neither their old bits nor their new ones."""
-    offset, row_step, column_step = place
-    strange = 0
-    for i in range(index.size):
-        if i + AHEAD < index.size:
-            prefetch(live, np.intp(_place(np.int64(index[i + AHEAD]), columns, offset, row_step, column_step)))
-        bits = live[_place(np.int64(index[i]), columns, offset, row_step, column_step)]
-        strange += bits != old[i] and bits != new[i]
-    return strange
-
-
-@kernel
-def put(live: Any, index: Any, old: Any, new: Any, columns: Any, source: Any, place: Any, seed: Any) -> Any:
+def put(
+    live: Any, index: Any, old: Any, new: Any, columns: Any, source: Any, place: Any, seed: Any, writes: Any
+) -> Any:
     """Write new bits where the old ones are, or the new ones already; how many others there were, which stay, and
-    what the digest's two sums gain.
+    what the digest's two sums gain. Without `writes` only those numbers.
 
     Element i of the grid is the tensor's element at `source` and the storage's at `place`: an offset, a step for each
     row and, in the storage, for each column.
     """
     offset, row_step, column_step = place
     start, stride = source
-    strange = 0
+    unexpected = 0
     low = high = uint64(0)
     for i in range(index.size):
         if i + AHEAD < index.size:
@@ -51,12 +40,13 @@ def put(live: Any, index: Any, old: Any, new: Any, columns: Any, source: Any, pl
         where = _place(element, columns, offset, row_step, column_step)
         bits = live[where]
         if bits != old[i] and bits != new[i]:
-            strange += 1
+            unexpected += 1
             continue
         position = uint64(_place(element, columns, start, stride, 1))
         a, b = mix(seed, position, uint64(new[i]))
         c, d = mix(seed, position, uint64(bits))
         low += a - c
         high += b - d
-        live[where] = new[i]
-    return strange, low, high
+        if writes:
+            live[where] = new[i]
+    return unexpected, low, high

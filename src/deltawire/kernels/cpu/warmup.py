@@ -81,8 +81,7 @@ def _decode(example: Example) -> None:
 def _live(example: Example) -> None:
     weights, at = example.old.copy(), example.positions
     change = at, example.old[at], example.new[at]
-    live.count_strange(weights, *change, len(weights), (0, 0, 1))
-    live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED)
+    live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED, True)
 
 
 TASKS: dict[str, Callable[[Example], None]] = {

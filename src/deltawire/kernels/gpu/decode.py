@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deltawire.errors import CorruptObject
 from deltawire.kernels.gpu import positions as place
 from deltawire.kernels.gpu import streams
 from deltawire.kernels.gpu.fetch import Fetch
@@ -202,18 +203,23 @@ def tile_table(tiles: Sequence[Tile], payload_bytes: int) -> torch.Tensor:
     return torch.stack([starts, stops - starts, 8 * (ends - sizes), 8 * ends], 1)
 
 
+def is_decodable(dtype: "DType") -> bool:
+    """Whether there are kernels for a dtype: 16-bit floats with sign and magnitude."""
+    return (dtype.itemsize, dtype.sign_magnitude) == (2, True)
+
+
 def decode(
     payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool,
-    most_elements: int = MOST_ELEMENTS,
+    most_elements: int = MOST_ELEMENTS, num_changed: int | None = None,
 ) -> Decoded:  # fmt: skip
     """The changes of a box of 16-bit floats, from the payload of `gap` or `context` and the old bits.
 
     The payload may be on any device; `tiles` is its tile table, on the host. At most `most_elements` elements, or one
-    tile, are worked on at a time.
+    tile, are worked on at a time. Raises CorruptObject if there are not `num_changed` of them.
     """
-    if (dtype.itemsize, dtype.sign_magnitude) != (2, True):
+    if not is_decodable(dtype):
         raise ValueError(f"only 16-bit floats are decoded on a GPU, not {dtype.name}")
-    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual)
+    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual, num_changed)
     step = max(most_elements // (batch.tile_blocks * BLOCK), 1)
     for first in range(0, len(tiles), step):
         batch.decode(first, min(first + step, len(tiles)))
@@ -223,8 +229,11 @@ def decode(
 class _Batch:
     """A payload on its way: its words, the tables of its tiles, and its changes as far as they are known."""
 
-    def __init__(self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool):
-        self.old, self.device = old, old.device
+    def __init__(
+        self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool,
+        num_changed: int | None,
+    ) -> None:  # fmt: skip
+        self.old, self.device, self._num_changed = old, old.device, num_changed
         self.classes = place.CLASSES.value if contextual else 1
         self.words = self._new(payload.numel() // WORD_BYTES + SPARE_WORDS, torch.int32)
         self.words.view(torch.uint8)[: payload.numel()].copy_(payload, non_blocking=True)
@@ -257,6 +266,8 @@ class _Batch:
         counts = self._counts.wait()
         before = torch.zeros((len(counts) + 1, 2), dtype=torch.int64)
         torch.cumsum(counts, 0, out=before[1:])
+        if self._num_changed not in (None, int(before[-1, 0])):
+            raise CorruptObject(f"the tiles hold {before[-1, 0]} changes, the header says {self._num_changed}")
         self.facts[:, FIRST_CHANGE.value : FIRST_CODE.value + 1] = before[:-1].to(self.device, non_blocking=True)
         return before.numpy()
 

@@ -22,8 +22,8 @@ LIVE, INDEX, OLD, NEW, COUNT, FIRST = (tl.constexpr(i) for i in range(6))
 COLUMNS, START, STRIDE, OFFSET, ROW_STEP, COLUMN_STEP, SEED = (tl.constexpr(i) for i in range(6, 13))
 FIELDS = tl.constexpr(13)
 
-# A row of the results: elements with strange bits, and what the digest's two sums gained.
-STRANGE, LOW, HIGH = (tl.constexpr(i) for i in range(3))
+# A row of the results: elements with unexpected bits, and what the digest's two sums gain.
+UNEXPECTED, LOW, HIGH = (tl.constexpr(i) for i in range(3))
 RESULTS = tl.constexpr(3)
 
 BLOCK = 2048
@@ -36,7 +36,9 @@ KINDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 def put_changes(
     table, blocks, results, KIND: tl.constexpr, ITEM_BITS: tl.constexpr, WRITES: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Write new bits where the old ones are, or the new ones already; count the others, which stay."""
+    """Write new bits where the old ones are, or the new ones already; count the others, which stay. Without `WRITES`
+    only the results are computed.
+    """
     block = tl.program_id(0)
     item = tl.load(blocks + block).to(tl.int64)
     row = table + item * FIELDS
@@ -50,7 +52,7 @@ def put_changes(
     seed = unsigned(tl.load(row + SEED))
     begin = (block - tl.load(row + FIRST)) * CHANGES
     end = tl.minimum(begin + CHANGES, tl.load(row + COUNT))
-    strange = tl.zeros((VECTOR,), tl.int64)
+    unexpected = tl.zeros((VECTOR,), tl.int64)
     low = tl.zeros((VECTOR,), tl.uint64)
     high = tl.zeros((VECTOR,), tl.uint64)
     for at in range(begin, end, VECTOR):
@@ -66,22 +68,21 @@ def put_changes(
         old = tl.load(olds + each, mask=inside, other=0)
         new = tl.load(news + each, mask=inside, other=0)
         known = (bits == old) | (bits == new)
-        strange += (inside & (known == 0)).to(tl.int64)
+        unexpected += (inside & (known == 0)).to(tl.int64)
+        moves = inside & known & (bits != new)
         if WRITES:
-            moves = inside & known & (bits != new)
             tl.store(place, new, mask=moves)
-            before, after = unsigned(bits), unsigned(new)
-            if ITEM_BITS < 64:
-                before &= (1 << ITEM_BITS) - 1
-                after &= (1 << ITEM_BITS) - 1
-            add_low, add_high = gain(seed, start + line * stride + column, before, after, moves)
-            low += add_low
-            high += add_high
+        before, after = unsigned(bits), unsigned(new)
+        if ITEM_BITS < 64:
+            before &= (1 << ITEM_BITS) - 1
+            after &= (1 << ITEM_BITS) - 1
+        add_low, add_high = gain(seed, start + line * stride + column, before, after, moves)
+        low += add_low
+        high += add_high
     own = results + item * RESULTS
-    tl.atomic_add(own + STRANGE, tl.sum(strange, 0))
-    if WRITES:
-        tl.atomic_add(own + LOW, tl.sum(low, 0).to(tl.int64, bitcast=True))
-        tl.atomic_add(own + HIGH, tl.sum(high, 0).to(tl.int64, bitcast=True))
+    tl.atomic_add(own + UNEXPECTED, tl.sum(unexpected, 0))
+    tl.atomic_add(own + LOW, tl.sum(low, 0).to(tl.int64, bitcast=True))
+    tl.atomic_add(own + HIGH, tl.sum(high, 0).to(tl.int64, bitcast=True))
 
 
 class Launch:

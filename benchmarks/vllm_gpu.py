@@ -1,0 +1,377 @@
+"""A real vLLM server on a GPU follows a trainer on the same GPU: what its streams, and the trainer, see of updates.
+
+    python benchmarks/vllm_gpu.py --models 0.6b 8b --modes graphs eager --densities 0.01 --streams 8 --rounds 20
+
+For each case one server is started with random weights of a Qwen3's shapes. Streaming requests come from a process of
+their own, which notes every gap between two tokens. Then in each round some weights change, are published from a
+mapping, an iterator or a module in turn, pulled through a folder store, and served. After each round every parameter's
+SHA-256 in the server is compared with one that is computed here from the trainer's tensors, without deltawire's code;
+at the end log probabilities with those of a server that was started with these weights. The rounds of "reload" load the
+same weights with vLLM's own layerwise reload, and those of "patches" with its own sparse patches, in the same server.
+
+Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
+the longest of four seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
+until the server served the version; pause_ms how long no step was computed; staging_mb how much GPU memory the pull
+took for a while, kept_mb what of it was left, host_mb by how much the agent's memory grew.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import torch
+from safetensors.torch import save_file
+
+sys.path.append(str(Path(__file__).parent))
+
+from deltawire import Publisher, Replica
+from deltawire.engines.target import EngineTarget
+from deltawire.engines.vllm.adapter import EXTENSION, ROUTE, VllmEngine
+from measure import write_csv
+
+SHAPES = {
+    "tiny": (512, 4, 8, 4, 64, 32_000, 1536, False),
+    "0.6b": (1024, 28, 16, 8, 128, 151_936, 3072, True),
+    "8b": (4096, 36, 32, 8, 128, 151_936, 12_288, False),
+}
+FIELDS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "intermediate_size", "tie_word_embeddings",
+)  # fmt: skip
+STREAMS = """
+import json, sys, threading, time
+import httpx
+url, number, out = sys.argv[1], int(sys.argv[2]), open(sys.argv[3], "a", buffering=1)
+def stream(k):
+    body = {"model": "m", "prompt": [5 + k, 6, 7, 8], "max_tokens": 512, "temperature": 1, "ignore_eos": True,
+            "stream": True}
+    with httpx.Client(timeout=120, trust_env=False) as client:
+        while True:
+            try:
+                last = None
+                with client.stream("POST", url + "/v1/completions", json=body) as answer:
+                    answer.raise_for_status()
+                    for line in answer.iter_lines():
+                        if line.startswith("data: {"):
+                            now = time.time()
+                            if last is not None:
+                                out.write(json.dumps([now, now - last]) + chr(10))
+                            last = now
+            except Exception as error:
+                out.write(json.dumps([time.time(), repr(error)[:200]]) + chr(10))
+                time.sleep(0.2)
+threads = [threading.Thread(target=stream, args=(k,), daemon=True) for k in range(number)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def shapes_of(config):
+    hidden, width = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    inner = config["intermediate_size"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for number in range(config["num_hidden_layers"]):
+        layer = {
+            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (width,), "self_attn.k_norm": (width,),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        for name, shape in layer.items():
+            yield f"model.layers.{number}.{name}.weight", shape
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def make_model(folder, config):
+    """A checkpoint with random weights, and the same weights on the GPU."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    weights = {}
+    for name, shape in shapes_of(config):
+        value = torch.randn(shape, device="cuda") * (0.02 if len(shape) > 1 else 0.1)
+        weights[name] = (value if len(shape) > 1 else 1 + value).bfloat16()
+    save_file({name: value.cpu() for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    about = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "hidden_act": "silu",
+        "attention_bias": False, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({**config, **about}))
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config["vocab_size"])}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(folder)
+    return weights
+
+
+def change(weights, density, seed):
+    torch.manual_seed(seed)
+    for value in weights.values():
+        bits = value.view(-1).view(torch.int16)
+        bits += (torch.rand(bits.shape, device="cuda") < density).to(torch.int16)
+    torch.cuda.synchronize()
+
+
+def checksums(weights):
+    """SHA-256 of what vLLM fuses and calls otherwise, by its parameter names."""
+
+    def of(*names):
+        value = torch.cat([weights[name] for name in names]).contiguous().view(-1).view(torch.uint8)
+        return hashlib.sha256(value.cpu().numpy()).hexdigest()
+
+    found = {}
+    for name in weights:
+        if ".q_proj." in name:
+            found[name.replace("q_proj", "qkv_proj")] = of(*(name.replace("q_proj", f"{x}_proj") for x in "qkv"))
+        elif ".gate_proj." in name:
+            found[name.replace("gate_proj", "gate_up_proj")] = of(name, name.replace("gate_proj", "up_proj"))
+        elif not any(each in name for each in (".k_proj.", ".v_proj.", ".up_proj.")):
+            found[name] = of(name)
+    return found
+
+
+class Server:
+    def __init__(self, folder, out, *, eager, memory, port, extension=EXTENSION):
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=600, trust_env=False)
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "m",
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048",
+            "--max-num-seqs", "64", "--attention-backend", "TRITON_ATTN", "--gpu-memory-utilization", memory,
+            "--weight-transfer-config", json.dumps({"backend": "deltawire"}), "--worker-extension-cls", extension,
+            "--middleware", ROUTE, "--disable-uvicorn-access-log", *(["--enforce-eager"] if eager else []),
+        ]  # fmt: skip
+        # DEV_MODE is for vLLM's own checksums, pause and patches, which this compares with.
+        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        self.log = out / "vllm.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **own}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self):
+        while True:
+            if self.process.poll() is not None:
+                raise SystemExit(f"vLLM ended with {self.process.returncode}: {self.log.read_text()[-5000:]}")
+            try:
+                if self.client.get("/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+
+    def checksums(self):
+        answer = self.client.post("/weight_checker", json={"action": "checksum"}).raise_for_status().json()
+        return {name.split(":")[-1]: value for name, value in answer["checksums"].items()}
+
+    def logprobs(self):
+        body = {"model": "m", "prompt": list(range(40, 90)), "max_tokens": 8, "temperature": 0, "logprobs": 3}
+        answer = self.client.post("/v1/completions", json={**body, "ignore_eos": True}).raise_for_status().json()
+        return answer["choices"][0]["logprobs"]["token_logprobs"]
+
+    def close(self):
+        os.killpg(self.process.pid, 15)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, 9)
+            self.process.wait()
+
+
+class Streams:
+    """Requests all the time, from a process of its own, and the gaps between tokens."""
+
+    def __init__(self, url, number, path):
+        self.path = path
+        self.process = subprocess.Popen([sys.executable, "-c", STREAMS, url, str(number), str(path)])
+
+    def longest_ms(self, since, until):
+        rows = [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("]")]
+        errors = [row for row in rows if isinstance(row[1], str)]
+        if errors:
+            raise SystemExit(f"a stream failed: {errors[0]}")
+        # A gap counts if any of it lies in the interval.
+        return 1000 * max((gap for now, gap in rows if now >= since and now - gap <= until), default=0)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class Module(torch.nn.Module):
+    """The weights as parameters of a module."""
+
+    def __init__(self, weights):
+        super().__init__()
+        for name, value in weights.items():
+            part, *path = self, *name.split(".")
+            for each in path[:-1]:
+                if not hasattr(part, each):
+                    part.add_module(each, torch.nn.Module())
+                part = getattr(part, each)
+            part.register_parameter(path[-1], torch.nn.Parameter(value, requires_grad=False))
+
+
+def source_of(kind, weights):
+    if kind == "module":
+        return Module(weights)
+    return weights if kind == "mapping" else lambda: iter(weights.items())
+
+
+def used_mb():
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e6
+
+
+def memory_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+class Watch:
+    """How much GPU memory is taken at most, by whomever."""
+
+    def __init__(self):
+        import threading
+
+        self.first = self.most = used_mb()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        while not self._ended.wait(0.002):
+            self.most = max(self.most, used_mb())
+
+    def end(self):
+        self._ended.set()
+        self._thread.join()
+        return self.most - self.first, used_mb() - self.first
+
+
+def case(folder, out, options, model, mode, density, number):
+    """One server and its rounds; rows."""
+    config = dict(zip(FIELDS, SHAPES[model], strict=True))
+    started = time.time()
+
+    def say(*words):
+        print(f"[{time.time() - started:6.1f}] {model} {mode} {density:g} {number}:", *words, flush=True)
+
+    weights = make_model(folder / "base", config)
+    rows = []
+    server = Server(folder / "base", out, eager=mode == "eager", memory=options.memory, port=8123)
+    streams = None
+    try:
+        server.wait()
+        say("up")
+        for source in options.sources:
+            url = str(folder / f"run-{source}")
+            target = EngineTarget(VllmEngine(server.url, running_requests=options.running_requests))
+            with (
+                Publisher(url, source_of(source, weights), anchors=None, skips=(), check_share=0) as publisher,
+                Replica(url, target, run=None, heartbeat_seconds=None) as replica,
+            ):
+                publisher.publish().wait()
+                replica.pull()
+                say(source, "follows; mirror:", target.mirror)
+                streams = Streams(server.url, number, out / f"gaps-{model}-{mode}-{density}-{source}.jsonl")
+                time.sleep(4)
+                quiet = time.time()
+                time.sleep(4)
+                idle = streams.longest_ms(quiet, time.time())
+                for round_number in range(options.rounds):
+                    change(weights, density, round_number)
+                    host = memory_mb()
+                    since, clock = time.time(), time.perf_counter()
+                    handle = publisher.publish()
+                    blocked = time.perf_counter() - clock
+                    handle.wait()
+                    committed = time.perf_counter() - clock
+                    watch = Watch()
+                    pulled = replica.pull()
+                    served = time.perf_counter() - clock
+                    time.sleep(0.5)
+                    gap = streams.longest_ms(since, time.time())
+                    staging, kept = watch.end()
+                    wanted, found = checksums(weights), server.checksums()
+                    wrong = [name for name in wanted if found.get(name) != wanted[name]]
+                    if wrong:
+                        raise SystemExit(f"{len(wrong)} of {len(wanted)} tensors differ: {wrong[:3]}")
+                    row = {
+                        "model": model, "mode": mode, "changed": density, "streams": number, "source": source,
+                        "round": round_number, "tensors": len(wanted), "bytes": pulled.num_bytes,
+                        "idle_ms": round(idle, 1), "gap_ms": round(gap, 1),
+                        "pause_ms": round(1000 * target.pause_seconds, 2), "blocked_ms": round(1000 * blocked, 1),
+                        "committed_s": round(committed, 3), "fetch_s": round(pulled.fetch_seconds, 3),
+                        "decode_s": round(pulled.decode_seconds, 3), "apply_s": round(pulled.apply_seconds, 3),
+                        "served_s": round(served, 3), "staging_mb": round(staging), "kept_mb": round(kept),
+                        "host_mb": round(memory_mb() - host),
+                    }  # fmt: skip
+                    rows.append(row)
+                    say(json.dumps(row))
+                streams.close()
+                streams = None
+        if options.fresh:
+            ours = server.logprobs()
+            save_file(
+                {name: value.cpu() for name, value in weights.items()}, folder / "base/model.safetensors",
+                {"format": "pt"},
+            )  # fmt: skip
+            server.close()
+            server = Server(folder / "base", out, eager=mode == "eager", memory=options.memory, port=8124)
+            theirs = server.wait().logprobs()
+            say("log probabilities equal to a fresh server's:", ours == theirs, ours[:3], theirs[:3])
+    finally:
+        if streams is not None:
+            streams.close()
+        server.close()
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["0.6b"], choices=SHAPES)
+    parser.add_argument("--modes", nargs="+", default=["graphs"], choices=["graphs", "eager"])
+    parser.add_argument("--densities", nargs="+", type=float, default=[0.01])
+    parser.add_argument("--streams", nargs="+", type=int, default=[8])
+    parser.add_argument("--sources", nargs="+", default=["mapping", "iterator", "module"])
+    parser.add_argument("--running-requests", default="recompute", choices=["recompute", "keep", "abort"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", default="0.4")
+    parser.add_argument("--fresh", action="store_true", help="compare with a server that is started at the end")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    rows = []
+    for model in options.models:
+        for mode in options.modes:
+            for density in options.densities:
+                for number in options.streams:
+                    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as logs:
+                        out = Path(logs)
+                        try:
+                            rows += case(Path(folder), out, options, model, mode, density, number)
+                        finally:
+                            log = out / "vllm.log"
+                            if log.exists():
+                                (options.out / f"vllm-{model}-{mode}.log").write_bytes(log.read_bytes()[-200_000:])
+                    torch.cuda.empty_cache()
+                    header = list(rows[0])
+                    write_csv(
+                        "vllm_gpu.csv", header, [[row[each] for each in header] for row in rows], folder=options.out
+                    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Deltawire's own route in a vLLM server: `--middleware deltawire.engines.vllm.route.Route`.
+
+`POST /deltawire/NAME` takes and gives JSON, and needs the engine token (see `token.py`); without it nothing here
+answers. What an update does to a server (hold the scheduler, write, set the version, go on) is one request, in the
+server's own process: no agent that dies can leave it half done. It needs no `VLLM_SERVER_DEV_MODE`.
+
+The scheduler's calls are those of vLLM's engine client. Its own `pause_generation` sleeps for 20 ms.
+"""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from deltawire.engines.token import engine_token
+from deltawire.tensors.digest import Digest
+
+PREFIX = "/deltawire/"
+MOST_BYTES = 256 << 20
+
+# What becomes of running requests: how the scheduler is held, and whether what was computed for them is dropped.
+HOLDS = {"recompute": ("keep", True), "keep": ("keep", False), "abort": ("abort", True)}
+# Commands that workers take as they are.
+COMMANDS = ("bind", "layout", "measure", "stage", "decode", "mark")
+
+Answers = Sequence[dict[str, Any]]
+
+
+class Refused(Exception):
+    """A request that is wrong."""
+
+
+class Route:
+    """An ASGI middleware. `app.state.engine_client` is the engine."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+        self._token = engine_token()
+        self._lock: asyncio.Lock | None = None
+        self._held = False
+        """The scheduler is held because of an update that failed."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
+            await self.app(scope, receive, send)
+            return
+        status, answer = 200, {}
+        try:
+            if not self._is_authorized(scope):
+                raise PermissionError
+            body = json.loads(await _read(receive) or b"{}")
+            answer = await self._answer(scope, scope["path"].removeprefix(PREFIX), body)
+        except PermissionError:
+            status, answer = 401, {"error": "this needs the header Authorization: Bearer TOKEN, with the engine token"}
+        except (Refused, ValueError, KeyError, TypeError) as error:
+            status, answer = 400, {"error": str(error) or type(error).__name__}
+        except Exception as error:
+            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+        content = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    def _is_authorized(self, scope: Any) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return given[0].lower() == b"bearer" and hmac.compare_digest(given[2].strip(), self._token.encode())
+
+    async def _answer(self, scope: Any, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        if scope["method"] != "POST":
+            raise Refused("this is asked for with POST")
+        client = scope["app"].state.engine_client
+        if name == "status":
+            version, paused = await client.get_weight_version(), await client.is_paused()
+            answers = await _ask(client, "status", {})
+            return {"weight_version": version, "paused": paused, "held": self._held, "workers": answers}
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:
+            if name in COMMANDS:
+                return {"workers": await _ask(client, name, body)}
+            if name == "commit":
+                return await self._commit(client, body)
+            if name == "load":
+                return await self._load(client, body)
+            if name == "name":
+                await client.update_weight_version(body["version"])
+                await self._resume(client, self._held)
+                return {}
+        raise Refused(f"there is no {PREFIX}{name}")
+
+    async def _commit(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
+        """Write what is staged in all workers, or in none."""
+        mode, clears = HOLDS[body["running_requests"]]
+        # One worker writes between two steps, and there is nothing to hold if requests go on as they are.
+        holds = clears or body["num_workers"] > 1
+        resumes = await self._hold(client, mode, clears) if holds else False
+        started = time.perf_counter()
+        problem = _problem(await _ask(client, "write", {"token": body["token"]}), body["after"])
+        failed = None
+        if problem is not None:
+            failed = _problem(await _ask(client, "undo", {"token": body["token"]}), body["before"])
+        if failed is not None:
+            await self._keep_held(client)
+            return {"problem": problem, "failed": failed}
+        if problem is None:
+            await client.update_weight_version(body["version"])
+        await self._resume(client, resumes)
+        seconds = time.perf_counter() - started
+        await _ask(client, "drop", {})
+        return {"problem": problem, "seconds": seconds}
+
+    async def _load(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
+        """Load all weights from a folder, with vLLM's own code."""
+        resumes = await self._hold(client, *HOLDS[body["running_requests"]])
+        started = time.perf_counter()
+        problem = _problem(await _ask(client, "load", {"folder": body["folder"]}), body["after"])
+        if problem is not None:
+            await self._keep_held(client)
+            return {"problem": problem}
+        await _ask(client, "mark", {"state": body["state"]})
+        await client.update_weight_version(body["version"])
+        await self._resume(client, resumes)
+        return {"problem": None, "seconds": time.perf_counter() - started}
+
+    async def _hold(self, client: Any, mode: str, clears: bool) -> bool:
+        """Let the running step end and begin no other. Returns whether to go on afterwards: not if someone else has
+        paused the server.
+        """
+        resumes = self._held or not await client.is_paused()
+        if clears:
+            await client.renderer.clear_mm_cache_async()
+        await client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clears)
+        return resumes
+
+    async def _keep_held(self, client: Any) -> None:
+        """The weights are a mix: nothing is computed from them until others were loaded."""
+        await client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        self._held = True
+
+    async def _resume(self, client: Any, resumes: bool) -> None:
+        if resumes:
+            await client.engine_core.resume_scheduler_async()
+            self._held = False
+
+
+async def _ask(client: Any, name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """A command to all workers of all engines of the server; their answers in the order of ranks."""
+    engines = await client.engine_core.call_utility_all_async(
+        "collective_rpc", "deltawire", None, (name, arguments), None
+    )
+    answers = [each for workers in engines for each in workers]
+    if any(not isinstance(each, dict) or "rank" not in each for each in answers):
+        raise Refused(f"the workers answer {answers}: start the server as the guide says")
+    return sorted(answers, key=lambda each: int(each["rank"]))
+
+
+def _problem(answers: Answers, expected: str) -> str | None:
+    """Why the workers do not hold what they should, by their own words and by the sum of their digests."""
+    for each in answers:
+        if each["error"]:
+            return f"rank {each['rank']}: {each['error']['message']}"
+    found = sum((Digest.parse(each["partial"]) for each in answers if each["partial"]), Digest())
+    return None if str(found) == expected else f"the weights have other bits: {found}, not {expected}"
+
+
+async def _read(receive: Any) -> bytes:
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > MOST_BYTES:
+            raise Refused(f"a request has more than {MOST_BYTES} bytes")
+    return b"".join(parts)

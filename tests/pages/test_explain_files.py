@@ -79,7 +79,7 @@ def check_server(url):
         with urllib.request.urlopen(root + path) as answer:
             assert answer.headers["Content-Type"] == f"{kind}; charset=utf-8"
             assert answer.read() == (PAGE.parent.parent / path).read_bytes()
-    for path in ("explain/../../explain.py", "explain/%2e%2e/%2e%2e/explain.py", "dashboard", "explain/nothing.js"):
+    for path in ("explain/../../explain.py", "explain/%2e%2e/%2e%2e/explain.py", "dashboard/", "explain/nothing.js"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(root + path)
 

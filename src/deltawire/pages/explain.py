@@ -69,11 +69,14 @@ def url_of(server: ThreadingHTTPServer) -> str:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Serves the static files, lists no folders, and logs nothing: the terminal belongs to the command."""
+    """Serves the files of the page, and logs nothing: the terminal belongs to the command."""
 
     def send_head(self) -> Any:
-        if self.path.partition("?")[0] != "/":
+        path = Path(self.translate_path(self.path))
+        if path == STATIC / "base.css" or PAGE.parent in (path, path.parent):
             return super().send_head()
+        if path != STATIC:
+            return self.send_error(HTTPStatus.NOT_FOUND)
         self.send_response(HTTPStatus.FOUND)
         self.send_header("Location", ENTRY)
         self.send_header("Content-Length", "0")
@@ -81,9 +84,6 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def guess_type(self, path: Any) -> str:
         return f"{super().guess_type(path)}; charset=utf-8"
-
-    def list_directory(self, path: Any) -> None:
-        self.send_error(HTTPStatus.NOT_FOUND)
 
     def end_headers(self) -> None:
         self.send_header("Content-Security-Policy", content_policy(PAGE.read_text()))

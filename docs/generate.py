@@ -47,6 +47,7 @@ with Publisher("memory:metrics", weights) as publisher, Replica("memory:metrics"
     server, _ = start_http_server(0, addr="127.0.0.1", registry=registry(publisher, replica))  # 0: a free port
     print(f"http://127.0.0.1:{{server.server_port}}/metrics")
     server.shutdown()
+    server.server_close()
 ```
 
 That needs `pip install 'deltawire[metrics]'`. Each metric has the label `run`, those of replicas also `replica`.

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from deltawire.cli.options import (
-    ENCODING_NAMES,
-    PATH,
-    max_file_bytes_option,
-    only_with,
-    open_run,
-    output_options,
-    public_key_option,
-    run_option,
-    sign_key_option,
-    threads_option,
-)
+from deltawire.cli import options
 from deltawire.terminal import (
     ByteBar,
     count_text,
@@ -57,21 +46,21 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 
 
 @click.command("publish")
-@click.argument("checkpoint", type=PATH)
+@click.argument("checkpoint", type=options.PATH)
 @click.option("--to", "url", metavar="URL", required=True, help="The store that holds the run.")
 @click.option("--run", "name", help="The run's id.  [default: that of the store, else a new one]")
 @click.option("--step", type=int, help="The training step of these weights.")
 @click.option("--metadata", type=MetadataType(), multiple=True,
               help="Metadata of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
-@click.option("--base", type=PATH,
+@click.option("--base", type=options.PATH,
               help="The weights of the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
 @click.option("--anchor", is_flag=True, help="Upload all weights, not a delta.")
-@click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", show_default=True,
+@click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto", show_default=True,
               help="How deltas are encoded; see deltawire diff.")  # fmt: skip
-@sign_key_option
-@max_file_bytes_option
-@threads_option
-@output_options
+@options.sign_key_option
+@options.max_file_bytes_option
+@options.threads_option
+@options.output_options
 def publish_command(
     checkpoint: Path, url: str, name: str | None, step: int | None, metadata: Sequence[tuple[str, Any]],
     base: Path | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int, threads: int | None,
@@ -205,13 +194,13 @@ def published_text(data: Mapping[str, Any]) -> str:
 
 @click.command("pull")
 @click.argument("url")
-@click.option("--to", "folder", type=PATH, required=True, help="The folder to create or to update.")
+@click.option("--to", "folder", type=options.PATH, required=True, help="The folder to create or to update.")
 @click.option("--version", type=click.IntRange(0), help="The version to pull (trl: the step).  [default: the newest]")
-@run_option
-@public_key_option
+@options.run_option
+@options.public_key_option
 @click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
               help="The layout of the store; trl: that of TRL's delta sync.")  # fmt: skip
-@output_options
+@options.output_options
 def pull_command(
     url: str, folder: Path, version: int | None, run_id: str | None, public_key: str | None, layout: str
 ) -> None:
@@ -222,9 +211,10 @@ def pull_command(
     from deltawire.follow.replica import Replica
     from deltawire.run.run import Run
 
-    only_with("--layout deltawire: the other is not signed and names no run", layout != "trl", "public_key", "run_id")
+    ours = layout == "deltawire"
+    options.only_with("--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id")
     with speaking_errors(url):
-        if layout == "trl":
+        if not ours:
             return pull_from_trl(url, folder, version)
         run = Run(url, public_key=public_key, expected=run_id)
         # Before the folder is created: a wrong URL or version must leave nothing behind.
@@ -287,16 +277,16 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 
 @click.command("export")
 @click.argument("url")
-@click.option("--to", "destination", metavar="PATH", required=True,
+@click.option("--to", "destination", metavar="options.PATH", required=True,
               help="A .safetensors file, or a folder that does not exist yet; for trl also a URL.")  # fmt: skip
 @click.option("--version", type=click.IntRange(0), help="The version to write (trl: the last).  [default: the newest]")
 @click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
               help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
 @click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1", show_default=True,
               help="With --layout trl: the branch of its readers, delta-weight-sync, -v2 or -v3.")  # fmt: skip
-@public_key_option
-@threads_option
-@output_options
+@options.public_key_option
+@options.threads_option
+@options.output_options
 def export_command(
     url: str, destination: str, version: int | None, layout: str, branch: str, public_key: str | None,
     threads: int | None,
@@ -308,8 +298,8 @@ def export_command(
     from deltawire.follow.export import Export
     from deltawire.follow.replica import Replica
 
-    only_with("--layout trl", layout == "trl", "branch")
-    with open_run(url, public_key) as run:
+    options.only_with("--layout trl", layout == "trl", "branch")
+    with options.open_run(url, public_key) as run:
         if layout == "trl":
             return export_to_trl(run, destination, version, branch, threads)
         with (
@@ -335,8 +325,9 @@ def export_to_trl(run: "Run", destination: str, last: int | None, branch: str, t
 
 
 @click.command("keygen")
-@click.option("--output", "-o", type=PATH, required=True, help="The private key to write; it must not exist yet.")
-@output_options
+@click.option("--output", "-o", type=options.PATH, required=True,
+              help="The private key to write; it must not exist yet.")  # fmt: skip
+@options.output_options
 def keygen_command(output: Path) -> None:
     """Create a key to sign a run with.
 

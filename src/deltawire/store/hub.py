@@ -83,8 +83,7 @@ class HubStore:
             return b""
         if entry["size"] > PLAIN_BYTES:
             return self._hub.download(key, entry, 0, entry["size"])
-        content: bytes = self._hub.resolve(self._path(key), key).content
-        return content
+        return bytes(self._hub.resolve(self._path(key), key).content)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         if start < 0 or length < 0:
@@ -231,8 +230,7 @@ class _Hub:
         except BaseException:
             commit.abort()
             raise
-        content: str = result.xet_info.hash
-        return content
+        return str(result.xet_info.hash)
 
     def download(self, key: str, entry: Entry, start: int, end: int) -> bytes:
         """Read a range, over as many connections as hf_xet chooses."""
@@ -291,8 +289,7 @@ class _Hub:
 
     def _headers(self) -> dict[str, str]:
         build = _load("huggingface_hub.utils").build_hf_headers
-        headers: dict[str, str] = build(token=self._token, library_name="deltawire")
-        return headers
+        return dict(build(token=self._token, library_name="deltawire"))
 
     def _access(self, scope: str, key: str) -> dict[str, Any]:
         """The address of the content store and a token for it; requested here so that a refusal is explained."""

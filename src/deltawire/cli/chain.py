@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deltawire.cli.options import PATH, open_run, output_options, public_key_option
+from deltawire.cli.status import replicas_table
 from deltawire.terminal import age_text, count_text, pairs_text, percent_text, plain, show, size_text, table
 
 if TYPE_CHECKING:
@@ -72,14 +73,7 @@ def ls_text(data: Mapping[str, Any]) -> str:
     shown = "" if len(rows) == count else f", the last {len(rows)} of them here"
     text = f"run {plain(data['run'])}: {count_text(count, 'version')}{shown}"
     text += f"\n\n{table(header, rows)}" if rows else ""
-    if data["replicas"]:
-        replicas = [
-            [row["name"], *("-" if row[key] is None else str(row[key]) for key in ("version", "lag")),
-             age_text(row["age_seconds"]), f"{row['health']}: {row['detail']}" if row["detail"] else row["health"]]
-            for row in data["replicas"]
-        ]  # fmt: skip
-        text += f"\n\n{table(['replica', 'version', 'lag', 'heard', 'health'], replicas)}"
-    return text
+    return f"{text}\n\n{replicas_table(data['replicas'])}" if data["replicas"] else text
 
 
 def change_cells(row: Mapping[str, Any]) -> list[str]:
@@ -254,9 +248,13 @@ def hops_text(data: Mapping[str, Any]) -> str:
     start = "nothing" if data["have"] is None else f"version {data['have']}"
     if not data["hops"]:
         return f"nothing to do: version {data['want']} is there"
+    total = f"{size_text(data['bytes'])} in {count_text(len(data['objects']), 'object')}"
+    return f"from {start} to version {data['want']}: {total}\n\n{hops_table(data['hops'])}"
+
+
+def hops_table(hops: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         ["anchor" if each["base"] is None else f"delta from {each['base']}", str(each["version"]), f"{each['bytes']:,}"]
-        for each in data["hops"]
+        for each in hops
     ]
-    total = f"{size_text(data['bytes'])} in {count_text(len(data['objects']), 'object')}"
-    return f"from {start} to version {data['want']}: {total}\n\n{table(['hop', 'to version', 'bytes'], rows)}"
+    return table(["hop", "to version", "bytes"], rows)

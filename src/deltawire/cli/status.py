@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +105,10 @@ def fleet_text(data: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{number} {health}" for health, number in summary.items() if health != "replicas" and number)
     text = f"run {plain(data['run'])}: {version_text(data)}\n{count_text(len(rows), 'replica')}"
     text += f": {counts}" if counts else ""
-    if not rows:
-        return text
+    return f"{text}\n\n{replicas_table(rows)}" if rows else text
+
+
+def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["replica", "engine", "version", "lag", "pause", "heard", "health"]
     cells = [
         [
@@ -115,7 +117,7 @@ def fleet_text(data: Mapping[str, Any]) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    return f"{text}\n\n{table(header, cells)}"
+    return table(header, cells)
 
 
 def version_text(data: Mapping[str, Any]) -> str:

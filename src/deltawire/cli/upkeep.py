@@ -1,12 +1,12 @@
 """Commands that maintain a run: gc, compact, and what verify does with a run."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltawire.cli.chain import hops_table
 from deltawire.cli.options import (
     only_with,
     open_run,
@@ -31,7 +31,6 @@ from deltawire.terminal import (
 if TYPE_CHECKING:
     from deltawire.maintain.audit import Audit
     from deltawire.maintain.gc import GcPlan
-    from deltawire.run.manifest import StoredHop
 
 
 @click.command("gc")
@@ -105,16 +104,9 @@ def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int 
     with open_run(url, sign_key=sign_key) as run, progress_bar("compact", max((run.latest() or 0), 1)) as bar:
         made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
     rows = [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in made]
-    data = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}
-    show(data, lambda: compact_text(made))
-
-
-def compact_text(made: "Sequence[StoredHop]") -> str:
-    if not made:
-        return "nothing to add: the chain has all its skip deltas"
-    rows = [["anchor" if hop.base is None else f"from {hop.base}", str(hop.version), f"{hop.num_bytes:,}"]
-            for hop in made]  # fmt: skip
-    return f"added {size_text(sum(hop.num_bytes for hop in made))}\n\n{table(['hop', 'to version', 'bytes'], rows)}"
+    data: dict[str, Any] = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}
+    text = f"added {size_text(data['bytes'])}\n\n{hops_table(rows)}"
+    show(data, lambda: text if made else "nothing to add: the chain has all its skip deltas")
 
 
 def audit_run(url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None) -> None:

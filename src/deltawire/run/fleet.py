@@ -57,7 +57,7 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
         "engine": str(engine["kind"]) if engine.get("kind") else None,
         "address": str(engine["address"]) if engine.get("address") else None,
         "version": version,
-        "lag": lag_of(version, latest),
+        "lag": None if version is None or latest is None else max(latest - version, 0),
         "pause_seconds": number(beat.get("pause_seconds")),
         "pull_seconds": None if None in times else sum(filter(None, times)),
         "age_seconds": age_seconds,
@@ -67,10 +67,6 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
     if health == "ok" and (version is None or row["lag"]) and latest is not None:
         health = "updating" if beat.get("using") else "behind"
     return {**row, "health": health, "detail": detail}
-
-
-def lag_of(version: int | None, latest: int | None) -> int | None:
-    return None if version is None or latest is None else max(latest - version, 0)
 
 
 def _health(row: Row, is_readable: bool, is_pulling: bool) -> tuple[str, str | None]:

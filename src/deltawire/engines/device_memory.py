@@ -17,7 +17,8 @@ from deltawire.engines.staged import PieceChange
 from deltawire.errors import CorruptObject
 from deltawire.format.patches import encode_box
 from deltawire.format.wire import Entry
-from deltawire.kernels.gpu.decode import decode, is_decodable, tile_table
+from deltawire.kernels.gpu.decode import Box as EncodedBox
+from deltawire.kernels.gpu.decode import Decoded, decode_boxes, is_decodable
 from deltawire.kernels.gpu.live import Launch
 from deltawire.kernels.gpu.sums import SIGNED, Runs, box_sum, signed
 from deltawire.tensors.boxes import Box
@@ -45,12 +46,9 @@ class DeviceMemory(Memory):
         self._device = next(iter(storages.values())).device
         self._is_gpu: bool = self._device.type == "cuda"
         self._ready: tuple[Sequence[Item], list[tuple[list[int], Launch]]] | None = None
-        self._statuses: list[tuple[str, torch.Tensor]] = []
-        """What the decoding of each tensor says, on the device."""
 
     def drop(self) -> None:
         self._ready = None
-        self._statuses.clear()
 
     def take(self, change: PieceChange) -> DeviceChange:
         # Wide elements first, so that all of them stay aligned.
@@ -64,33 +62,37 @@ class DeviceMemory(Memory):
         }
         return DeviceChange(*(cut[id(part)] for part in (change.index, change.old, change.new)))
 
-    def decode(self, entry: Entry, piece: Piece) -> DeviceChange:
-        flat = self._bits[piece.storage]
-        if entry.encoding not in (GAP.name, CONTEXT.name) or not is_decodable(entry.dtype):
-            # Small tensors, and those that changed nearly everywhere.
-            whole = Piece(piece.tensor, "", piece.rows, piece.columns, 0, piece.stride, (0, piece.columns, 1))
-            return self.take(HostMemory({"": grid(flat, piece).cpu()}, SERIAL).decode(entry, whole))
-        old = grid(flat, piece)
+    def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
+        changes: dict[int, DeviceChange] = {}
+        batches: dict[tuple[str, str, int], list[int]] = {}
+        for i, (entry, piece) in enumerate(entries):
+            if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype):
+                # Boxes with tiles of about one size go together: all of them get as much memory as the largest.
+                size = min(entry.box.num_elements, 1 << int(entry.arrays[entry.encoding][0] % 32))
+                batches.setdefault((entry.dtype.name, entry.encoding, size.bit_length()), []).append(i)
+            else:
+                changes[i] = self._decode_on_host(entry, piece)
+        for (dtype, encoding, _), numbers in batches.items():
+            boxes = [self._box(*entries[i]) for i in numbers]
+            found = decode_boxes(boxes, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
+            _check_statuses([entries[i][0].name for i in numbers], found)
+            for i, each in zip(numbers, found, strict=True):
+                changes[i] = DeviceChange(_in_tensor(entries[i][0].box, each.positions), each.old, each.new)
+        return [changes[i] for i in range(len(entries))]
+
+    def _box(self, entry: Entry, piece: Piece) -> EncodedBox:
+        old = grid(self._bits[piece.storage], piece)
         if not entry.box.is_whole:
             old = old.view(entry.box.full)[entry.box.slices].contiguous().view(-1)
         payload = entry.arrays[entry.encoding]
-        tiles = tile_table(read_tiles(payload, len(old)), len(payload))
-        decoded = decode(
-            torch.from_numpy(np.require(payload, requirements="W")), tiles, old, entry.dtype,
-            entry.encoding == CONTEXT.name, DECODED, entry.num_changed,
-        )  # fmt: skip
-        self._statuses.append((entry.name, decoded.statuses))
-        return DeviceChange(_in_tensor(entry.box, decoded.positions), decoded.old, decoded.new)
+        tiles = read_tiles(payload, len(old))
+        return EncodedBox(torch.from_numpy(np.require(payload, requirements="W")), tiles, old, entry.num_changed)
 
-    def check_decoded(self) -> None:
-        names = [name for name, statuses in self._statuses for _ in range(len(statuses))]
-        found = torch.cat([statuses for _, statuses in self._statuses]).tolist() if names else []
-        self._statuses.clear()
-        for name, status in zip(names, found, strict=True):
-            try:
-                check_status(status)
-            except CorruptObject as error:
-                raise CorruptObject(f"{name}: {error.message}", tensor=name) from None
+    def _decode_on_host(self, entry: Entry, piece: Piece) -> DeviceChange:
+        """For small tensors, and those that changed nearly everywhere."""
+        host = HostMemory({"": grid(self._bits[piece.storage], piece).cpu()}, SERIAL)
+        whole = Piece(piece.tensor, "", piece.rows, piece.columns, 0, piece.stride, (0, piece.columns, 1))
+        return self.take(*host.decode([(entry, whole)]))
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         flat = self._bits[piece.storage]
@@ -157,8 +159,7 @@ def warm_up_decoding(device: torch.device) -> None:
                 entry, gain = encode_box("", dtype, old, new, Box.whole((size,)), [encoding])
                 if entry is None:
                     continue
-                items = [Item(0, piece, key, memory.decode(entry, piece))]
-                memory.check_decoded()
+                items = [Item(0, piece, key, *memory.decode([(entry, piece)]))]
                 found = [memory.put(items, writes=False), memory.put(items), memory.put(items, undo=True)]
                 memory.drop()
                 if found[0] != [Written(0, gain)] or found[1] != found[0] or memory.digest(piece, key) != before:
@@ -168,6 +169,16 @@ def warm_up_decoding(device: torch.device) -> None:
         piece, key = Piece("", "", 1, 64, 0, 64, (0, 64, 1)), tensor_key("", DTYPES["F32"], (64,))
         memory.warm_up(piece, key, np.dtype(f"u{itemsize}").type)
         memory.digest(piece, key)
+
+
+def _check_statuses(names: Sequence[str], found: Sequence[Decoded]) -> None:
+    """Wait for what decoding has to say."""
+    whose = [name for name, each in zip(names, found, strict=True) for _ in range(len(each.statuses))]
+    for name, status in zip(whose, torch.cat([each.statuses for each in found]).tolist(), strict=True):
+        try:
+            check_status(status)
+        except CorruptObject as error:
+            raise CorruptObject(f"{name}: {error.message}", tensor=name) from None
 
 
 def _in_tensor(box: Box, positions: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from deltawire.engines.staged import StagedChange
 from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected
 from deltawire.format.delta import Delta
 from deltawire.format.patches import check_known, check_spec
+from deltawire.format.wire import Entry
 from deltawire.tensors.digest import Digest, TensorKey, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import dtype_named
 from deltawire.tensors.weights import TensorSpec
@@ -110,7 +111,7 @@ class LiveModel:
         numbers: dict[str, list[int]] = {}
         for number, piece in enumerate(self.pieces):
             numbers.setdefault(piece.tensor, []).append(number)
-        items = []
+        found: list[tuple[int, Entry, Piece]] = []
         for entry in delta.entries:
             check_known(entry, self._specs)
             check_spec(entry, self._specs[entry.name])
@@ -118,8 +119,9 @@ class LiveModel:
                 piece = self.pieces[number]
                 if piece.num_elements != prod(entry.box.full):
                     raise EngineRejected(f"only a part of {entry.name} is here: use a mirror", tensor=entry.name)
-                items.append(self._item(number, self._memory.decode(entry, piece)))
-        self._memory.check_decoded()
+                found.append((number, entry, piece))
+        changes = self._memory.decode([(entry, piece) for _, entry, piece in found])
+        items = [self._item(number, change) for (number, _, _), change in zip(found, changes, strict=True)]
         self._ready(token, base, state, items)
 
     def _item(self, number: int, change: Any) -> Item:

@@ -51,12 +51,8 @@ class Memory(Protocol):
     def take(self, change: PieceChange) -> Any:
         """Copy a change to the device of the storages."""
 
-    def decode(self, entry: Entry, piece: Piece) -> Any:
-        """The change that an entry of a delta makes to a piece that has all elements of its tensor."""
-
-    def check_decoded(self) -> None:
-        """Raises CorruptObject if something that was decoded is damaged, where `decode` did not wait for that."""
-        return
+    def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[Any]:
+        """The changes that entries of a delta make to pieces, each of which has all elements of its tensor."""
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         """The contribution of a piece to its tensor's digest."""
@@ -92,7 +88,10 @@ class HostMemory(Memory):
         )
         return PieceChange(change.number, index, old, new)
 
-    def decode(self, entry: Entry, piece: Piece) -> PieceChange:
+    def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[PieceChange]:
+        return [self._decode(*each) for each in entries]
+
+    def _decode(self, entry: Entry, piece: Piece) -> PieceChange:
         old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
         positions, before, after = changed_elements(decode_entry(entry, old, self._workers), old.bits)
         return self.take(PieceChange(0, positions.astype(np.uint32), before, after))

@@ -6,6 +6,7 @@ answer. What takes long runs in a thread, on a stream of its own, while the work
 once, and its answer is a file that the agent waits for.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -128,7 +129,13 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
 
         def run() -> None:
-            error = attempt(partial(works[name], arguments))[1]
+            usual = sys.getswitchinterval()
+            # The thread that serves gets the interpreter when it asks for it, not some milliseconds later.
+            sys.setswitchinterval(0.0002)
+            try:
+                error = attempt(partial(works[name], arguments))[1]
+            finally:
+                sys.setswitchinterval(usual)
             if answer is not None:
                 save_json(answer, self.answer(None, error))
 

@@ -7,6 +7,7 @@ waits once, for what the headers say, to know how much memory that is.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,7 +32,10 @@ from deltawire.kernels.gpu.streams import (
     INVERTED,
     NUM_CODES,
     SIGNS,
+    TILE_BITS,
+    TILE_END,
     TILE_FIELDS,
+    TILE_ORIGIN,
     TILE_SIZE,
     TILE_START,
     get,
@@ -94,6 +98,8 @@ class Decoded:
     old: torch.Tensor
     new: torch.Tensor
     statuses: torch.Tensor
+    before: npt.NDArray[np.int64]
+    """How many changes the tiles before each have, and all have."""
 
 
 class Applied(NamedTuple):
@@ -152,7 +158,8 @@ def take_steps(
         down = get(words, tl.load(fact + SIGNS) + number, 1, live)
         after = take_step(before.to(tl.int32) & 0xFFFF, down, length)
         out = tile_change + number
-        tl.store(positions + out, tile_start + position, mask=live)
+        origin = tl.load(tiles + tile * TILE_FIELDS + TILE_ORIGIN)
+        tl.store(positions + out, origin + position, mask=live)
         tl.store(olds + out, before, mask=live)
         tl.store(news + out, after.to(tl.int16), mask=live)
 
@@ -195,12 +202,14 @@ def write_changes(
 
 
 def tile_table(tiles: Sequence[Tile], payload_bytes: int) -> torch.Tensor:
-    """The tiles of a payload, whose streams it ends with, as `decode` takes them."""
+    """The tiles of a payload, whose streams it ends with, as `decode` takes them: where each begins in the old weights,
+    its size, where its stream begins and ends in bits, and its first position.
+    """
     sizes = torch.tensor([len(tile.stream) for tile in tiles], dtype=torch.int64)
     starts = torch.tensor([tile.start for tile in tiles], dtype=torch.int64)
     stops = torch.tensor([tile.stop for tile in tiles], dtype=torch.int64)
     ends = payload_bytes - sizes.sum() + sizes.cumsum(0)
-    return torch.stack([starts, stops - starts, 8 * (ends - sizes), 8 * ends], 1)
+    return torch.stack([starts, stops - starts, 8 * (ends - sizes), 8 * ends, starts], 1)
 
 
 def is_decodable(dtype: "DType") -> bool:
@@ -208,18 +217,70 @@ def is_decodable(dtype: "DType") -> bool:
     return (dtype.itemsize, dtype.sign_magnitude) == (2, True)
 
 
+class Box(NamedTuple):
+    """A box to decode: its payload, on the host, its tiles, its old bits, and how many changes there should be."""
+
+    payload: torch.Tensor
+    tiles: Sequence[Tile]
+    old: torch.Tensor
+    num_changed: int
+
+
+def decode_boxes(
+    boxes: Sequence[Box], dtype: "DType", contextual: bool, most_elements: int = MOST_ELEMENTS
+) -> list[Decoded]:
+    """The same for many boxes of one encoding, with about as many launches as for one.
+
+    Tiles are addressed from the first box's old bits, wherever the others lie.
+    """
+    if not boxes:
+        return []
+    base = boxes[0].old
+    size = sum(_aligned(box.payload.numel()) for box in boxes)
+    payload = torch.empty(size, dtype=torch.uint8)
+    tables, offset, edges = [], 0, [0]
+    for box in boxes:
+        payload[offset : offset + box.payload.numel()] = box.payload
+        table = tile_table(box.tiles, box.payload.numel())
+        table[:, TILE_BITS.value : TILE_END.value + 1] += 8 * offset
+        table[:, TILE_START.value] += (box.old.data_ptr() - base.data_ptr()) // 2
+        tables.append(table)
+        offset += _aligned(box.payload.numel())
+        edges.append(edges[-1] + len(table))
+    largest = max(boxes, key=lambda box: box.old.numel()).old
+    decoded = decode(payload, torch.cat(tables), base, dtype, contextual, most_elements, most_positions=len(largest))
+    results = []
+    for box, (first, last) in zip(boxes, pairwise(edges), strict=True):
+        begin, end = (int(decoded.before[edge]) for edge in (first, last))
+        if end - begin != box.num_changed:
+            raise CorruptObject(f"the tiles hold {end - begin} changes, the header says {box.num_changed}")
+        some = slice(begin, end)
+        results.append(
+            Decoded(
+                decoded.positions[some], decoded.old[some], decoded.new[some], decoded.statuses[first:last],
+                decoded.before[first : last + 1],
+            )
+        )  # fmt: skip
+    return results
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // WORD_BYTES) * WORD_BYTES
+
+
 def decode(
     payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool,
-    most_elements: int = MOST_ELEMENTS, num_changed: int | None = None,
+    most_elements: int = MOST_ELEMENTS, most_positions: int | None = None,
 ) -> Decoded:  # fmt: skip
     """The changes of a box of 16-bit floats, from the payload of `gap` or `context` and the old bits.
 
     The payload may be on any device; `tiles` is its tile table, on the host. At most `most_elements` elements, or one
-    tile, are worked on at a time. Raises CorruptObject if there are not `num_changed` of them.
+    tile, are worked on at a time.
     """
     if not is_decodable(dtype):
         raise ValueError(f"only 16-bit floats are decoded on a GPU, not {dtype.name}")
-    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual, num_changed)
+    most_positions = len(old) if most_positions is None else most_positions
+    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual, most_positions)
     step = max(most_elements // (batch.tile_blocks * BLOCK), 1)
     for first in range(0, len(tiles), step):
         batch.decode(first, min(first + step, len(tiles)))
@@ -231,9 +292,9 @@ class _Batch:
 
     def __init__(
         self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool,
-        num_changed: int | None,
+        most_positions: int,
     ) -> None:  # fmt: skip
-        self.old, self.device, self._num_changed = old, old.device, num_changed
+        self.old, self.device, self._most_positions = old, old.device, most_positions
         self.classes = place.CLASSES.value if contextual else 1
         self.words = self._new(payload.numel() // WORD_BYTES + SPARE_WORDS, torch.int32)
         self.words.view(torch.uint8)[: payload.numel()].copy_(payload, non_blocking=True)
@@ -266,16 +327,15 @@ class _Batch:
         counts = self._counts.wait()
         before = torch.zeros((len(counts) + 1, 2), dtype=torch.int64)
         torch.cumsum(counts, 0, out=before[1:])
-        if self._num_changed not in (None, int(before[-1, 0])):
-            raise CorruptObject(f"the tiles hold {before[-1, 0]} changes, the header says {self._num_changed}")
         self.facts[:, FIRST_CHANGE.value : FIRST_CODE.value + 1] = before[:-1].to(self.device, non_blocking=True)
         return before.numpy()
 
     @cached_property
     def decoded(self) -> Decoded:
         total = int(self.before[-1, 0])
-        positions = self._new(total, torch.int32 if len(self.old) <= MOST_INT32 else torch.int64)
-        return Decoded(positions, self._new(total, torch.int16), self._new(total, torch.int16), self.statuses)
+        positions = self._new(total, torch.int32 if self._most_positions <= MOST_INT32 else torch.int64)
+        olds, news = self._new(total, torch.int16), self._new(total, torch.int16)
+        return Decoded(positions, olds, news, self.statuses, self.before[:, 0])
 
     def decode(self, first: int, last: int) -> None:
         """Decode some tiles."""

@@ -17,8 +17,8 @@ import triton.language as tl
 OK, TRUNCATED, TOO_MANY, OUT_OF_RANGE, LEFT_OVER = (tl.constexpr(status) for status in range(5))
 
 # A tile in the table: its first element and their number, and the bits of its stream.
-TILE_START, TILE_SIZE, TILE_BITS, TILE_END = (tl.constexpr(field) for field in range(4))
-TILE_FIELDS = tl.constexpr(4)
+TILE_START, TILE_SIZE, TILE_BITS, TILE_END, TILE_ORIGIN = (tl.constexpr(field) for field in range(5))
+TILE_FIELDS = tl.constexpr(5)
 
 # What a header says of a tile; and how many changes and codes the tiles before it have.
 CHANGES, CODES, FIRST, SIGNS, LENGTH_BITS, QUOTIENTS, FIRST_CHANGE, FIRST_CODE = (tl.constexpr(i) for i in range(8))

@@ -53,9 +53,6 @@ class Container:
         else:
             self.header = read_header(BytesIO(source), len(source), "the bytes")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.header.slots
-
     def bits(self, name: str) -> Bits:
         """The elements of a tensor, flat, as unsigned integers."""
         slot = self.header.slots[name]

@@ -119,14 +119,19 @@ def steps(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def store(tmp_path, steps):
-    """A run with versions 0 to 5, published by the command."""
-    url = tmp_path / "run"
+@pytest.fixture(scope="session")
+def published(tmp_path_factory, steps):
+    url = tmp_path_factory.mktemp("published") / "run"
     for number in range(6):
         base = ["--base", steps / f"step-{number - 1}"] if number else ["--run", "demo"]
         told("publish", steps / f"step-{number}", "--to", url, "--step", 10 * number, *base)
     return url
+
+
+@pytest.fixture
+def store(tmp_path, published):
+    """A run with versions 0 to 5, published by the command; each test has its own copy, as old as the test."""
+    return shutil.copytree(published, tmp_path / "run", copy_function=shutil.copy)
 
 
 @pytest.fixture(scope="session")

@@ -208,10 +208,15 @@ def test_the_newcomers_path():
     install, command = (block.code for block in blocks(page) if block.language == "bash")
     assert "pip install -e ." in install
     shown = next(block.code for block in blocks(page) if block.code.startswith("trainer "))
+    # Through a pipe nothing has a colour, whether or not that is asked for.
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "NO_COLOR"}
     done = subprocess.run(
-        ["bash", "-euc", command], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+        ["bash", "-euc", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    for words in ("killed with SIGKILL", "is back"):
+        assert words in done.stderr
 
     def sizes(text):
         return set(

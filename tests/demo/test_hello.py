@@ -1,8 +1,9 @@
-"""The first command that anybody runs, for real: processes, a kill, equal weights, and what it all took."""
+"""The first command that anybody runs, for real: processes, a kill, equal weights, and what it all took.
+
+What it says to people is in test_docs.py, with the page that shows it.
+"""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -33,18 +34,6 @@ def test_what_it_says_is_what_lies_in_the_store(tmp_path):
     again = CliRunner().invoke(main, ["hello", "--to", str(url)])
     assert again.exit_code == 2
     assert "something is there already" in again.stderr
-
-
-@pytest.mark.process
-def test_for_people_through_a_pipe():
-    done = subprocess.run(
-        [sys.executable, "-m", "deltawire.cli", "hello", "--steps", "8"], capture_output=True, text=True, check=True
-    )
-    for words in ("killed with SIGKILL", "is back", "trainer  version   7"):
-        assert words in done.stderr
-    assert "equal weights  " in done.stdout
-    assert "instead of 16.78 MB" in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr
 
 
 def test_weights_that_differ_are_not_ok():

@@ -1,6 +1,7 @@
 """Weights in memory as a target: what is refused, in which words, and which tensors are written."""
 
 import sys
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -8,12 +9,17 @@ import pytest
 import torch
 
 from deltawire import Publisher, Replica, digest
-from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.errors import DigestMismatch, NotEnoughMemory, ShapeMismatch, UnknownParameter
 from deltawire.follow.comparison import differing_names
-from deltawire.follow.target import MemoryTarget, new_tensor
+from deltawire.follow.target import MemoryTarget, Target, new_tensor
+from deltawire.format.patches import Patch
+from deltawire.format.replay import Replay
 from deltawire.run.run import Run
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.dtypes import DTYPES
-from deltawire.tensors.weights import Tensor
+from deltawire.tensors.weights import Tensor, spec
+from deltawire.workers import SERIAL
 from support.chains import fresh_url
 from support.waiting import PATIENCE
 
@@ -58,6 +64,12 @@ REFUSED = {
         ShapeMismatch,
         'b is I32 [4] at the target, and F32 [4] in the run: pass dtype="F32" if these integers are its bits',
         {"tensor": "b", "expected": "('F32', (4,))", "actual": "('I32', (4,))"},
+    ),
+    "unsigned bits": (
+        {"a": np.zeros((2, 3), np.uint32), "b": np.zeros(4, np.float32)},
+        ShapeMismatch,
+        'a is U32 [2, 3] at the target, and F32 [2, 3] in the run: pass dtype="F32" if these integers are its bits',
+        {"tensor": "a", "expected": "('F32', (2, 3))", "actual": "('U32', (2, 3))"},
     ),
     "other integers": (
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.uint16)},
@@ -127,6 +139,11 @@ def test_weights_are_compared_with_a_version():
     assert differing_names(run, 0, {"a": own["a"], "c": np.zeros((2, 3), np.float32)}) == {"a": 2, "b": 4, "c": 6}
     assert differing_names(run, 0, {"a": weights["a"].reshape(2, 3), "b": weights["b"]}) == {"a": 6}
     assert differing_names(run, 0, {"a": weights["a"].view(np.int32), "b": weights["b"]}) == {"a": 6}
+    for name in ("a", "c"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a numpy array"):
+            differing_names(run, 0, {**weights, name: 3.0})
+    with pytest.raises(ValueError, match="threads must be at least 1"):
+        differing_names(run, 0, weights, threads=0)
 
 
 def test_tensors_that_fill_a_dictionary(monkeypatch):
@@ -160,3 +177,163 @@ def test_the_digest_of_a_target():
     untouched = MemoryTarget({"a": bits})
     untouched.refresh()
     assert untouched.state() is None
+
+
+def loaded(target, weights, tied=None, version=0):
+    """The target after it has loaded these weights as an anchor."""
+    tied = tied or {}
+    target.load(Replay(weights, [], SERIAL), WeightVersion("r", version, digest(weights)), [], tied)
+    return target
+
+
+def test_a_tie_is_judged_by_what_bits_mean():
+    """One name has the bits as integers, the other as what they mean; with `dtype` they are the same."""
+    bits = np.arange(4, dtype=np.uint16)
+    weights = {"a": bits, "b": bits.copy().view(ml_dtypes.bfloat16)}
+    own = {"a": Tensor(DTYPES["BF16"], (4,), bits)}
+    assert MemoryTarget(weights, dtype={"a": "BF16"}).digest({"b": "a"}) == digest(own)
+    assert MemoryTarget(weights).digest({"b": "a"}) is None
+    assert MemoryTarget(weights, dtype="BF16").weights()["a"].dtype.name == "BF16"
+
+
+def test_a_dictionary_keeps_the_tensors_that_stay_as_they_were():
+    one, two = np.ones(3, np.float32), np.ones((2, 2), np.float32)
+    weights, made = {}, []
+
+    def make(name, dtype, shape):
+        made.append((name, dtype.name, shape))
+        return np.zeros(shape, dtype.unsigned).view(np.float32)
+
+    target = loaded(MemoryTarget(weights, make=make), {"a": one, "b": two}, {"head": "a"})
+    assert made == [("a", "F32", (3,)), ("b", "F32", (2, 2))]
+    first = dict(weights)
+    assert first["head"] is first["a"]
+    made.clear()
+    loaded(target, {"a": one + 1, "b": two.reshape(4), "head": one}, version=1)
+    assert made == [("b", "F32", (4,)), ("head", "F32", (3,))], "of another shape; no longer another's memory"
+    assert weights["a"] is first["a"]
+    assert {name: weights[name].tolist() for name in weights} == {"a": [2] * 3, "b": [1] * 4, "head": [1] * 3}
+    made.clear()
+    loaded(target, {"head": one}, version=2)
+    assert (made, list(weights)) == ([], ["head"])
+
+
+def test_ties_and_the_meaning_of_bits_are_remembered_from_load_to_load():
+    """Integers that stand for bf16, in a dictionary where two names have one tensor."""
+    weights = {}
+    target = MemoryTarget(weights, dtype="BF16", make=lambda name, dtype, shape: np.zeros(shape, dtype.unsigned))
+    anchor = {"a": Tensor(DTYPES["BF16"], (3,), np.ones(3, np.uint16))}
+    loaded(target, anchor, {"head": "a"})
+    first, state = weights["a"], WeightVersion("r", 1, Digest(1, 2))
+    patch = Patch("a", "BF16", Box.whole((3,)), np.array([5], np.uint16), np.array([1]))
+    target.apply([patch], target.state(), state, {"head": "a"})
+    assert target.state() == state
+    assert weights["a"].tolist() == weights["head"].tolist() == [1, 5, 1]
+    loaded(target, {**anchor, "head": anchor["a"]}, version=2)
+    assert weights["a"] is first
+    assert weights["head"] is not first
+    own = {"a": np.zeros(3, np.uint16)}
+    own["head"] = own["a"]
+    loaded(MemoryTarget(own, dtype="BF16"), anchor, {"head": "a"})
+    assert own["head"].tolist() == [1, 1, 1]
+
+
+def test_a_dictionary_is_filled_with_plain_tensors_without_ties():
+    weights = {}
+    loaded(MemoryTarget(weights), {"a": np.ones(3, np.float32)}, {"head": "a"})
+    assert list(weights) == ["a"]
+    assert (weights["a"].dtype.name, weights["a"].shape) == ("F32", (3,))
+
+
+def test_a_target_is_asked_again_for_its_weights():
+    """A function may return other tensors; a mapping that had some is never given more."""
+    current = {"a": np.zeros(3, np.float32)}
+    target = loaded(MemoryTarget(lambda: current), {"a": np.ones(3, np.float32)})
+    assert np.array_equal(current["a"], np.ones(3))
+    target.refresh()
+    assert target.state().version == 0
+    old = weakref.ref(current["a"])
+    current = {"a": np.zeros(3, np.float32)}
+    target.refresh()
+    assert target.state() is None
+    assert old() is None, "what is no longer in use is let go"
+    with pytest.raises(UnknownParameter, match="the run has b, which the target does not have"):
+        loaded(target, {"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)})
+
+
+def test_a_patch_that_fails_leaves_no_version():
+    base, weights = {"a": np.zeros(3, np.float32)}, {"a": np.ones(3, np.float32)}
+    target = loaded(MemoryTarget(weights), base)
+    state = WeightVersion("r", 1, Digest(1, 2))
+    wrong = Patch("a", "F32", Box.whole((3,)), np.ones(1, np.uint32), np.array([7]))
+    with pytest.raises(IndexError):
+        target.apply([wrong], target.state(), state, {})
+    assert target.state() is None
+
+
+class Fading(dict):
+    """Weights that can be read a few times."""
+
+    def __init__(self, weights, num_reads):
+        super().__init__(weights)
+        self._left = num_reads
+
+    def __getitem__(self, name):
+        self._left -= 1
+        if self._left < 0:
+            raise OSError("gone")
+        return super().__getitem__(name)
+
+
+def test_an_anchor_that_fails_half_way_leaves_no_version():
+    anchor = {"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)}
+    weights = {name: np.zeros_like(array) for name, array in anchor.items()}
+    target = loaded(MemoryTarget(weights), anchor)
+    for array in anchor.values():
+        array += 1
+    state = WeightVersion("r", 1, digest(anchor))
+    # It is read once for its specs, once to be verified, and then to be written.
+    with pytest.raises(OSError, match="gone"):
+        target.load(Replay(Fading(anchor, 5), [], SERIAL), state, [], {})
+    assert target.state() is None
+    assert [array.tolist() for array in weights.values()] == [[2] * 3, [1] * 3]
+    with pytest.raises(DigestMismatch):
+        target.load(Replay(anchor, [], SERIAL), WeightVersion("r", 1, Digest(1, 2)), [], {})
+    assert [array.tolist() for array in weights.values()] == [[2] * 3, [1] * 3], "verified before it is written"
+
+
+def test_a_target_that_says_no_more_than_it_must():
+    class Least(Target):
+        def state(self):
+            return WeightVersion("r", 3, Digest(1, 2))
+
+    least = Least()
+    assert (least.served(), least.refresh(), least.about()) == (least.state(), None, {})
+
+
+def test_a_tensor_for_which_there_is_no_room_is_named():
+    with pytest.raises(NotEnoughMemory, match=r"w takes 140,737,488,355,328 bytes"):
+        new_tensor("w", DTYPES["F32"], (1 << 45,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_new_tensors_are_of_the_dtype(dtype):
+    made = {"w": new_tensor("w", DTYPES[dtype], (2, 3))}
+    assert spec(made, "w") == (dtype, (2, 3))
+
+
+def test_ties_are_compared_too():
+    shared, url = np.arange(4, dtype=np.float32), fresh_url()
+    weights = {"embed": shared, "head": shared, "norm": np.ones(2, np.float32)}
+    with Publisher(url, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        old = {name: array.copy() for name, array in weights.items()}
+        shared[1] = 9
+        publisher.publish().wait(PATIENCE)
+    run = Run(url)
+    assert differing_names(run, 1, weights) == {}
+    assert differing_names(run, 1, old) == {"embed": 1, "head": 1}
+    assert differing_names(run, 0, old) == {}
+    assert differing_names(run, 1, {**weights, "head": old["head"]}) == {"head": 1}
+    assert differing_names(run, 1, {"embed": shared, "norm": old["norm"]}) == {}, "a tied name may be absent"
+    assert differing_names(run, 1, {"head": shared, "norm": old["norm"]}) == {"embed": 4}

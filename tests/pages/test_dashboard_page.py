@@ -17,7 +17,7 @@ from deltawire import Publisher, Replica
 from deltawire.pages.dashboard import Dashboard
 from deltawire.pages.feed import Feed
 from deltawire.store import open_store
-from support.browser import PATIENCE_SECONDS, THEMES, WIDTHS, fits, serious_problems
+from support.browser import LOOKS, PATIENCE_SECONDS, fits, serious_problems
 from support.chains import fresh_url, make_run, make_weights, step
 from support.demo_run import processes, started, step_of
 from support.many_versions import make_many
@@ -94,7 +94,7 @@ def test_next_to_a_running_demo(tmp_path, chromium, seen_seconds):
     page.set_default_timeout(1000 * PATIENCE_SECONDS)
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    with started(folder, "--steps", "1000", "--evaluate", "0") as demo:
+    with started(folder, "--steps", "1000", "--evaluate", "0", "--replicas", "1") as demo:
         eventually(lambda: step_of(folder) >= 3, "step 3")
         with command(str(folder), "--quiet") as (dashboard, url):
             page.goto(url)
@@ -249,8 +249,7 @@ def varied(tmp_path_factory):
     return url, event_log(tmp_path_factory.mktemp("log") / "events.jsonl")
 
 
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "theme"), LOOKS)
 def test_every_width_and_theme(varied, open_page, width, theme):
     url, log = varied
     with (

@@ -12,7 +12,7 @@ import pytest
 
 from deltawire.pages.explain import serve, single_file, url_of
 from support import ROOT
-from support.browser import THEMES, WIDTHS, fits, serious_problems
+from support.browser import LOOKS, fits, serious_problems
 from support.recorded import recorded_steps
 
 FIGURES = ("timeline", "ulp", "bucket", "sync")
@@ -376,8 +376,7 @@ def test_less_motion_leaves_steps_only(explain):
         assert not page.locator("#sync .still").is_visible()
 
 
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "theme"), LOOKS)
 def test_every_width_and_theme(explain, width, theme):
     with explain(width=width, theme=theme) as page:
         for figure in FIGURES:

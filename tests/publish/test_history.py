@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.errors import NotEnoughMemory, ShapeMismatch, UnknownParameter
 from deltawire.publish import history as history_module
 from deltawire.publish.history import History
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import box_digest, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import Tensor
 from deltawire.workers import SERIAL, Workers
@@ -71,8 +73,13 @@ def test_slices_of_the_past(small_chunks):
     history.stage(1, weights, SERIAL)
     bits = history.at("embed", 0)
     assert (len(bits), bits.nbytes) == (300 * 64, 300 * 64 * 2)
-    for start, stop in ((0, 0), (0, 5), (999, 1001), (500, 7500), (19_000, 30_000), (19_200, 19_201), (7, 3)):
-        assert np.array_equal(bits[start:stop], old["embed"][start:stop])
+    for start, stop in (
+        (0, 0), (0, 5), (999, 1001), (1500, 1700), (1000, 2000), (2000, 2001), (500, 7500), (3000, 6000),
+        (19_000, 30_000), (19_200, 19_201), (7, 3), (5007, 5003),
+    ):  # fmt: skip
+        found = bits[start:stop]
+        assert found.dtype == np.uint16
+        assert np.array_equal(found, old["embed"][start:stop])
 
 
 def test_reading_while_the_snapshot_moves(small_chunks):
@@ -150,7 +157,7 @@ def test_a_failed_stage_is_undone():
 def test_forgotten_versions_are_named():
     weights = make_weights()
     history = History(weights, 3)
-    with pytest.raises(ValueError, match="version 2 is no longer kept"):
+    with pytest.raises(ValueError, match=r"^version 2 is no longer kept: the oldest that can be read is 3$"):
         history.at("norm", 2)
 
 
@@ -208,9 +215,130 @@ def test_what_is_no_longer_the_same_model_is_said():
     ):  # fmt: skip
         with pytest.raises(kind) as caught:
             history.stage(1, other, SERIAL)
-        assert caught.value.message.startswith(words), caught.value.message
-        assert again in caught.value.message
+        assert caught.value.message == f"{words}{again} start over"
+        assert caught.value.tensor == words[0]
         assert history.version == 0
+
+
+class Held(dict):
+    """Weights of which only boxes are held."""
+
+    def __init__(self, tensors, boxes):
+        super().__init__(tensors)
+        self.boxes = boxes
+
+    def spec(self, name):
+        return self[name].dtype.name, self.boxes[name].full
+
+
+def test_parts_of_tensors():
+    """What a rank holds is a box of each tensor, and it must stay the same one."""
+    part = Tensor(BF16, (2, 5), np.arange(10, dtype=np.uint16))
+    box = Box((4, 5), (2, 0), (2, 5))
+    history = History(Held({"a": part}, {"a": box}), 0)
+    assert (history.boxes, history.specs) == ({"a": box}, {"a": (BF16, (4, 5))})
+    assert history.digest_of("a", 0, SERIAL) == box_digest(tensor_key("a", BF16, (4, 5)), box, part.bits, SERIAL)
+    part.bits[3] += 1
+    history.stage(1, Held({"a": part}, {"a": box}), SERIAL)
+    assert history.changed_since(0, 1) == {"a": 1}
+    for weights, words, expected, actual in (
+        (
+            Held({"a": part}, {"a": Box((4, 5), (1, 0), (2, 5))}),
+            "a was BF16 [4, 5] from [2, 0] [2, 5] and is now BF16 [4, 5] from [1, 0] [2, 5]",
+            "BF16 [4, 5] from [2, 0] [2, 5]",
+            "BF16 [4, 5] from [1, 0] [2, 5]",
+        ),
+        (
+            {"a": Tensor(BF16, (4, 5), np.zeros(20, np.uint16))},
+            "a was BF16 [4, 5] from [2, 0] [2, 5] and is now BF16 [4, 5] whole",
+            "BF16 [4, 5] from [2, 0] [2, 5]",
+            "BF16 [4, 5] whole",
+        ),
+    ):
+        with pytest.raises(ShapeMismatch) as caught:
+            history.stage(2, weights, SERIAL)
+        assert caught.value.message == f"{words}: call publish(anchor=True) to start over"
+        assert caught.value.fields == {"tensor": "a", "expected": expected, "actual": actual}
+
+
+def test_a_snapshot_for_which_there_is_no_room_is_named():
+    huge = Tensor(DTYPES["F32"], (1 << 45,), np.broadcast_to(np.zeros(1, np.uint32), 1 << 45))
+    with pytest.raises(NotEnoughMemory, match=r"^the snapshot of w takes 140,737,488,355,328 bytes"):
+        History({"w": huge}, 0)
+
+
+@pytest.mark.parametrize("dtype", ["U8", "F16", "F32", "F64"])
+@pytest.mark.parametrize("num_changed", [1, 499, 500, 999])
+def test_old_bits_of_every_width_come_back_from_a_file(tmp_path, dtype, num_changed):
+    kind, rng = DTYPES[dtype], np.random.default_rng(0)
+    bits = np.frombuffer(rng.bytes(1000 * kind.itemsize), kind.unsigned).copy()
+    weights = {"a": Tensor(kind, (1000,), bits)}
+    history, before = History(weights, 0, scratch=tmp_path), bits.copy()
+    bits[rng.choice(1000, num_changed, replace=False)] ^= 3
+    staged = history.stage(1, weights, SERIAL)
+    (change,) = staged.changes.values()
+    assert (change.num_changed, staged.num_changed) == (num_changed, {"a": num_changed})
+    assert isinstance(change.positions, slice) == (num_changed >= 500), "of half and more, all old bits"
+    after = bits.copy()
+    bits[:] = np.frombuffer(rng.bytes(bits.nbytes), kind.unsigned)
+    history.stage(2, weights, SERIAL)
+    for version in (1, 2):
+        history.pack(version, SERIAL)
+        record = history._records[version]
+        assert sum(stream.num_bytes for stream in record._streams.values()) <= bits.nbytes
+        check(history, {0: {"a": before}, 1: {"a": after}, 2: {"a": bits}})
+    assert history._records[1].num_changed == {"a": num_changed}
+
+
+def test_old_bits_are_kept_where_there_is_room_for_them(tmp_path):
+    weights = make_weights()
+    history = History(weights, 0, scratch=tmp_path / "missing")
+    step(weights, np.random.default_rng(0))
+    history.stage(1, weights, SERIAL)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        history.pack(1, SERIAL)
+
+
+def test_what_is_fixed_is_not_compared():
+    weights = make_weights()
+    history, before = History(weights, 0), copy_of(weights)
+    step(weights, np.random.default_rng(0))
+    history.stage(1, weights, SERIAL, fixed=["embed", "scale"])
+    assert history.changed_since(0, 1).keys() == {"layer.weight", "norm"}
+    check(history, {0: before, 1: {**copy_of(weights), "embed": before["embed"], "scale": before["scale"]}})
+    assert (history.num_elements, history.num_elements_of("norm")) == (300 * 64 + 64 * 64 + 64 + 1, 64)
+    assert history.prepared(0, 1) == {}
+    assert history.tied == {}
+
+
+def test_chunks_that_were_read_last_are_kept(small_chunks):
+    """Two of them: encoding goes through the old and the new bits side by side, tile by tile."""
+    weights = make_weights()
+    history = History(weights, 0)
+    bits = history.at("embed", 0)
+    made, make = [], bits._make
+    bits._make = lambda index: made.append(index) or make(index)
+    for start in (0, 100, 1000, 500, 2000, 1500, 500):
+        assert np.array_equal(bits[start : start + 100], weights["embed"].bits[start : start + 100])
+    assert made == [0, 1, 2, 0]
+    assert len(bits._kept) == 2
+
+
+def test_a_version_is_undone_only_from_itself_on():
+    weights = {"a": Tensor(BF16, (10,), np.zeros(10, np.uint16))}
+    history = History(weights, 4, tied={"b": "a"})
+    assert (history.oldest, history.version, history.tied) == (4, 4, {"b": "a"})
+    for version in (5, 6, 7):
+        weights["a"].bits[:] = version
+        history.stage(version, weights, SERIAL)
+    history.pack(5, SERIAL)
+    history.roll_back(6)
+    assert history.version == 5
+    check(history, {4: {"a": np.zeros(10)}, 5: {"a": np.full(10, 5)}})
+    history.forget(3)
+    assert history.oldest == 4
+    history.forget(5)
+    assert (history.oldest, history.changed_since(4, 5)) == (5, {})
 
 
 def test_what_is_forgotten_is_gone():

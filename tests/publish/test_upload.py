@@ -2,15 +2,38 @@
 
 import json
 import os
+from hashlib import sha256
 
 import numpy as np
 import pytest
 
-from deltawire import Delta, Publisher, open_store
-from deltawire.errors import SnapshotMismatch
+from deltawire import Checkpoint, Delta, Publisher, digest, open_store
+from deltawire.errors import ObjectMissing, SnapshotMismatch
+from deltawire.publish import upload
+from deltawire.publish.history import History, Prepared
 from deltawire.publish.recheck import _mismatch
-from deltawire.publish.upload import is_worth_sending
-from support.chains import fresh_url
+from deltawire.publish.upload import (
+    MOST_FILES,
+    advanced,
+    anchor_folder,
+    box_digests,
+    check_count,
+    check_files,
+    delta_names,
+    encode_changes,
+    encode_delta,
+    is_worth_sending,
+    put_anchor,
+    put_delta,
+    put_files,
+    whole_digest,
+)
+from deltawire.run.keys import read_object_key
+from deltawire.run.manifest import MOST_OBJECTS
+from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.weights import Tensor, Viewed
+from deltawire.workers import SERIAL
+from support.chains import copy_of, fresh_url, make_weights, step
 from support.waiting import PATIENCE
 
 LIMIT = 64 << 20
@@ -66,7 +89,168 @@ def test_what_headers_say():
     data = store.get(anchor.key)
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     assert metadata["format"] == "pt"
+    assert (metadata["deltawire.run"], metadata["deltawire.version"]) == ("r", "0")
+    assert metadata["deltawire.digest"] == str(run.manifest(0).digest)
     assert metadata["deltawire.total"] == "8"
     deltas = [Delta.from_bytes(store.get(run.manifest(version).hop.objects[0].key)) for version in (1, 2)]
     assert [delta.info.tied for delta in deltas] == [{}, {"head": "embed"}]
     assert [delta.info.num_elements for delta in deltas] == [8, 8]
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    return file
+
+
+def test_extra_files_that_an_anchor_can_hold(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(upload, "MOST_FILES", 2)
+    other, third = tmp_path / "b.txt", tmp_path / "c.txt"
+    other.touch()
+    third.touch()
+    assert check_files([str(config), other]) == [config, other]
+    assert check_files([]) == []
+    with pytest.raises(ValueError, match=r"^3 extra files are too many: list at most 2$"):
+        check_files([config, other, third])
+
+
+def test_extra_files_that_an_anchor_cannot_hold(config, tmp_path):
+    for name in ("a b.txt", "deltawire.json", "model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).touch()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    missing = tmp_path / "missing"
+    letters = "a name has ASCII letters, digits, '_', '.', '+' and '-', and is not deltawire.json"
+    own = "cannot be uploaded: an anchor has files of that name itself; leave it out of files="
+    for files, kind, message in (
+        (config, TypeError, f"files is a list of paths, not one: ['{config}']"),
+        (str(config), TypeError, f"files is a list of paths, not one: ['{config}']"),
+        ([config, missing], ObjectMissing, f"{missing}, to upload beside the weights, does not exist: check files="),
+        ([folder], ValueError,
+         f"{folder} is not a file, so it cannot be uploaded with the weights: list files one by one"),
+        ([tmp_path / "a b.txt"], ValueError, f"{tmp_path / 'a b.txt'} cannot be uploaded, rename it: {letters}"),
+        ([tmp_path / "deltawire.json"], ValueError,
+         f"{tmp_path / 'deltawire.json'} cannot be uploaded, rename it: {letters}"),
+        ([tmp_path / "model.safetensors"], ValueError, f"{tmp_path / 'model.safetensors'} {own}"),
+        ([tmp_path / "model.safetensors.index.json"], ValueError,
+         f"{tmp_path / 'model.safetensors.index.json'} {own}"),
+        ([config, folder / "config.json"], ValueError,
+         "two files are called config.json, and an anchor is one folder: rename one"),
+    ):  # fmt: skip
+        with pytest.raises(kind) as caught:
+            check_files(files)
+        assert getattr(caught.value, "message", str(caught.value)) == message
+        if kind is ObjectMissing:
+            assert caught.value.fields == {"path": str(missing)}
+
+
+def test_keys_are_never_used_twice():
+    assert len({anchor_folder(7) for _ in range(9)}) == len({delta_names(7, 3, 1)[0] for _ in range(9)}) == 9
+    assert read_object_key(anchor_folder(7) + "model.safetensors")[:2] == (7, None)
+    names = delta_names(7, 3, 2)
+    assert [read_object_key(f"deltas/{name}")[:2] for name in names] == [(7, 3), (7, 3)]
+    assert names[0].removesuffix("-00001-of-00002.safetensors") == names[1].removesuffix("-00002-of-00002.safetensors")
+    for make in (anchor_folder, lambda version: delta_names(version, 0, 1)):
+        with pytest.raises(ValueError, match="version 100000000 cannot be written"):
+            make(100_000_000)
+    most = MOST_OBJECTS - MOST_FILES
+    assert check_count(most) == len(delta_names(1, 0, most)) == most
+    for count in (check_count, lambda number: delta_names(1, 0, number)):
+        with pytest.raises(ValueError, match=rf"^{most + 1} files are more than a manifest holds: choose a larger max"):
+            count(most + 1)
+
+
+@pytest.fixture
+def staged():
+    """A history of two versions, with ties; the weights of both."""
+    weights = make_weights()
+    history = History(weights, 0, tied={"head": "embed", "tail": "scale"})
+    states = [copy_of(weights)]
+    step(weights, np.random.default_rng(0))
+    weights["scale"].bits[:] = states[0]["scale"]
+    history.stage(1, weights, SERIAL)
+    return history, [*states, copy_of(weights)]
+
+
+def test_digests_move_with_the_changes(staged):
+    history, _ = staged
+    before, after = (box_digests(history, version, SERIAL) for version in (0, 1))
+    entries, gains = encode_changes(history, 0, 1, ["coo", "gap"], SERIAL)
+    assert [entry.name for entry in entries] == list(gains) == ["embed", "layer.weight", "norm"]
+    assert {entry.encoding for entry in entries} <= {"coo", "gap"}
+    assert advanced(before, gains) == after
+    assert advanced(before, {}) == before
+    weights = {name: Tensor(*spec, history.at(name, 1)[:]) for name, spec in history.specs.items()}
+    assert whole_digest(history, after) == digest(weights)
+    info, entries, _ = encode_delta(history, WeightVersion("r", 0, Digest(5, 6)), 1, ["gap"], SERIAL)
+    assert (info.run, info.base_version, info.version, info.base_digest) == ("r", 0, 1, Digest(5, 6))
+    assert info.digest == Digest(5, 6) + sum(gains.values(), Digest())
+    assert info.num_changed == sum(entry.num_changed for entry in entries) > 0
+    assert (info.num_elements, info.tied) == (history.num_elements, {"head": "embed"})
+    nothing = encode_delta(history, WeightVersion("r", 1, Digest(5, 6)), 1, ["gap"], SERIAL)
+    assert (nothing[0].num_changed, nothing[1:]) == (0, ([], {}))
+
+
+def test_what_is_encoded_already_is_taken_as_it_is(staged):
+    """A history on a device encodes there."""
+    history, _ = staged
+    entries, gains = encode_changes(history, 0, 1, ["gap"], SERIAL)
+    (norm,) = [entry for entry in entries if entry.name == "norm"]
+    asked = []
+
+    def prepared(base, version):
+        asked.append((base, version))
+        return {"norm": Prepared(norm.encoded, Digest(7, 8))}
+
+    history.prepared = prepared
+    again, gained = encode_changes(history, 0, 1, ["gap"], SERIAL)
+    assert asked == [(0, 1)]
+    assert gained == {**gains, "norm": Digest(7, 8)}
+    found = again[[entry.name for entry in again].index("norm")]
+    assert (found.name, found.dtype, found.box, found.encoding) == (norm.name, norm.dtype, norm.box, norm.encoding)
+    assert found.arrays is norm.arrays
+
+
+def test_a_delta_in_several_files(staged):
+    history, _ = staged
+    info, entries, _ = encode_delta(history, WeightVersion("r", 0, Digest(5, 6)), 1, ["gap", "coo"], SERIAL)
+    store = open_store(fresh_url())
+    hop = put_delta(store, info, entries, 1)
+    assert (hop.version, hop.base, hop.digest, hop.base_digest) == (1, 0, info.digest, info.base_digest)
+    assert (hop.num_changed, sum(hop.encodings.values())) == (info.num_changed, 3)
+    assert list(hop.encodings) == sorted(hop.encodings)
+    assert len(hop.objects) == 3
+    for each, entry in zip(hop.objects, entries, strict=True):
+        data = store.get(each.key)
+        assert (each.key, each.num_bytes, each.sha256) == (f"deltas/{each.file}", len(data), sha256(data).hexdigest())
+        assert f'"{entry.name}.'.encode() in data
+    assert len(put_delta(store, info, entries, 1 << 30).objects) == 1
+
+
+def test_an_anchor_in_several_files(staged, config, tmp_path):
+    history, states = staged
+    store = open_store(tmp_path / "store")
+    extra = put_files(store, 1, [config])
+    assert [(each.file, each.num_bytes) for each in extra] == [("config.json", 2)]
+    assert store.get(extra[0].key) == b"{}"
+    for version, max_file_bytes, num_files in ((0, 1 << 30, 2), (1, 10_000, 4)):
+        state = whole_digest(history, box_digests(history, version, SERIAL))
+        hop = put_anchor(store, "r", history, version, state, extra, max_file_bytes)
+        assert (hop.version, hop.base, hop.digest, hop.base_digest) == (version, None, state, None)
+        assert (hop.num_changed, hop.encodings) == (history.num_elements, {"dense": 4})
+        assert len(hop.objects) == num_files
+        assert hop.objects[-1] == extra[0]
+        assert len({each.key.rpartition("/")[0] for each in hop.objects[:-1]}) == 1
+        folder = tmp_path / "store" / hop.objects[0].key.rpartition("/")[0]
+        anchor = Checkpoint(folder)
+        assert digest(anchor) == state
+        assert all(np.array_equal(Viewed(anchor)[name].bits, states[version][name]) for name in states[version])
+
+
+def test_an_anchor_of_more_files_than_a_manifest_lists(monkeypatch):
+    monkeypatch.setattr(upload, "MOST_OBJECTS", MOST_FILES + 3)
+    history = History(make_weights(), 0)
+    with pytest.raises(ValueError, match="4 files are more than a manifest holds: choose a larger max_file_bytes"):
+        put_anchor(open_store(fresh_url()), "r", history, 0, Digest(), (), 1)

@@ -3,6 +3,8 @@
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import pytest
+
 # Others may need the cores, too.
 PATIENCE_SECONDS = 120
 FLAGS = [
@@ -11,6 +13,11 @@ FLAGS = [
 ]  # fmt: skip
 WIDTHS = (360, 1440)
 THEMES = ("light", "dark")
+# Each width and each theme; and the other pairs of them.
+LOOKS = [
+    *zip(WIDTHS, THEMES, strict=True),
+    *(pytest.param(*look, marks=pytest.mark.slow) for look in zip(WIDTHS, reversed(THEMES), strict=True)),
+]
 
 
 def serious_problems(page):

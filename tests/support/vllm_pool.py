@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+from support.vllm_nursery import Nursery
 from support.vllm_server import EXTENSION, Vllm, make_model, save_model
 
 
@@ -13,6 +14,8 @@ class Pool:
 
     def __init__(self, folder):
         self._folder, self._servers = folder, {}
+        # Also for the servers that a test has for itself.
+        self.nursery = Nursery()
 
     @contextmanager
     def server(self, kind="dense", *, tied=False, tp=1, extension=EXTENSION):
@@ -32,10 +35,11 @@ class Pool:
         base = self._folder / f"{kind}-{tied}"
         if not base.exists():
             save_model(make_model(kind, tied=tied), base)
-        server = Vllm(base, tp=tp, extension=extension, log=self._folder / "log")
+        server = Vllm(base, tp=tp, extension=extension, log=self._folder / "log", nursery=self.nursery)
         self._servers[kind, tied, tp, extension] = server
         server.wait()
 
     def close(self):
         for server in self._servers.values():
             server.close()
+        self.nursery.close()

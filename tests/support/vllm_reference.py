@@ -1,11 +1,7 @@
-"""What a vLLM server must hold and say, found without deltawire: fused tensors by hand, answers by a fresh vLLM."""
+"""What a vLLM server must hold, found without deltawire: fused tensors by hand."""
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
-from contextlib import contextmanager
 
 import torch
 
@@ -69,37 +65,3 @@ def fused(weights, tp, rank):
         elif "norm" in last or last == "gate":
             result[name] = value
     return result
-
-
-class Fresh:
-    """Asks a fresh vLLM, without tensor parallelism, what it answers with the weights of a checkpoint."""
-
-    def __init__(self, log):
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        self._process = subprocess.Popen(
-            [sys.executable, ROOT / "tests/support/fresh_vllm.py"], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-
-    def ask(self, model, prompts, num_tokens=8):
-        print(json.dumps({"model": str(model), "prompts": prompts, "num_tokens": num_tokens}),
-              file=self._process.stdin, flush=True)  # fmt: skip
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM ended with {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-
-
-@contextmanager
-def fresh_vllm(log):
-    with open(log, "ab") as opened:
-        fresh = Fresh(opened)
-        try:
-            yield fresh
-        finally:
-            fresh.close()

@@ -83,7 +83,7 @@ class Trainer:
 class Vllm:
     """A server that is running."""
 
-    def __init__(self, model, *, tp=1, environment=None, arguments=(), extension=EXTENSION, log=None):
+    def __init__(self, model, *, tp=1, environment=None, arguments=(), extension=EXTENSION, log=None, nursery=None):
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
@@ -97,12 +97,19 @@ class Vllm:
         if extension:
             self._command += ["--worker-extension-cls", extension]
         own = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        if nursery and tp == 1:
+            # The worker in the engine's process, as on a GPU: between processes both spin while they wait.
+            own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._log = open(log, "ab") if log else subprocess.DEVNULL  # noqa: SIM115
         self._environment = {**os.environ, **own, **(environment or {})}
+        self._nursery = nursery
         self.start()
 
     def start(self):
         """Also again, after a kill: with the weights that it had at first."""
+        if self._nursery:
+            self._process = self._nursery.start(self._command[1:], self._environment, self._log)
+            return
         self._process = subprocess.Popen(
             self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -160,7 +167,7 @@ class Vllm:
             self._process.terminate()
             try:
                 self._process.wait(30)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, TimeoutError):
                 self.kill()
         if self._log is not subprocess.DEVNULL:
             self._log.close()

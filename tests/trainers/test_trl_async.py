@@ -33,13 +33,14 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(policy, tmp_path_factory):
+def server(policy, tmp_path_factory, vllm_pool):
     # TRL seeds its requests, and on the CPU vLLM 0.32 ends when it computes a seeded prompt in parts.
     more = [
         "--served-model-name", str(policy), "--logprobs-mode", "processed_logprobs", "--no-enable-chunked-prefill",
         "--max-model-len", "4096", "--max-num-batched-tokens", "8192", "--max-num-seqs", "16",
     ]  # fmt: skip
-    with serving(policy, arguments=more, log=tmp_path_factory.mktemp("vllm") / "log") as running:
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with serving(policy, arguments=more, log=log, nursery=vllm_pool.nursery) as running:
         yield running
 
 

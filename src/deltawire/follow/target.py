@@ -200,8 +200,9 @@ def _places(weights: Weights) -> dict[str, Place | None]:
 
 
 def _advice(expected: str, actual: str) -> str:
+    is_integer = actual.startswith(("I", "U"))
     same_size = dtype_named(expected).itemsize == dtype_named(actual).itemsize
-    return f': pass dtype="{expected}" if these integers are its bits' if actual[0] in "IU" and same_size else ""
+    return f': pass dtype="{expected}" if these integers are its bits' if is_integer and same_size else ""
 
 
 def new_tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
@@ -213,8 +214,6 @@ def new_tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
     known_as = next(alias for alias, own in ALIASES.items() if own == dtype.name)
     plain = _plain(name, dtype, shape)
     if torch is not None:
-        kind = getattr(torch, known_as)
-        bits = torch.from_numpy(plain.bits.view(np.uint8))
-        return bits.view(kind).view(shape) if len(bits) else torch.empty(shape, dtype=kind)
+        return torch.from_numpy(plain.bits.view(np.uint8)).view(getattr(torch, known_as)).view(shape)
     own_kind = getattr(np, known_as, None) or getattr(ml_dtypes, known_as, None)
     return plain if own_kind is None else plain.bits.view(own_kind).reshape(shape)

@@ -17,7 +17,7 @@ DTypeChoice = Any
 # The dtype (its safetensors name) and the shape of a tensor.
 TensorSpec = tuple[str, tuple[int, ...]]
 
-# Device, address, shape, strides and dtype.
+# Address, shape, strides, dtype and what else tells two tensors apart.
 Place = tuple[Any, ...]
 
 
@@ -39,17 +39,17 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if is_torch(value):
-        array, own = _torch_bits(name, value)
+        array = _torch_bits(name, value)
     elif isinstance(value, (np.ndarray, np.generic)):
         try:
             native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-            array, own = np.ascontiguousarray(native), value.dtype.name
+            array = np.ascontiguousarray(native)
         except MemoryError:
             raise no_room(f"a contiguous copy of {name}", value.nbytes) from None
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-    kind = dtype_named(own if stated is None else stated)
+    kind = dtype_named(value.dtype if stated is None else stated)
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
             f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}"
@@ -139,13 +139,13 @@ def place(value: Any) -> Place | None:
         where = place(value.bits)
         return None if where is None else (*where, value.dtype.name, value.shape)
     if hasattr(value, "to_local"):
-        return ("DTensor", id(value))  # a rank may hold no part of it; if tied, it is one object under two names
+        return (id(value),)  # a rank may hold no part of it; if tied, it is one object under two names
     if is_torch(value):
         if not value.numel() or value.is_meta or str(value.layout) != "torch.strided":
             return None
         return (str(value.device), value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
     if isinstance(value, np.ndarray) and value.size:
-        return ("cpu", value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+        return (value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
     return None
 
 
@@ -170,7 +170,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     if isinstance(value, Tensor):
         value.bits[positions] = bits
         return
-    if is_torch(value) and value.device.type != "cpu":
+    if is_torch(value) and value.device.type != "cpu":  # pragma: no mutate block
         import torch
 
         flat = value.detach().view(-1).view(_torch_integer(value.element_size()))
@@ -178,7 +178,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
         flat[where] = fresh
         return
-    array = _torch_bits("", value)[0] if is_torch(value) else value
+    array = torch_view(value.detach().view(-1)) if is_torch(value) else value
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 
@@ -235,6 +235,8 @@ def check_writable(name: str, value: Any) -> None:
     if not contiguous:
         raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
     if is_torch(value):
+        if value.is_neg():
+            raise ValueError(f"{name} is the negative of another tensor's memory; pass a copy, with resolve_neg()")
         return
     if not value.flags.writeable:
         raise ValueError(f"{name} is read-only; pass an array that can be changed")
@@ -253,12 +255,11 @@ def _torch_integer(itemsize: int) -> Any:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
 
-def _torch_bits(name: str, value: Any) -> tuple[np.ndarray[Any, Any], str]:
+def _torch_bits(name: str, value: Any) -> Bits:
     if hasattr(value, "to_local"):
         raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
     check_plain(name, value)
-    flat = value.detach().resolve_neg().contiguous().view(-1)
-    return torch_view(flat), str(value.dtype).removeprefix("torch.")
+    return torch_view(value.detach().resolve_neg().contiguous().view(-1))
 
 
 def check_plain(name: str, value: Any) -> None:
@@ -279,7 +280,7 @@ def check_plain(name: str, value: Any) -> None:
 def torch_view(flat: Any) -> Bits:
     """The bits of a flat tensor, without a copy if it is in host memory."""
     signed = flat.view(_torch_integer(flat.element_size()))
-    if signed.is_cuda:
+    if signed.is_cuda:  # pragma: no mutate block
         import torch
 
         # Into page-locked memory, which torch caches for the next call.

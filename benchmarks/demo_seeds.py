@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> dict:
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     summary = {key: value for key, value in json.loads(ended.stdout).items() if key not in LEFT_OUT}
-    summary["verify"] = summary["verify"]["told"]
+    summary["verify"] = summary["verify"]["report"]
     for found in summary["evaluations"].values():
         for each in found:
             del each["samples"]

@@ -35,15 +35,19 @@ asks; nothing is kept in between.
 ```python
 import numpy as np
 
+from prometheus_client import start_http_server
+
 from deltawire import Publisher, Replica
-from deltawire.metrics import registry, serve_metrics
+from deltawire.metrics import registry
 
 weights = {{"layer.weight": np.zeros((64, 64), np.float32)}}
 with Publisher("memory:metrics", weights) as publisher, Replica("memory:metrics", {{}}, name="gpu-0") as replica:
     publisher.publish().wait()
     replica.pull()
-    with serve_metrics(registry(publisher, replica), port=0) as server:
-        print(f"http://127.0.0.1:{{server.port}}/metrics")
+    server, _ = start_http_server(0, addr="127.0.0.1", registry=registry(publisher, replica))  # 0: a free port
+    print(f"http://127.0.0.1:{{server.server_port}}/metrics")
+    server.shutdown()
+    server.server_close()
 ```
 
 That needs `pip install 'deltawire[metrics]'`. Each metric has the label `run`, those of replicas also `replica`.

@@ -1,7 +1,6 @@
 """Metrics for Prometheus: the same numbers, well named, and nothing global."""
 
 import sys
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import MissingDependency
-from deltawire.metrics import COUNTERS, HELP, registry, serve_metrics
+from deltawire.metrics import COUNTERS, HELP, registry
 
 
 def scrape(found):
@@ -106,15 +105,6 @@ def test_the_global_registry_is_untouched(run):
     registry(run[0])
     assert list(REGISTRY._collector_to_names) == before
     assert b"deltawire" not in generate_latest(REGISTRY)
-
-
-def test_serve_until_closed(run):
-    with serve_metrics(registry(run[0]), 0) as server:
-        url = f"http://127.0.0.1:{server.port}/metrics"
-        with urlopen(url, timeout=60) as answer:
-            assert b'deltawire_publish_version{run="first"} 1.0' in answer.read()
-    with pytest.raises(OSError, match="refused"):
-        urlopen(url, timeout=60)
 
 
 def test_missing_package(run, monkeypatch):

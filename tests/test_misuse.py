@@ -152,7 +152,7 @@ def test_other_arguments_of_the_wrong_kind(tmp_path):
         Publisher(fresh_url(), weights(), run=5)
     with pytest.raises(TypeError, match="files is a list"):
         Publisher(fresh_url(), weights(), files="config.json")
-    with pytest.raises(ObjectMissing, match="beside the weights"):
+    with pytest.raises(ObjectMissing, match="with the weights"):
         Publisher(fresh_url(), weights(), files=[tmp_path / "config.json"])
     with pytest.raises(ValueError, match="queue_size is 0 or more"):
         Publisher(fresh_url(), weights(), queue_size="1")

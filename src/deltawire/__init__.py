@@ -12,17 +12,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltawire.errors import DeltawireError
-    from deltawire.follow.replica import Pull, Replica
-    from deltawire.format.checkpoint import Checkpoint, save_anchor
-    from deltawire.format.delta import Delta, apply, diff
-    from deltawire.format.patches import Patch
-    from deltawire.publish.publication import Publication
-    from deltawire.publish.publisher import Publisher
-    from deltawire.publish.sharded.publisher import ShardedPublisher
-    from deltawire.store import open_store
-    from deltawire.tensors.boxes import Box
-    from deltawire.tensors.digest import Digest, digest
+    from deltawire.errors import DeltawireError as DeltawireError
+    from deltawire.follow.replica import Pull as Pull
+    from deltawire.follow.replica import Replica as Replica
+    from deltawire.format.checkpoint import Checkpoint as Checkpoint
+    from deltawire.format.checkpoint import save_anchor as save_anchor
+    from deltawire.format.delta import Delta as Delta
+    from deltawire.format.delta import apply as apply
+    from deltawire.format.delta import diff as diff
+    from deltawire.format.patches import Patch as Patch
+    from deltawire.publish.publication import Publication as Publication
+    from deltawire.publish.publisher import Publisher as Publisher
+    from deltawire.publish.sharded.publisher import ShardedPublisher as ShardedPublisher
+    from deltawire.store import open_store as open_store
+    from deltawire.tensors.boxes import Box as Box
+    from deltawire.tensors.digest import Digest as Digest
+    from deltawire.tensors.digest import digest as digest
 
 __version__ = "0.1.0"
 
@@ -45,25 +50,7 @@ _HOMES = {
     "save_anchor": "format.checkpoint",
 }
 
-__all__ = [
-    "Box",
-    "Checkpoint",
-    "Delta",
-    "DeltawireError",
-    "Digest",
-    "Patch",
-    "Publication",
-    "Publisher",
-    "Pull",
-    "Replica",
-    "ShardedPublisher",
-    "__version__",
-    "apply",
-    "diff",
-    "digest",
-    "open_store",
-    "save_anchor",
-]
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -47,38 +47,17 @@ def registry(*parts: BasePublisher | Replica) -> "CollectorRegistry":
 
     Each has the label `run` (empty while a replica has not found its run), those of replicas also `replica`.
     """
-    client = _client()
+    try:
+        from prometheus_client import CollectorRegistry
+    except ImportError:
+        raise MissingDependency("metrics need a package: pip install 'deltawire[metrics]'") from None
     labels = [_labels(part) for part in parts]
     for i, each in enumerate(labels):
         if each in labels[:i]:
             raise ValueError(f"two parts would have the same labels, {each}: give replicas different names")
-    found: CollectorRegistry = client.CollectorRegistry()
+    found = CollectorRegistry()
     found.register(_Collector(parts))
     return found
-
-
-def serve_metrics(registry: "CollectorRegistry", port: int, host: str = "127.0.0.1") -> "MetricsServer":
-    """Serve metrics over HTTP in a thread until the result is closed. Port 0 takes a free one."""
-    return MetricsServer(*_client().start_http_server(port, addr=host, registry=registry))
-
-
-class MetricsServer:
-    """A running server of metrics."""
-
-    def __init__(self, server: Any, thread: Any) -> None:
-        self._server, self._thread = server, thread
-        self.port: int = server.server_port
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def __enter__(self) -> "MetricsServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Collector:
@@ -109,11 +88,3 @@ def _labels(part: BasePublisher | Replica) -> dict[str, str]:
     except DeltawireError:
         run = ""
     return {"run": run, "replica": part.name} if isinstance(part, Replica) else {"run": run}
-
-
-def _client() -> Any:
-    try:
-        import prometheus_client
-    except ImportError:
-        raise MissingDependency("metrics need a package: pip install 'deltawire[metrics]'") from None
-    return prometheus_client

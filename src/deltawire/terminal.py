@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,9 @@ from deltawire.redact import redacted
 
 # Click itself exits with 2 where the usage is wrong.
 FAILURE, MISMATCH = 1, 3
+
+# Where a command keeps its --format and --quiet, in click's context.
+FORMAT, QUIET = "deltawire.format", "deltawire.quiet"
 
 Hints = list[tuple[type[errors.DeltawireError], str]]
 
@@ -129,18 +133,33 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo("\n".join(map(plain, text.split("\n"))), err=err)
 
 
-def show(data: dict[str, Any], text: Callable[[], str], output_format: str) -> None:
+def wants_json() -> bool:
+    """Whether the command that runs was given --format json."""
+    return click.get_current_context().meta.get(FORMAT) == "json"
+
+
+def is_quiet() -> bool:
+    """Whether the command that runs was given --quiet."""
+    return bool(click.get_current_context().meta.get(QUIET))
+
+
+def is_live() -> bool:
+    """Whether the command that runs may redraw its output in place."""
+    return sys.stdout.isatty() and not wants_json() and not is_quiet()
+
+
+def show(data: dict[str, Any], text: Callable[[], str]) -> None:
     """Print data as JSON, or as text for people."""
-    if output_format == "json":
+    if wants_json():
         click.echo(json.dumps(data, indent=2))
     else:
         say(text())
 
 
 @contextmanager
-def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+def progress_bar(label: str, total: int) -> Iterator[Callable[[str, int], None]]:
     """A bar over elements on stderr; nothing where that is not a terminal."""
-    if quiet or not sys.stderr.isatty():
+    if is_quiet() or not sys.stderr.isatty():
         yield lambda _name, _count: None
         return
     with click.progressbar(
@@ -152,8 +171,8 @@ def progress_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[str,
 class ByteBar:
     """A line on stderr that shows how many bytes have moved, and how fast; nothing where that is not a terminal."""
 
-    def __init__(self, label: str, quiet: bool, after: str = "") -> None:
-        self._label, self._after, self._shows = label, after, not quiet and sys.stderr.isatty()
+    def __init__(self, label: str, after: str = "") -> None:
+        self._label, self._after, self._shows = label, after, not is_quiet() and sys.stderr.isatty()
         self._started = time.monotonic()
         self._drawn = 0.0
         self._first: int | None = None
@@ -188,6 +207,17 @@ def _bytes_text(done: int, total: int | None) -> str:
         return size_text(done)
     filled = int(24 * min(done / total, 1))
     return f"[{'#' * filled}{'-' * (24 - filled)}]  {size_text(done)} of {size_text(total)}"
+
+
+@contextmanager
+def handling_signals(handler: Callable[..., object]) -> Iterator[None]:
+    """Handle SIGTERM, and SIGINT, which shells ignore for background jobs, for the duration of a block."""
+    before = {each: signal.signal(each, handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, previous in before.items():
+            signal.signal(each, previous)
 
 
 class Drawing:

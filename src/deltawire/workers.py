@@ -52,10 +52,7 @@ class Workers:
         return results
 
     def spread(
-        self,
-        items: Iterable[Item],
-        num_elements: Callable[[Item], int],
-        function: "Callable[[Item, Workers], Result]",
+        self, items: Iterable[Item], num_elements: Callable[[Item], int], function: "Callable[[Item, Workers], Result]"
     ) -> Iterator[tuple[Item, Result]]:
         """Yield items with their results, in order: small ones in parallel, each large one with all workers."""
         batch: list[Item] = []

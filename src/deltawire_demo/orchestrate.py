@@ -328,7 +328,7 @@ class Demo:
             report: Event = json.loads(ended.stdout)
         except ValueError:
             report = {"ok": False, "error": ended.stderr.strip()[-600:]}
-        return {"ok": ended.returncode == 0, "command": f"deltawire verify {self.store}", "told": report}
+        return {"ok": ended.returncode == 0, "command": f"deltawire verify {self.store}", "report": report}
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

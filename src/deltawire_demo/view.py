@@ -15,8 +15,8 @@ NUM_NOTES = 5
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def view_of(output_format: str, quiet: bool) -> "Silence | Lines | Screen":
-    if quiet or output_format == "json":
+def view_of(is_silent: bool) -> "Silence | Lines | Screen":
+    if is_silent:
         return Silence()
     return Screen() if sys.stdout.isatty() else Lines()
 

@@ -436,7 +436,7 @@ def test_a_run_with_kills_and_a_late_replica(tmp_path):
     # One that was committed when the trainer was killed may never have been reported.
     assert versions == sorted(set(versions)), "one chain, with nothing twice"
     assert summary["version"] == versions[-1]
-    assert summary["verify"]["told"]["ok"]
+    assert summary["verify"]["report"]["ok"]
     assert 0 < summary["density"] < 0.5
     games = [(which, each["temperature"], each["num_games"]) for which, found in summary["evaluations"].items()
              for each in found]  # fmt: skip

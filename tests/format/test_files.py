@@ -60,8 +60,8 @@ def test_anchor_is_an_ordinary_checkpoint(folders):
             assert tensor.view(torch.uint8).numpy().tobytes() == weights[name].tobytes() if tensor.dim() else True
     checkpoint = Checkpoint(folders / "old")
     assert same(checkpoint, weights)
-    assert (checkpoint.version, checkpoint.fact("run")) == (4, "r")
-    assert checkpoint.fact("digest") == str(deltawire.digest(weights))
+    assert (checkpoint.version, checkpoint.field("run")) == (4, "r")
+    assert checkpoint.field("digest") == str(deltawire.digest(weights))
     path = str(folders / "old")
     assert repr(checkpoint) == f"Checkpoint({path!r}, num_tensors={len(weights)}, version=4)"
 
@@ -143,7 +143,7 @@ def test_diff_and_apply_between_checkpoints(folders, encoding):
         rebuilt = Checkpoint(output)
         assert same(rebuilt, model(1))
         assert rebuilt.version == 5
-        assert rebuilt.fact("digest") == str(delta.digest)
+        assert rebuilt.field("digest") == str(delta.digest)
     assert (folders / "rebuilt" / "config.json").read_text() == "{}"
     assert set(Checkpoint(folders / "rebuilt").shards) == set(old.shards)
 

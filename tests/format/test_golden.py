@@ -35,7 +35,7 @@ def test_golden_deltas_lead_to_the_golden_weights(name):
     assert all(rebuilt[tensor].tobytes() == new[tensor].bits.tobytes() for tensor in new)
     assert (delta.run, delta.base_version, delta.version) == ("golden", 41, 42)
     assert delta.tied == {"lm_head.weight": "recorded"}
-    assert str(delta.digest) == new.fact("digest") == "6d287dcd15793b65f07c8e0855cfd6d5"
+    assert str(delta.digest) == new.field("digest") == "6d287dcd15793b65f07c8e0855cfd6d5"
 
 
 @pytest.mark.parametrize("name", NAMES)

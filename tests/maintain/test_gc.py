@@ -1,5 +1,7 @@
 """gc and compact: nothing that anybody needs goes, and what a chain lacks is made."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from deltawire.maintain.gc import collect, plan_gc
 from deltawire.run.run import Run
 from deltawire.store import open_store
 from support.chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
+from support.many_versions import make_many
 from support.waiting import PATIENCE
 
 
@@ -224,3 +227,14 @@ def test_documents_that_cannot_be_read_stop_nothing_and_keep_what_they_may_name(
     found = plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
     assert {each.key for each in found.removals} == {each.key for each in whole.removals}
     assert not [each for each in found.removals if "/00000009" in each.key]
+
+
+def test_a_plan_for_more_versions_than_a_run_remembers(tmp_path):
+    """Threads read the documents, and forget the oldest at the same time."""
+    url = make_many(f"memory:{tmp_path}", 600)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert plan_gc(Run(url)).num_kept > 1000
+    finally:
+        sys.setswitchinterval(before)

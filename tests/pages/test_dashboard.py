@@ -60,7 +60,7 @@ def test_anatomy_is_what_inspect_says(tmp_path):
     }
     for name in told["steps"]:
         assert told["steps"][name] == sum(row["steps"][name] for row in rows if row["steps"])
-    assert sum(told["steps"].values()) + told["steps_untold"] == told["changed"]
+    assert sum(told["steps"].values()) + told["steps_unknown"] == told["changed"]
     assert told["payload_bytes"] + told["header_bytes"] == told["bytes"] == stored.num_bytes
     asked = len([key for _, key in store.calls if key == stored.key])
     anatomies.of(4)

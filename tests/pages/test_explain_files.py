@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from generate import read
 
 from deltawire.cli import main
-from deltawire.pages.explain import PAGE, content_policy, files, serve, single_file, url_of
+from deltawire.pages.explain import PAGE, content_policy, serve, single_file, url_of
 from support import ROOT
 
 FILE = ROOT / "src/deltawire/pages/static/explain/recorded.json"
@@ -50,7 +50,6 @@ def test_bits_by_class_add_up_to_the_stream():
 
 
 def test_the_page_is_in_the_package():
-    assert {"/explain/", "/explain/index.html", "/explain/recorded.json", "/base.css"} <= set(files())
     imports = json.loads(re.search(r'"importmap">(.*?)</script>', PAGE.read_text(), re.DOTALL)[1])["imports"]
     assert sorted(imports.values()) == sorted(f"./{path.name}" for path in PAGE.parent.glob("*.js"))
     assert all(len(path.read_text().splitlines()) <= 300 for path in PAGE.parent.iterdir() if path.suffix != ".json")
@@ -76,7 +75,11 @@ def check_server(url):
     assert policy == content_policy(PAGE.read_text())
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
-    for path in ("explain/../../explain.py", "explain.py", "explain/%2e%2e/base.css", "explain/nothing.js"):
+    for path, kind in (("base.css", "text/css"), ("explain/recorded.json", "application/json")):
+        with urllib.request.urlopen(root + path) as answer:
+            assert answer.headers["Content-Type"] == f"{kind}; charset=utf-8"
+            assert answer.read() == (PAGE.parent.parent / path).read_bytes()
+    for path in ("explain/../../explain.py", "explain/%2e%2e/%2e%2e/explain.py", "dashboard/", "explain/nothing.js"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(root + path)
 

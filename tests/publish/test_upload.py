@@ -130,7 +130,7 @@ def test_extra_files_that_an_anchor_cannot_hold(config, tmp_path):
     for files, kind, message in (
         (config, TypeError, f"files is a list of paths, not one: ['{config}']"),
         (str(config), TypeError, f"files is a list of paths, not one: ['{config}']"),
-        ([config, missing], ObjectMissing, f"{missing}, to upload beside the weights, does not exist: check files="),
+        ([config, missing], ObjectMissing, f"{missing}, to upload with the weights, does not exist: check files="),
         ([folder], ValueError,
          f"{folder} is not a file, so it cannot be uploaded with the weights: list files one by one"),
         ([tmp_path / "a b.txt"], ValueError, f"{tmp_path / 'a b.txt'} cannot be uploaded, rename it: {letters}"),

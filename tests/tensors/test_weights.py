@@ -12,7 +12,6 @@ from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import (
     Tensor,
     Viewed,
-    aliases_of,
     check_plain,
     check_writable,
     is_torch,
@@ -24,6 +23,7 @@ from deltawire.tensors.weights import (
     untied_name,
     view,
     writable,
+    writables,
     write,
 )
 
@@ -339,7 +339,14 @@ def test_ties_that_are_stated_are_taken():
     stated = Stated(a=np.zeros(2))
     assert tied_names(stated) == {"c": "a"}
     assert tied_names(stated) is not stated.tied
-    assert aliases_of({"b": "a", "c": "a", "e": "d"}) == {"a": ["b", "c"], "d": ["e"]}
+
+
+def test_tied_names_are_written_with_the_name_that_has_the_weights():
+    a, d = np.zeros(2), np.ones(3)
+    found = writables({"a": a, "b": a, "d": d, "c": a}, ["a", "d"], {"b": "a", "c": "a", "e": "d"})
+    assert list(found) == ["a", "d"]
+    assert [each is a for each in found["a"]] == [True, True, True]
+    assert [each is d for each in found["d"]] == [True]
 
 
 @pytest.mark.parametrize(("weights", "name"), [({"a": np.zeros(2), "b": 1}, "b"), ({"a": 1, "b": np.zeros(2)}, "a")])

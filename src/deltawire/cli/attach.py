@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import PATH, only_with, output_options
-from deltawire.cli.runs import allow_host_option, public_key_option, run_option
+from deltawire.cli import options
 from deltawire.cli.watch import Watch, view_of
 from deltawire.terminal import say, speaking_errors
 
@@ -35,34 +34,33 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @click.option("--engine", "kind", type=click.Choice(["vllm", "sglang"]), required=True, help="What serves the weights.")
 @click.option("--url", "address", metavar="URL", required=True, help="The server, such as http://127.0.0.1:8000.")
 @click.option("--from", "url", metavar="URL", required=True, help="The store that holds the run.")
-@click.option("--mirror", type=PATH, metavar="FOLDER|none", help="A folder for the mirror, the copy of the weights "
-              "that deltas are decoded against; it survives restarts. With none the server decodes against its own "
-              "weights.  [default: none if it can do that on a GPU, else host memory]")  # fmt: skip
-@click.option("--shared-folder", type=PATH, help="A folder that the server can read too, to hand changes over.  "
-              "[default: shared memory]")  # fmt: skip
+@click.option("--mirror", type=options.PATH, metavar="FOLDER|none", help="A folder for the mirror, the copy of the "
+              "weights that deltas are decoded against; it survives restarts. With none the server decodes against its "
+              "own weights.  [default: none if it can do that on a GPU, else host memory]")  # fmt: skip
+@click.option("--shared-folder", type=options.PATH, help="A folder that the server can read too, to hand changes over."
+              "  [default: shared memory]")  # fmt: skip
 @click.option("--mode", type=click.Choice(["patch", "disk"]),
               help="For sglang: write the changes in place, or let it load the mirror.  [default: patch]")  # fmt: skip
 @click.option("--running-requests", type=click.Choice(["recompute", "keep", "abort"]), default="recompute",
               show_default=True, help="What to do with running requests: recompute their context, keep it, or abort "
               "them.")  # fmt: skip
-@click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-              help="How often to look for a new version, in seconds.")  # fmt: skip
+@options.poll_option
 @click.option("--listen", type=AddressType(), help="Serve /health, /status, /metrics and /nudge here. A port alone "
               "is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
-@allow_host_option
-@click.option("--token-file", type=PATH,
+@options.allow_host_option
+@click.option("--token-file", type=options.PATH,
               help=f"A file with the bearer token that a nudge needs.  [default: ${TOKEN_VARIABLE}]")  # fmt: skip
 @click.option("--api-key-env", metavar="NAME", help="The environment variable with the server's API key.")
-@click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
-@run_option
-@public_key_option
-@click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
-@output_options
+@options.name_option
+@options.run_option
+@options.public_key_option
+@options.until_option
+@options.output_options
 def attach_command(
     kind: str, address: str, url: str, mirror: Path | None, shared_folder: Path | None, mode: str | None,
     running_requests: str, poll: float, listen: tuple[str, int] | None, allow_host: tuple[str, ...],
     token_file: Path | None, api_key_env: str | None, name: str | None, run_id: str | None, public_key: str | None,
-    until: int | None, output_format: str, quiet: bool,
+    until: int | None,
 ) -> None:  # fmt: skip
     """Keep an inference server at the newest version of a run.
 
@@ -71,44 +69,33 @@ def attach_command(
     a table is drawn in place; elsewhere each update prints a line, with --format json a JSON object.
     """
     from deltawire.engines.agent import Agent
-    from deltawire.run.run import Run
 
     if mode is not None and kind != "sglang":
         raise click.UsageError("--mode is for --engine sglang: leave it out")
     if mode == "disk" and mirror in (None, NO_MIRROR):
         raise click.UsageError("--mode disk needs --mirror: the server loads that folder")
-    only_with("--listen, which starts the HTTP", listen is not None, "allow_host", "token_file")
+    options.only_with("--listen, which starts the HTTP", listen is not None, "allow_host", "token_file")
     with speaking_errors(url):
         host, port = listen or ("127.0.0.1", None)
-        # A store that denies access is an error now. A run that does not exist yet is waited for.
-        run = Run(url, public_key=public_key, expected=run_id)
-        if not run.exists():
-            say(f"waiting for a run at {url}", err=True)
-        token, api_key = token_of(token_file), api_key_of(api_key_env)
+        run, token = options.awaited_run(url, public_key, run_id), token_of(token_file)
         engine = make_engine(
-            kind,
-            address,
-            mode=mode or "patch",
-            shared_folder=shared_folder,
-            running_requests=running_requests,
-            api_key=api_key,
-        )
+            kind, address, mode=mode or "patch", shared_folder=shared_folder, running_requests=running_requests,
+            api_key=api_key_of(api_key_env),
+        )  # fmt: skip
         with Agent(
             engine, run, mirror=False if mirror == NO_MIRROR else mirror, name=name, poll_seconds=poll, host=host,
             port=port, token=token, allowed_hosts=allow_host,
         ) as agent:  # fmt: skip
             if agent.port is not None:
                 say(f"listening on {f'[{host}]' if ':' in host else host}:{agent.port}", err=True)
-            Attached(agent, f"{engine.kind} at {engine.address}, from {url}", until, poll, output_format, quiet).run()
+            Attached(agent, f"{engine.kind} at {engine.address}, from {url}", until, poll).run()
 
 
 class Attached(Watch):
     """Runs an agent in a thread; the main thread draws and handles signals."""
 
-    def __init__(
-        self, agent: "Agent", title: str, until: int | None, poll_seconds: float, output_format: str, quiet: bool
-    ) -> None:
-        super().__init__(agent.replica, view_of(agent.replica, title, output_format, quiet), until, poll_seconds)
+    def __init__(self, agent: "Agent", title: str, until: int | None, poll_seconds: float) -> None:
+        super().__init__(agent.replica, view_of(agent.replica, title), until, poll_seconds)
         self._agent = agent
 
     def follow(self) -> None:
@@ -116,18 +103,14 @@ class Attached(Watch):
             self._agent.run(self.pulled)
 
 
-def make_engine(
-    kind: str, address: str, *, mode: str, shared_folder: Path | None, running_requests: str, api_key: str | None
-) -> "Engine":
+def make_engine(kind: str, address: str, *, mode: str, **settings: Any) -> "Engine":
     if kind == "sglang":
         from deltawire.engines.sglang.adapter import SglangEngine
 
-        return SglangEngine(
-            address, mode=mode, shared_folder=shared_folder, running_requests=running_requests, api_key=api_key
-        )
+        return SglangEngine(address, mode=mode, **settings)
     from deltawire.engines.vllm.adapter import VllmEngine
 
-    return VllmEngine(address, shared_folder=shared_folder, running_requests=running_requests, api_key=api_key)
+    return VllmEngine(address, **settings)
 
 
 def token_of(file: Path | None) -> str | None:

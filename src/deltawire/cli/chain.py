@@ -2,25 +2,15 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import PATH, output_options
-from deltawire.cli.runs import public_key_option
-from deltawire.terminal import (
-    age_text,
-    count_text,
-    pairs_text,
-    percent_text,
-    plain,
-    show,
-    size_text,
-    speaking_errors,
-    table,
-)
+from deltawire.cli.options import PATH, open_run, output_options, public_key_option
+from deltawire.cli.status import replicas_table
+from deltawire.terminal import age_text, count_text, pairs_text, percent_text, plain, show, size_text, table
 
 if TYPE_CHECKING:
     from deltawire.run.manifest import StoredHop
@@ -33,36 +23,29 @@ if TYPE_CHECKING:
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show only the newest versions.")
 @public_key_option
 @output_options
-def ls_command(url: str, limit: int, public_key: str | None, output_format: str, quiet: bool) -> None:
+def ls_command(url: str, limit: int, public_key: str | None) -> None:
     """List the versions and the replicas of a run.
 
     The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas.
     """
-    from deltawire.run.fleet import replica_row, version_row, worst_first
-    from deltawire.run.heartbeat import read_heartbeats
-    from deltawire.run.run import Run
+    from deltawire.run.fleet import heartbeat_rows, version_row
 
-    with speaking_errors(url):
-        run, now = Run(url, public_key=public_key), time.time()
-        extra = extra_hops(run)
+    with open_run(url, public_key) as run:
+        now, extra = time.time(), extra_hops(run)
         versions = sorted(extra)
         latest = versions[-1] if versions else None
         rows = [
             {**row, "age_seconds": max(now - row["created"], 0.0), **extra[row["version"]]}
             for row in (version_row(run.manifest(version)) for version in versions[-limit:])
         ]
-        replicas = worst_first(
-            replica_row(beat["name"], beat, beat["age_seconds"], latest) for beat in read_heartbeats(run)
-        )
-        data = {"run": run.id, "num_versions": len(versions), "versions": rows, "replicas": replicas}
-    show(data, lambda: ls_text(data), output_format)
+        data = {"run": run.id, "num_versions": len(versions), "versions": rows, "replicas": heartbeat_rows(run, latest)}
+    show(data, lambda: ls_text(data))
 
 
 def extra_hops(run: "Run") -> dict[int, dict[str, Any]]:
     """For each version, the bases of skip deltas to it and whether it has an anchor besides its own hop."""
     from deltawire.run.keys import MANIFESTS, read_document_key
 
-    _ = run.id
     found = [about for stat in run.store.list(MANIFESTS) if (about := read_document_key(stat.key))]
     extra: dict[int, dict[str, Any]] = {
         version: {"skip_deltas_from": [], "further_anchor": False} for version, _, is_manifest in found if is_manifest
@@ -90,14 +73,7 @@ def ls_text(data: Mapping[str, Any]) -> str:
     shown = "" if len(rows) == count else f", the last {len(rows)} of them here"
     text = f"run {plain(data['run'])}: {count_text(count, 'version')}{shown}"
     text += f"\n\n{table(header, rows)}" if rows else ""
-    if data["replicas"]:
-        replicas = [
-            [row["name"], *("-" if row[key] is None else str(row[key]) for key in ("version", "lag")),
-             age_text(row["age_seconds"]), f"{row['health']}: {row['detail']}" if row["detail"] else row["health"]]
-            for row in data["replicas"]
-        ]  # fmt: skip
-        text += f"\n\n{table(['replica', 'version', 'lag', 'heard', 'health'], replicas)}"
-    return text
+    return f"{text}\n\n{replicas_table(data['replicas'])}" if data["replicas"] else text
 
 
 def change_cells(row: Mapping[str, Any]) -> list[str]:
@@ -116,17 +92,14 @@ def further_text(row: Mapping[str, Any]) -> str:
 @click.option("--version", type=click.IntRange(0), help="The version to show.  [default: the newest]")
 @public_key_option
 @output_options
-def info_command(url: str, version: int | None, public_key: str | None, output_format: str, quiet: bool) -> None:
+def info_command(url: str, version: int | None, public_key: str | None) -> None:
     """Show a run and one of its versions in detail."""
-    from deltawire.run.run import Run
-
-    with speaking_errors(url):
-        run = Run(url, public_key=public_key)
+    with open_run(url, public_key) as run:
         data = {"run": run_fields(run)}
         at = run.latest() if version is None else version
         if at is not None:
             data["version"] = version_fields(run, at)
-    show(data, lambda: info_text(data), output_format)
+    show(data, lambda: info_text(data))
 
 
 def run_fields(run: "Run") -> dict[str, Any]:
@@ -229,24 +202,17 @@ def route_text(route: Mapping[str, Any]) -> str:
 @click.option("--version", type=click.IntRange(0), help="The version to reach.  [default: the newest]")
 @public_key_option
 @output_options
-def route_command(
-    url: str, have: int | None, folder: Path | None, version: int | None, public_key: str | None,
-    output_format: str, quiet: bool,
-) -> None:  # fmt: skip
+def route_command(url: str, have: int | None, folder: Path | None, version: int | None, public_key: str | None) -> None:
     """Show the route of a pull: the hops that it would fetch, without fetching them."""
-    from deltawire.run.run import Run
-
     if have is not None and folder is not None:
         raise click.UsageError("give --from or --to, not both")
-    with speaking_errors(url):
-        run = Run(url, public_key=public_key)
-        _ = run.id
+    with open_run(url, public_key) as run:
         if folder is not None:
             have = version_in(folder, run)
         found = route_from(run, have, version)
     objects = [{"key": each.key, "bytes": each.num_bytes} for hop in found.hops for each in hop.objects]
     data = {"run": run.id, **found.as_dict(), "objects": objects}
-    show(data, lambda: hops_text(data), output_format)
+    show(data, lambda: hops_text(data))
 
 
 def version_in(folder: Path, run: "Run") -> int | None:
@@ -258,7 +224,7 @@ def version_in(folder: Path, run: "Run") -> int | None:
         checkpoint = Checkpoint(folder)
     except ObjectMissing:
         return None
-    holds = checkpoint.fact("run")
+    holds = checkpoint.field("run")
     if holds not in (None, run.id):
         raise RunMismatch(
             f"{folder} is at run {holds}, and {run.store.url} holds run {run.id}: take another folder, or pull --run",
@@ -282,9 +248,13 @@ def hops_text(data: Mapping[str, Any]) -> str:
     start = "nothing" if data["have"] is None else f"version {data['have']}"
     if not data["hops"]:
         return f"nothing to do: version {data['want']} is there"
+    total = f"{size_text(data['bytes'])} in {count_text(len(data['objects']), 'object')}"
+    return f"from {start} to version {data['want']}: {total}\n\n{hops_table(data['hops'])}"
+
+
+def hops_table(hops: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         ["anchor" if each["base"] is None else f"delta from {each['base']}", str(each["version"]), f"{each['bytes']:,}"]
-        for each in data["hops"]
+        for each in hops
     ]
-    total = f"{size_text(data['bytes'])} in {count_text(len(data['objects']), 'object')}"
-    return f"from {start} to version {data['want']}: {total}\n\n{table(['hop', 'to version', 'bytes'], rows)}"
+    return table(["hop", "to version", "bytes"], rows)

@@ -1,16 +1,14 @@
 """The dashboard command: a run in the browser, or as one JSON document."""
 
 import json
-import signal
 import webbrowser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import click
 
-from deltawire.cli.files import PATH, only_with, output_options
-from deltawire.cli.runs import allow_host_option, public_key_option
-from deltawire.terminal import say, speaking_errors
+from deltawire.cli.options import PATH, allow_host_option, only_with, output_options, public_key_option
+from deltawire.terminal import handling_signals, is_quiet, say, speaking_errors, wants_json
 
 MOST_LIMIT = 1000
 
@@ -34,7 +32,7 @@ MOST_LIMIT = 1000
 @output_options
 def dashboard_command(
     url: str, events: Path | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool, every: float,
-    after: int | None, limit: int, public_key: str | None, output_format: str, quiet: bool,
+    after: int | None, limit: int, public_key: str | None,
 ) -> None:  # fmt: skip
     """Show a run in the browser: versions, replicas, the chain, the contents of a delta.
 
@@ -42,7 +40,7 @@ def dashboard_command(
     folder of a demo. Ctrl-C ends it. With --format json the current state is printed once, with next_after for the next
     page.
     """
-    is_json = output_format == "json"
+    is_json = wants_json()
     only_with("--format json", is_json, "after", "limit")
     only_with(
         "the page, and there is none with --format json", not is_json, "host", "port", "allow_host", "opens", "every"
@@ -53,10 +51,20 @@ def dashboard_command(
         if is_json:
             from deltawire.pages.feed import snapshot
 
-            window = after, limit
-            click.echo(json.dumps(snapshot(store, window, public_key=public_key, events=log), indent=2))
+            click.echo(json.dumps(snapshot(store, (after, limit), public_key=public_key, events=log), indent=2))
             return
-        serve(store, log, host, port, allow_host, opens, every, public_key, quiet)
+        from deltawire.pages.dashboard import Dashboard
+        from deltawire.pages.feed import Feed
+
+        feed = Feed(store, public_key=public_key, events=log)
+        dashboard = Dashboard(feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host)
+        with handling_signals(lambda *_: dashboard.stop()):
+            say(dashboard.url)
+            if not is_quiet():
+                say(f"the dashboard of {feed.store.url}; Ctrl-C ends it", err=True)
+            if opens:
+                webbrowser.open(dashboard.url)
+            dashboard.run()
 
 
 def places(url: str) -> tuple[str, Path | None]:
@@ -69,26 +77,3 @@ def places(url: str) -> tuple[str, Path | None]:
         return str(folder / "store"), folder / "events.jsonl"
     log = folder.absolute().parent / "events.jsonl"
     return url, log if log.is_file() else None
-
-
-def serve(
-    store: str, events: Path | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool, every: float,
-    public_key: str | None, quiet: bool,
-) -> None:  # fmt: skip
-    from deltawire.pages.dashboard import Dashboard
-    from deltawire.pages.feed import Feed
-
-    feed = Feed(store, public_key=public_key, events=events)
-    dashboard = Dashboard(feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host)
-    # Also SIGINT, which shells ignore for background jobs.
-    before = {each: signal.signal(each, lambda *_: dashboard.stop()) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        say(dashboard.url)
-        if not quiet:
-            say(f"the dashboard of {feed.store.url}; Ctrl-C ends it", err=True)
-        if opens:
-            webbrowser.open(dashboard.url)
-        dashboard.run()
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import PATH, output_options
-from deltawire.terminal import FAILURE, MISMATCH, need, say, show, speaking_errors
+from deltawire.cli.options import PATH, output_options
+from deltawire.terminal import FAILURE, MISMATCH, is_quiet, need, say, show, speaking_errors, wants_json
 
 if TYPE_CHECKING:
     from deltawire_demo.orchestrate import Options
@@ -59,8 +59,7 @@ NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 def demo_command(
     model: str, engine: str | None, steps: int | None, quick: bool, replicas: int | None, store: str | None, s3: bool,
     kill_replica_at: int | None, late_join_at: int | None, dashboard: bool, keep: bool, no_publish: bool, seed: int,
-    folder: Path | None, cache: Path | None, time_limit: float | None, rounds: int | None, output_format: str,
-    quiet: bool,
+    folder: Path | None, cache: Path | None, time_limit: float | None, rounds: int | None,
 ) -> None:  # fmt: skip
     """Run asynchronous RL on this machine: a trainer, replicas, Wordle, a store.
 
@@ -93,7 +92,7 @@ def demo_command(
             "folder": (folder or Path(tempfile.mkdtemp(prefix="deltawire-demo-"))).absolute(), "store": store, "s3": s3,
             "has_dashboard": dashboard, "keeps": keep, "publishes": not no_publish, "seed": seed,
         })  # fmt: skip
-        view = view_of(output_format, quiet)
+        view = view_of(is_quiet() or wants_json())
         demo = Demo(options, view.refresh)
         try:
             demo.run()
@@ -104,7 +103,7 @@ def demo_command(
         finally:
             view.close()
         summary = shown(demo)
-        show(summary, lambda: summary_text(summary), output_format)
+        show(summary, lambda: summary_text(summary))
         if keep:
             say(f"the dashboard stays at {demo.story.dashboard} until Ctrl-C", err=True)
             demo.wait()

@@ -1,12 +1,13 @@
 """The explain command: interactive figures about deltas."""
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from deltawire.cli.files import PATH, only_with, output_options
-from deltawire.terminal import say, show, size_text, speaking_errors
+from deltawire.cli.options import PATH, only_with, output_options
+from deltawire.terminal import handling_signals, is_quiet, say, show, size_text, speaking_errors
 
 
 @click.command("explain")
@@ -15,7 +16,7 @@ from deltawire.terminal import say, show, size_text, speaking_errors
 @click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open the page in a browser.")
 @click.option("--output", "-o", type=PATH, help="Write the page as one HTML file instead, which needs no server.")
 @output_options
-def explain_command(port: int, opens: bool, output: Path | None, output_format: str, quiet: bool) -> None:
+def explain_command(port: int, opens: bool, output: Path | None) -> None:
     """Show in four interactive figures how deltas work.
 
     What full weights and deltas cost, why few bf16 weights change, what is in a bucket, and one update from end to end,
@@ -30,24 +31,16 @@ def explain_command(port: int, opens: bool, output: Path | None, output_format: 
             text = single_file()
             output.write_text(text, encoding="utf-8")
             data = {"file": str(output), "bytes": len(text.encode())}
-            show(data, lambda: f"{output}: {size_text(len(text.encode()))}", output_format)
+            show(data, lambda: f"{output}: {size_text(len(text.encode()))}")
             if opens:
                 click.launch(output.absolute().as_uri())
             return
         with serve(port) as server:
             url = url_of(server)
-            show({"url": url}, lambda: url, output_format)
-            if not quiet:
+            show({"url": url}, lambda: url)
+            if not is_quiet():
                 say("Ctrl-C ends it.", err=True)
             if opens:
                 click.launch(url)
-            # Also SIGINT, which shells ignore for background jobs.
-            kinds = (signal.SIGINT, signal.SIGTERM)
-            before = {each: signal.signal(each, signal.default_int_handler) for each in kinds}
-            try:
+            with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
                 server.serve_forever()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                for each, handler in before.items():
-                    signal.signal(each, handler)

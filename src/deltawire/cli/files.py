@@ -1,24 +1,18 @@
 """Commands on files: diff, apply, verify, inspect."""
 
-import logging
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
+from deltawire.cli.options import ENCODING_NAMES, PATH, max_file_bytes_option, output_options, threads_option
 from deltawire.terminal import percent_text, plain, progress_bar, show, size_text, speaking_errors, table
 
 if TYPE_CHECKING:
     from deltawire.format.checkpoint import Checkpoint
     from deltawire.format.delta import Delta
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-PATH = click.Path(path_type=Path)
 
 
 class DigestType(click.ParamType[str]):
@@ -30,61 +24,21 @@ class DigestType(click.ParamType[str]):
         return str(value)
 
 
-ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
-
-
-def output_options(command: Command) -> Command:
-    command = click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet)(command)
-    kinds = click.Choice(["text", "json"])
-    return click.option(
-        "--format", "output_format", type=kinds, default="text", show_default=True, help="The format of the output."
-    )(command)
-
-
-def only_with(condition: str, holds: bool, *names: str) -> None:
-    """Refuse options that were given, by the names of their parameters, if they would be ignored."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name in names and not holds and source is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{parameter.opts[0]} goes with {condition}: leave it out")
-
-
-def _quiet(context: click.Context, _: click.Parameter, quiet: bool) -> bool:
-    """Also silence the log about compiling kernels."""
-    logger = logging.getLogger("deltawire.kernels")
-    if quiet and logger.level == logging.NOTSET:
-        logger.setLevel(logging.ERROR)
-        context.call_on_close(lambda: logger.setLevel(logging.NOTSET))
-    return quiet
-
-
-threads_option = click.option(
-    "--threads", type=click.IntRange(1), help="How many threads to use.  [default: all cores]"
-)
-
-
 @click.command("diff")
 @click.argument("old", type=PATH)
 @click.argument("new", type=PATH)
 @click.option("--output", "-o", type=PATH, required=True, help="The delta to write.")
-@click.option(
-    "--encoding",
-    type=click.Choice(ENCODING_NAMES),
-    default="auto",
-    show_default=True,
-    help="auto: the smallest for each tensor. mirrorless: the smallest that needs no copy of the old weights.",
-)
+@click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", show_default=True, help="auto: the "
+              "smallest for each tensor. mirrorless: the smallest that needs no copy of the old weights.")  # fmt: skip
 @click.option("--run", help="The run's id.  [default: that of OLD, if it has one]")
 @click.option("--version", type=click.IntRange(0), help="The version of NEW.  [default: one more than that of OLD]")
 @click.option("--base-version", type=click.IntRange(0), help="The version of OLD.  [default: what OLD says, else 0]")
-@click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000, show_default=True,
-              help="Split a delta that is larger into several files.")  # fmt: skip
+@max_file_bytes_option
 @threads_option
 @output_options
 def diff_command(
     old: Path, new: Path, output: Path, encoding: str, run: str | None, version: int | None, base_version: int | None,
-    max_file_bytes: int, output_format: str, quiet: bool, threads: int | None,
+    max_file_bytes: int, threads: int | None,
 ) -> None:  # fmt: skip
     """Write the delta that turns checkpoint OLD into checkpoint NEW.
 
@@ -98,14 +52,14 @@ def diff_command(
         before, after = Checkpoint(old), Checkpoint(new)
         if base_version is None:
             base_version = before.version or 0
-        with progress_bar("diff", num_elements(before), quiet) as progress:
+        with progress_bar("diff", num_elements(before)) as progress:
             delta = diff_checkpoints(
-                before, after, output, encoding=encoding, run=run or before.fact("run") or "",
+                before, after, output, encoding=encoding, run=run or before.field("run") or "",
                 version=base_version + 1 if version is None else version, base_version=base_version,
                 max_file_bytes=max_file_bytes, threads=threads, progress=progress,
             )  # fmt: skip
     data = {"output": str(output), **summary(delta), "seconds": round(time.perf_counter() - started, 3)}
-    show(data, lambda: f"wrote {output}\n{summary_text(delta)}", output_format)
+    show(data, lambda: f"wrote {output}\n{summary_text(delta)}")
 
 
 @click.command("apply")
@@ -115,7 +69,7 @@ def diff_command(
               help="The checkpoint to write: a .safetensors file, or a folder that does not exist yet.")  # fmt: skip
 @threads_option
 @output_options
-def apply_command(base: Path, delta: Path, output: Path, output_format: str, quiet: bool, threads: int | None) -> None:
+def apply_command(base: Path, delta: Path, output: Path, threads: int | None) -> None:
     """Apply DELTA to checkpoint BASE, and write the result as a checkpoint.
 
     The digests of BASE and of the result are checked; the output appears only if both match.
@@ -127,7 +81,7 @@ def apply_command(base: Path, delta: Path, output: Path, output_format: str, qui
     started = time.perf_counter()
     with speaking_errors():
         before, change = Checkpoint(base), Delta.load(delta)
-        with progress_bar("apply", num_elements(before), quiet) as progress:
+        with progress_bar("apply", num_elements(before)) as progress:
             apply_to_checkpoint(before, change, output, threads=threads, progress=progress)
     data = {
         "output": str(output),
@@ -136,20 +90,15 @@ def apply_command(base: Path, delta: Path, output: Path, output_format: str, qui
         "digest": str(change.digest),
         "seconds": round(time.perf_counter() - started, 3),
     }
-    show(data, lambda: f"wrote {output}\nversion  {change.version}\ndigest   {change.digest}", output_format)
+    show(data, lambda: f"wrote {output}\nversion  {change.version}\ndigest   {change.digest}")
 
 
 @click.command("verify")
 @click.argument("target")
-@click.option(
-    "--base", type=PATH, help="The checkpoint that a delta applies to: decode it fully and check both digests."
-)
-@click.option(
-    "--digest",
-    "expected",
-    type=DigestType(),
-    help="The digest that TARGET must have (for a delta: the digest of its result).",
-)
+@click.option("--base", type=PATH,
+              help="The checkpoint that a delta applies to: decode it fully and check both digests.")  # fmt: skip
+@click.option("--digest", "expected", type=DigestType(),
+              help="The digest that TARGET must have (for a delta: the digest of its result).")  # fmt: skip
 @click.option("--version", type=click.IntRange(0), help="For a run: check only what this version needs.")
 @click.option("--shallow", is_flag=True, help="For a run: check documents and sizes, fetch nothing.")
 @click.option("--mirror", type=PATH, help="For a run: compare this folder with it, every element of every tensor.")
@@ -158,7 +107,7 @@ def apply_command(base: Path, delta: Path, output: Path, output_format: str, qui
 @output_options
 def verify_command(
     target: str, base: Path | None, expected: str | None, version: int | None, shallow: bool, mirror: Path | None,
-    public_key: str | None, output_format: str, quiet: bool, threads: int | None,
+    public_key: str | None, threads: int | None,
 ) -> None:  # fmt: skip
     """Check a delta, a checkpoint, or a whole run.
 
@@ -174,11 +123,11 @@ def verify_command(
         if mirror is not None:
             if shallow:
                 raise click.UsageError("--shallow fetches nothing, and --mirror compares every element")
-            return compare_mirror(target, mirror, version, public_key, threads, output_format, quiet)
-        return audit_run(target, version, not shallow, public_key, threads, output_format, quiet)
+            return compare_mirror(target, mirror, version, public_key, threads)
+        return audit_run(target, version, not shallow, public_key, threads)
     if shallow or public_key is not None or version is not None or mirror is not None:
         raise click.UsageError("--version, --shallow, --mirror and --public-key go with a run, and TARGET is a file")
-    return verify_file(Path(target), base, expected, output_format, quiet, threads)
+    return verify_file(Path(target), base, expected, threads)
 
 
 def is_run(target: str) -> bool:
@@ -186,9 +135,7 @@ def is_run(target: str) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target)) or (Path(target) / "run.json").is_file()
 
 
-def verify_file(
-    target: Path, base: Path | None, expected: str | None, output_format: str, quiet: bool, threads: int | None
-) -> None:
+def verify_file(target: Path, base: Path | None, expected: str | None, threads: int | None) -> None:
     from deltawire.errors import DigestMismatch
     from deltawire.format.delta import Delta
     from deltawire.format.parts import is_delta
@@ -196,13 +143,13 @@ def verify_file(
     with speaking_errors():
         if is_delta(target):
             change = Delta.load(target)
-            checked = verify_delta_at(change, base, quiet, threads)
+            checked = verify_delta_at(change, base, threads)
             found, stated = change.digest, None
         else:
             if base is not None:
                 raise click.UsageError("--base goes with a delta, and TARGET is a checkpoint")
             checked = "every weight"
-            found, stated = checkpoint_digest(target, quiet, threads)
+            found, stated = checkpoint_digest(target, threads)
         wanted = expected or stated
         if wanted is not None and str(found) != wanted:
             raise DigestMismatch(
@@ -210,21 +157,16 @@ def verify_file(
             )
     data = {"target": str(target), "digest": str(found), "checked": checked, "stated_digest": wanted}
     against = "" if wanted is None else ", as stated"
-    show(data, lambda: f"ok: {target}\nchecked  {checked}\ndigest   {found}{against}", output_format)
+    show(data, lambda: f"ok: {target}\nchecked  {checked}\ndigest   {found}{against}")
 
 
 @click.command("inspect")
 @click.argument("delta", type=PATH)
-@click.option(
-    "--sort",
-    type=click.Choice(["name", "bytes", "changed", "density"]),
-    default="name",
-    show_default=True,
-    help="What to sort the tensors by.",
-)
+@click.option("--sort", type=click.Choice(["name", "bytes", "changed", "density"]), default="name", show_default=True,
+              help="What to sort the tensors by.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Show at most so many tensors.")
 @output_options
-def inspect_command(delta: Path, sort: str, limit: int | None, output_format: str, quiet: bool) -> None:
+def inspect_command(delta: Path, sort: str, limit: int | None) -> None:
     """Show the contents of a delta: encoding, changes, bytes and step lengths of each tensor.
 
     Steps count units in the last place (for integers: units); they are unknown for coo and dense.
@@ -234,7 +176,7 @@ def inspect_command(delta: Path, sort: str, limit: int | None, output_format: st
 
     with speaking_errors():
         change = Delta.load(delta)
-        with progress_bar("inspect", change.num_changed, quiet) as progress:
+        with progress_bar("inspect", change.num_changed) as progress:
             rows = []
             for entry in change.entries:
                 rows.append(inspect_entry(entry))
@@ -243,19 +185,8 @@ def inspect_command(delta: Path, sort: str, limit: int | None, output_format: st
     shown = rows[:limit]
 
     def text() -> str:
-        header = [
-            "tensor",
-            "encoding",
-            "dtype",
-            "shape",
-            "changed",
-            "density",
-            "bytes",
-            "B/change",
-            "1 step",
-            *STEP_NAMES[1:-1],
-            ">8 steps",
-        ]
+        header = ["tensor", "encoding", "dtype", "shape", "changed", "density", "bytes", "B/change"]
+        header += ["1 step", *STEP_NAMES[1:-1], ">8 steps"]
         lines = [
             [
                 row["name"], row["encoding"], row["dtype"], "x".join(map(str, row["shape"])), f"{row['changed']:,}",
@@ -267,10 +198,10 @@ def inspect_command(delta: Path, sort: str, limit: int | None, output_format: st
         rest = f"\n... and {len(rows) - len(shown)} more" if len(shown) < len(rows) else ""
         return f"{summary_text(change)}\n\n{table(header, lines)}{rest}"
 
-    show({**summary(change), "tensors": shown}, text, output_format)
+    show({**summary(change), "tensors": shown}, text)
 
 
-def verify_delta_at(change: "Delta", base: Path | None, quiet: bool, threads: int | None) -> str:
+def verify_delta_at(change: "Delta", base: Path | None, threads: int | None) -> str:
     from deltawire.format.checkpoint import Checkpoint
     from deltawire.format.files import verify_delta
     from deltawire.format.inspection import check_structure
@@ -280,23 +211,23 @@ def verify_delta_at(change: "Delta", base: Path | None, quiet: bool, threads: in
             check_structure(entry)
         return "structure (give --base to check every bit)"
     before = Checkpoint(base)
-    with progress_bar("verify", num_elements(before), quiet) as progress:
+    with progress_bar("verify", num_elements(before)) as progress:
         verify_delta(change, before, threads=threads, progress=progress)
     return "every bit"
 
 
-def checkpoint_digest(path: Path, quiet: bool, threads: int | None) -> tuple[Any, str | None]:
+def checkpoint_digest(path: Path, threads: int | None) -> tuple[Any, str | None]:
     from deltawire.format.checkpoint import Checkpoint
     from deltawire.tensors.digest import Digest, tensor_digest
     from deltawire.workers import Workers
 
     checkpoint = Checkpoint(path)
     state = Digest()
-    with Workers(threads) as workers, progress_bar("verify", num_elements(checkpoint), quiet) as progress:
+    with Workers(threads) as workers, progress_bar("verify", num_elements(checkpoint)) as progress:
         for name in checkpoint:
             state += tensor_digest(name, checkpoint[name], workers)
             progress(name, checkpoint.num_elements(name))
-    return state, checkpoint.fact("digest")
+    return state, checkpoint.field("digest")
 
 
 def num_elements(checkpoint: "Checkpoint") -> int:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import output_options
-from deltawire.terminal import MISMATCH, pairs_text, progress_bar, show, size_text, speaking_errors
+from deltawire.cli.options import output_options
+from deltawire.terminal import MISMATCH, is_quiet, pairs_text, progress_bar, show, size_text, speaking_errors
 
 if TYPE_CHECKING:
     from deltawire_demo.hello import Hello
@@ -21,7 +21,7 @@ COMMON_BITS, ALL_BITS = (16,), (8, 16, 32, 64)
 @click.option("--to", "url", metavar="URL", help="The store, which must be empty.  [default: a temporary folder]")
 @click.option("--steps", type=click.IntRange(8, 1000), default=20, show_default=True, help="How many versions.")
 @output_options
-def hello_command(url: str | None, steps: int, output_format: str, quiet: bool) -> None:
+def hello_command(url: str | None, steps: int) -> None:
     """See it work: a trainer, two replicas, one of them killed, equal weights.
 
     All are separate processes, which share nothing but a store. The trainer updates 17 MB of bf16 weights in small
@@ -45,9 +45,9 @@ def hello_command(url: str | None, steps: int, output_format: str, quiet: bool) 
             raise ValueError(f"--to {url}: other processes cannot see it; name a folder or a bucket")
         elif next(iter(open_store(url).list("")), None) is not None:
             raise ValueError(f"--to {url}: something is there already; name an empty place")
-        _warm_up(COMMON_BITS, quiet)
-        hello = say_hello(url, steps, _ignore if quiet else _print)
-        show(hello.as_json(), lambda: _summary(hello), output_format)
+        _warm_up(COMMON_BITS)
+        hello = say_hello(url, steps, _ignore if is_quiet() else _print)
+        show(hello.as_json(), lambda: _summary(hello))
         if not hello.ok:
             sys.exit(MISMATCH)
 
@@ -97,7 +97,7 @@ def _summary(hello: "Hello") -> str:
 @click.option("--bits", type=click.Choice([str(bits) for bits in ALL_BITS]), multiple=True, help="How wide the weights "
               "are: 16 for bf16 and fp16. Can be repeated.  [default: all]")  # fmt: skip
 @output_options
-def warmup_command(bits: tuple[str, ...], output_format: str, quiet: bool) -> None:
+def warmup_command(bits: tuple[str, ...]) -> None:
     """Compile the kernels that publishing, following and engines use.
 
     Without it they are compiled on first use, which takes about ten seconds on a new machine. Run it when an image is
@@ -113,7 +113,7 @@ def warmup_command(bits: tuple[str, ...], output_format: str, quiet: bool) -> No
 
     with speaking_errors():
         widths = tuple(map(int, bits)) or ALL_BITS
-        seconds = _warm_up(widths, quiet)
+        seconds = _warm_up(widths)
         folder = writable_folder()
         if compiled_here and folder is None:
             places = ", ".join(map(str, folders()))
@@ -121,12 +121,12 @@ def warmup_command(bits: tuple[str, ...], output_format: str, quiet: bool) -> No
         data = {"bits": list(widths), "num_compiled": len(compiled_here), "seconds": round(seconds, 3),
                 "folder": None if folder is None else str(folder)}  # fmt: skip
         what = f"compiled {len(compiled_here)}" if compiled_here else "nothing to compile"
-        show(data, lambda: f"{what}, in {seconds:.1f} s; kernels are in {folder}", output_format)
+        show(data, lambda: f"{what}, in {seconds:.1f} s; kernels are in {folder}")
 
 
-def _warm_up(widths: tuple[int, ...], quiet: bool) -> float:
+def _warm_up(widths: tuple[int, ...]) -> float:
     from deltawire.kernels.cpu.warmup import TASKS, warm_up
 
     total = len(widths) * len(TASKS)
-    with progress_bar("kernels", total, quiet) as advance:
+    with progress_bar("kernels", total) as advance:
         return warm_up(widths, lambda what, done, _: advance(what, 1 if done else 0))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from deltawire.cli.files import ENCODING_NAMES, PATH, only_with, output_options, threads_option
+from deltawire.cli import options
 from deltawire.terminal import (
     ByteBar,
     count_text,
@@ -26,24 +26,10 @@ from deltawire.terminal import (
 if TYPE_CHECKING:
     from deltawire.follow.replica import Pull, Replica
     from deltawire.format.checkpoint import Checkpoint
-    from deltawire.format.replay import Replay
     from deltawire.publish.publisher import Publisher
     from deltawire.run.manifest import Manifest
     from deltawire.run.run import Run
     from deltawire.store import Buffer, Pieces, Store
-    from deltawire.tensors.digest import Digest, WeightVersion
-
-public_key_option = click.option(
-    "--public-key",
-    metavar="HEX|FILE",
-    help="Accept only documents that are signed with this key.",
-)
-run_option = click.option("--run", "run_id", metavar="ID", help="Accept only this run, and move weights of another "
-                          "run to it.  [default: the run in the store]")  # fmt: skip
-allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Accept requests for this host "
-                                 "name too, such as agent.example or *.example. Repeatable.  [default: the names of "
-                                 "the host that it listens on]")  # fmt: skip
-sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; create one with keygen.")
 
 
 class MetadataType(click.ParamType[tuple[str, Any]]):
@@ -60,26 +46,24 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 
 
 @click.command("publish")
-@click.argument("checkpoint", type=PATH)
+@click.argument("checkpoint", type=options.PATH)
 @click.option("--to", "url", metavar="URL", required=True, help="The store that holds the run.")
 @click.option("--run", "name", help="The run's id.  [default: that of the store, else a new one]")
 @click.option("--step", type=int, help="The training step of these weights.")
 @click.option("--metadata", type=MetadataType(), multiple=True,
               help="Metadata of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
-@click.option("--base", type=PATH,
+@click.option("--base", type=options.PATH,
               help="The weights of the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
 @click.option("--anchor", is_flag=True, help="Upload all weights, not a delta.")
-@click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", show_default=True,
+@click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto", show_default=True,
               help="How deltas are encoded; see deltawire diff.")  # fmt: skip
-@sign_key_option
-@click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000, show_default=True,
-              help="Split files that are larger into several objects.")  # fmt: skip
-@threads_option
-@output_options
+@options.sign_key_option
+@options.max_file_bytes_option
+@options.threads_option
+@options.output_options
 def publish_command(
     checkpoint: Path, url: str, name: str | None, step: int | None, metadata: Sequence[tuple[str, Any]],
-    base: Path | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int,
-    output_format: str, quiet: bool, threads: int | None,
+    base: Path | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int, threads: int | None,
 ) -> None:  # fmt: skip
     """Publish a checkpoint as the next version of a run.
 
@@ -91,10 +75,10 @@ def publish_command(
     from deltawire.store import open_store
 
     started = time.perf_counter()
-    with speaking_errors(url), ByteBar("publish", quiet) as bar:
+    with speaking_errors(url), ByteBar("publish") as bar:
         weights, store = Checkpoint(checkpoint), open_store(url)
         with (
-            base_weights(store, base, anchor, sign_key, quiet) as before,
+            base_weights(store, base, anchor, sign_key) as before,
             Publisher(
                 cast("Store", CountingStore(store, bar)), weights, run=name, base=before, encoding=encoding,
                 sign_with=sign_key, max_file_bytes=max_file_bytes, threads=threads,
@@ -106,12 +90,12 @@ def publish_command(
             manifest = publisher.run.manifest(publication.version)
     stats = publication.stats
     data = published(manifest, url, stats["full_bytes"]) | {"seconds": round(time.perf_counter() - started, 3)}
-    show(data, lambda: published_text(data), output_format)
+    show(data, lambda: published_text(data))
 
 
 @contextmanager
 def base_weights(
-    store: "Store", base: Path | None, anchor: bool, sign_key: Path | None, quiet: bool
+    store: "Store", base: Path | None, anchor: bool, sign_key: Path | None
 ) -> "Iterator[Checkpoint | None]":
     """The weights of the last version, from `base` or fetched; None if none are needed."""
     from deltawire.follow.replica import Replica
@@ -127,7 +111,7 @@ def base_weights(
     with tempfile.TemporaryDirectory(prefix="deltawire-base-") as folder:
         with (
             Replica(store, Path(folder) / "mirror", public_key=key, heartbeat_seconds=None) as replica,
-            ByteBar("fetch the last version", quiet, "checking") as bar,
+            ByteBar("fetch the last version", "checking") as bar,
         ):
             replica.pull(progress=bar)
         yield Checkpoint(Path(folder) / "mirror")
@@ -210,17 +194,16 @@ def published_text(data: Mapping[str, Any]) -> str:
 
 @click.command("pull")
 @click.argument("url")
-@click.option("--to", "folder", type=PATH, required=True, help="The folder to create or to update.")
+@click.option("--to", "folder", type=options.PATH, required=True, help="The folder to create or to update.")
 @click.option("--version", type=click.IntRange(0), help="The version to pull (trl: the step).  [default: the newest]")
-@run_option
-@public_key_option
+@options.run_option
+@options.public_key_option
 @click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
               help="The layout of the store; trl: that of TRL's delta sync.")  # fmt: skip
-@output_options
+@options.output_options
 def pull_command(
-    url: str, folder: Path, version: int | None, run_id: str | None, public_key: str | None, layout: str,
-    output_format: str, quiet: bool,
-) -> None:  # fmt: skip
+    url: str, folder: Path, version: int | None, run_id: str | None, public_key: str | None, layout: str
+) -> None:
     """Bring a folder to a version of a run.
 
     The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
@@ -228,17 +211,15 @@ def pull_command(
     from deltawire.follow.replica import Replica
     from deltawire.run.run import Run
 
-    only_with("--layout deltawire: the other is not signed and names no run", layout != "trl", "public_key", "run_id")
+    ours = layout == "deltawire"
+    options.only_with("--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id")
     with speaking_errors(url):
-        if layout == "trl":
-            return pull_from_trl(url, folder, version, output_format)
+        if not ours:
+            return pull_from_trl(url, folder, version)
         run = Run(url, public_key=public_key, expected=run_id)
         # Before the folder is created: a wrong URL or version must leave nothing behind.
         _ = run.id if version is None else run.manifest(version)
-        with (
-            Replica(run, folder) as replica,
-            ByteBar("pull", quiet, "checking and writing") as bar,
-        ):
+        with Replica(run, folder) as replica, ByteBar("pull", "checking and writing") as bar:
             done = replica.pull(version, progress=bar)
             data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
     if data["faults"]:
@@ -246,10 +227,10 @@ def pull_command(
             f"warning: took another route after {count_text(data['faults'], 'fault')}; see: deltawire verify {url}",
             err=True,
         )
-    return show(data, lambda: pulled_text(data), output_format)
+    return show(data, lambda: pulled_text(data))
 
 
-def pull_from_trl(url: str, folder: Path, step: int | None, output_format: str) -> None:
+def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
     from deltawire.interop.trl import TrlBucket, pull_trl
 
     found = pull_trl(url, folder, step=step)
@@ -258,7 +239,7 @@ def pull_from_trl(url: str, folder: Path, step: int | None, output_format: str) 
         steps = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in unwritten)
         say(f"note: there is no file for step {steps}: in this layout that means no change, or a lost file", err=True)
     data = {"to": str(folder), "step": found, "layout": "trl", "unwritten": unwritten}
-    show(data, lambda: f"wrote {folder}: step {found}", output_format)
+    show(data, lambda: f"wrote {folder}: step {found}")
 
 
 def pulled(done: "Pull") -> dict[str, Any]:
@@ -296,107 +277,58 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 
 @click.command("export")
 @click.argument("url")
-@click.option("--to", "destination", metavar="PATH", required=True,
+@click.option("--to", "destination", metavar="options.PATH", required=True,
               help="A .safetensors file, or a folder that does not exist yet; for trl also a URL.")  # fmt: skip
 @click.option("--version", type=click.IntRange(0), help="The version to write (trl: the last).  [default: the newest]")
 @click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
               help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
 @click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1", show_default=True,
               help="With --layout trl: the branch of its readers, delta-weight-sync, -v2 or -v3.")  # fmt: skip
-@public_key_option
-@threads_option
-@output_options
+@options.public_key_option
+@options.threads_option
+@options.output_options
 def export_command(
     url: str, destination: str, version: int | None, layout: str, branch: str, public_key: str | None,
-    output_format: str, quiet: bool, threads: int | None,
+    threads: int | None,
 ) -> None:  # fmt: skip
     """Write a version of a run as a plain checkpoint.
 
     Its metadata has the version and the digest, so that publish, diff and verify know them.
     """
+    from deltawire.follow.export import Export
     from deltawire.follow.replica import Replica
-    from deltawire.run.run import Run
 
-    only_with("--layout trl", layout == "trl", "branch")
-    with speaking_errors(url):
-        run = Run(url, public_key=public_key)
+    options.only_with("--layout trl", layout == "trl", "branch")
+    with options.open_run(url, public_key) as run:
         if layout == "trl":
-            return export_to_trl(run, destination, version, branch, threads, output_format, quiet)
-        target = ExportTarget(Path(destination))
+            return export_to_trl(run, destination, version, branch, threads)
         with (
-            Replica(run.store, target, public_key=public_key, threads=threads) as replica,
-            ByteBar("export", quiet, "checking and writing") as bar,
+            Replica(run, Export(Path(destination)), threads=threads) as replica,
+            ByteBar("export", "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)
-            digest = str(replica.run.manifest(done.version).digest)
+            digest = str(run.manifest(done.version).digest)
     data = {"output": destination, "run": run.id, "version": done.version, "digest": digest, "bytes": done.num_bytes}
     text = [("wrote", destination), ("version", f"{done.version} of run {run.id}"), ("digest", f"{digest}, checked")]
-    return show(data, lambda: pairs_text(text), output_format)
+    return show(data, lambda: pairs_text(text))
 
 
-def export_to_trl(
-    run: "Run", destination: str, last: int | None, branch: str, threads: int | None, output_format: str, quiet: bool
-) -> None:
+def export_to_trl(run: "Run", destination: str, last: int | None, branch: str, threads: int | None) -> None:
     from deltawire.interop.trl import export_trl
 
-    with progress_bar("export", len(run.versions()), quiet) as bar:
+    with progress_bar("export", len(run.versions())) as bar:
         keys = export_trl(
             run, destination, last=last, branch=branch, threads=threads, progress=lambda _done, _total: bar("", 1)
         )
     data = {"output": destination, "run": run.id, "layout": "trl", "branch": branch, "keys": keys}
-    show(data, lambda: "\n".join([f"wrote {count_text(len(keys), 'file')} to {destination}", *keys]), output_format)
-
-
-class ExportTarget:
-    """A checkpoint that is written once, from an anchor and the deltas after it."""
-
-    scratch: Path | None = None
-
-    def __init__(self, path: Path) -> None:
-        from deltawire.errors import Conflict
-
-        self._path = path
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
-
-    def state(self) -> "WeightVersion | None":
-        return None
-
-    served = state
-
-    def refresh(self) -> None: ...
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-    def digest(self, _tied: Mapping[str, str]) -> "Digest | None":
-        return None
-
-    def weights(self) -> dict[str, Any]:
-        return {}
-
-    def apply(self, *_: Any) -> None:
-        raise TypeError("there is nothing to patch in an export")
-
-    def load(self, anchor: "Replay", state: "WeightVersion", files: Sequence[Path], tied: Mapping[str, str]) -> None:
-        from deltawire.format.checkpoint import anchor_info, write_checkpoint
-        from deltawire.format.files import shards_of
-
-        checkpoint = cast("Checkpoint", anchor.base)
-        total = sum(checkpoint.num_elements(name) for name in checkpoint)
-        info = anchor_info(state.run, state.version, state.digest, total, tied)
-        write_checkpoint(
-            self._path, shards_of(checkpoint, self._path), {"format": "pt", **info}, anchor.bits_of,
-            extra_files=list(files), check=lambda: anchor.check(state.digest),
-        )  # fmt: skip
-
-    def close(self) -> None: ...
+    show(data, lambda: "\n".join([f"wrote {count_text(len(keys), 'file')} to {destination}", *keys]))
 
 
 @click.command("keygen")
-@click.option("--output", "-o", type=PATH, required=True, help="The private key to write; it must not exist yet.")
-@output_options
-def keygen_command(output: Path, output_format: str, quiet: bool) -> None:
+@click.option("--output", "-o", type=options.PATH, required=True,
+              help="The private key to write; it must not exist yet.")  # fmt: skip
+@options.output_options
+def keygen_command(output: Path) -> None:
     """Create a key to sign a run with.
 
     Prints the public key, which readers give as --public-key.
@@ -406,4 +338,4 @@ def keygen_command(output: Path, output_format: str, quiet: bool) -> None:
     with speaking_errors():
         public = generate_key(output)
     data = {"private_key": str(output), "public_key": public}
-    show(data, lambda: f"private key  {output}\npublic key   {public}", output_format)
+    show(data, lambda: f"private key  {output}\npublic key   {public}")

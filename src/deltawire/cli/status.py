@@ -2,16 +2,27 @@
 
 import json
 import signal
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import only_with, output_options
-from deltawire.cli.runs import public_key_option
-from deltawire.terminal import Drawing, age_text, count_text, pause_text, plain, say, show, speaking_errors, table
+from deltawire.cli.options import only_with, open_run, output_options, public_key_option
+from deltawire.terminal import (
+    Drawing,
+    age_text,
+    count_text,
+    handling_signals,
+    is_live,
+    pause_text,
+    plain,
+    say,
+    show,
+    table,
+    wants_json,
+)
 
 if TYPE_CHECKING:
     from deltawire.run.run import Run
@@ -24,62 +35,49 @@ if TYPE_CHECKING:
               help="How often to poll with --watch, in seconds.")  # fmt: skip
 @public_key_option
 @output_options
-def status_command(
-    url: str, watch: bool, poll: float, public_key: str | None, output_format: str, quiet: bool
-) -> None:  # fmt: skip
+def status_command(url: str, watch: bool, poll: float, public_key: str | None) -> None:
     """Show the replicas of a run: version, lag, last pause, health.
 
     Each writes a heartbeat every 15 seconds. Health is ok, behind, updating (a pull is running), fault with its text,
     silent (no heartbeat for a minute outside a pull) or dead (none for ten minutes). With --watch the table is drawn in
     place on a terminal; elsewhere each change prints it again, with --format json a JSON object on one line.
     """
-    from deltawire.run.run import Run
-
     only_with("--watch", watch, "poll")
-    with speaking_errors(url):
-        run = Run(url, public_key=public_key)
+    with open_run(url, public_key) as run:
         data = fleet(run, url)
         if not watch:
-            show(data, lambda: fleet_text(data), output_format)
+            show(data, lambda: fleet_text(data))
             return
-        follow(run, data, poll, output_format, sys.stdout.isatty() and output_format == "text" and not quiet)
+        with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
+            follow(run, data, poll)
 
 
-def follow(run: "Run", data: dict[str, Any], poll_seconds: float, output_format: str, live: bool) -> None:
+def follow(run: "Run", data: dict[str, Any], poll_seconds: float) -> None:
     """Redraw the fleet, or print it when it changes."""
     from deltawire.errors import StoreError
 
-    # Also SIGINT, which shells ignore for background jobs.
-    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
     drawing, shown, fault = Drawing(), None, None
-    try:
-        while True:
-            if live:
-                drawing.draw(fleet_text(data) + (f"\n\nfault: {plain(fault)}" if fault else ""))
-            elif (lasting := without_ages(data)) != shown:
-                if output_format == "json":
-                    click.echo(json.dumps(data))
-                else:
-                    say(fleet_text(data) + "\n")
-                shown = lasting
-            time.sleep(poll_seconds)
-            try:
-                data, fault = fleet(run, data["url"], data["version"]), None
-            except StoreError as error:
-                if not live and str(error) != fault:
-                    say(f"fault: {plain(error)}", err=True)
-                fault = str(error)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    while True:
+        if is_live():
+            drawing.draw(fleet_text(data) + (f"\n\nfault: {plain(fault)}" if fault else ""))
+        elif (lasting := without_ages(data)) != shown:
+            if wants_json():
+                click.echo(json.dumps(data))
+            else:
+                say(fleet_text(data) + "\n")
+            shown = lasting
+        time.sleep(poll_seconds)
+        try:
+            data, fault = fleet(run, data["url"], data["version"]), None
+        except StoreError as error:
+            if not is_live() and str(error) != fault:
+                say(f"fault: {plain(error)}", err=True)
+            fault = str(error)
 
 
 def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
     """A run and its replicas; the newest version is `known` or a later one."""
-    from deltawire.run.fleet import HEALTHS, replica_row, worst_first
-    from deltawire.run.heartbeat import read_heartbeats
+    from deltawire.run.fleet import HEALTHS, heartbeat_rows
 
     name, version = run.id, run.latest(after=-1 if known is None else known - 1)
     manifest = None if version is None else run.manifest(version)
@@ -92,7 +90,7 @@ def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
         "created": None if manifest is None else manifest.created,
         "age_seconds": None if manifest is None else max(time.time() - manifest.created, 0.0),
     }
-    rows = worst_first(replica_row(beat["name"], beat, beat["age_seconds"], version) for beat in read_heartbeats(run))
+    rows = heartbeat_rows(run, version)
     counts = {health: sum(row["health"] == health for row in rows) for health in reversed(HEALTHS)}
     return {**about, "replicas": rows, "summary": {"replicas": len(rows), **counts}}
 
@@ -105,11 +103,12 @@ def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
 def fleet_text(data: Mapping[str, Any]) -> str:
     summary, rows = data["summary"], data["replicas"]
     counts = ", ".join(f"{number} {health}" for health, number in summary.items() if health != "replicas" and number)
-    text = f"run {plain(data['run'])}: {version_text(data)}\n{count_text(len(rows), 'replica')}" + (
-        counts and f": {counts}"
-    )
-    if not rows:
-        return text
+    text = f"run {plain(data['run'])}: {version_text(data)}\n{count_text(len(rows), 'replica')}"
+    text += f": {counts}" if counts else ""
+    return f"{text}\n\n{replicas_table(rows)}" if rows else text
+
+
+def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["replica", "engine", "version", "lag", "pause", "heard", "health"]
     cells = [
         [
@@ -118,7 +117,7 @@ def fleet_text(data: Mapping[str, Any]) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    return f"{text}\n\n{table(header, cells)}"
+    return table(header, cells)
 
 
 def version_text(data: Mapping[str, Any]) -> str:

@@ -1,14 +1,20 @@
 """Commands that maintain a run: gc, compact, and what verify does with a run."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import only_with, output_options, threads_option
-from deltawire.cli.runs import public_key_option, sign_key_option
+from deltawire.cli.chain import hops_table
+from deltawire.cli.options import (
+    only_with,
+    open_run,
+    output_options,
+    public_key_option,
+    sign_key_option,
+    threads_option,
+)
 from deltawire.terminal import (
     MISMATCH,
     ByteBar,
@@ -25,7 +31,6 @@ from deltawire.terminal import (
 if TYPE_CHECKING:
     from deltawire.maintain.audit import Audit
     from deltawire.maintain.gc import GcPlan
-    from deltawire.run.manifest import StoredHop
 
 
 @click.command("gc")
@@ -41,29 +46,24 @@ if TYPE_CHECKING:
 @public_key_option
 @output_options
 def gc_command(
-    url: str, keep_anchors: int, only_plan: bool, grace: float, live: float, yes: bool, public_key: str | None,
-    output_format: str, quiet: bool,
-) -> None:  # fmt: skip
+    url: str, keep_anchors: int, only_plan: bool, grace: float, live: float, yes: bool, public_key: str | None
+) -> None:
     """Remove the objects of a run that nobody needs any more.
 
     That is everything before the kept anchors that no live replica needs, and abandoned uploads. Without --plan or
     --yes it asks first.
     """
     from deltawire.maintain.gc import collect, plan_gc
-    from deltawire.run.run import Run
 
     only_with("a removal, and --plan removes nothing", not only_plan, "yes")
-
-    with speaking_errors(url):
-        run = Run(url, public_key=public_key)
-        _ = run.id
+    with open_run(url, public_key) as run:
         found = plan_gc(run, keep_anchors=keep_anchors, live_seconds=live, grace_seconds=grace)
         removes = bool(found.removals) and not only_plan
         if removes and not yes:
             confirm(found)
         if removes:
             collect(run, found.removals)
-    show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan), output_format)
+    show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan))
 
 
 def confirm(found: "GcPlan") -> None:
@@ -93,48 +93,30 @@ def gc_text(found: "GcPlan", only_plan: bool) -> str:
 @sign_key_option
 @threads_option
 @output_options
-def compact_command(
-    url: str, anchor: bool, sign_key: Path | None, output_format: str, quiet: bool, threads: int | None
-) -> None:
+def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int | None) -> None:
     """Add the skip deltas that a run lacks.
 
     With them, replicas that are far behind fetch less. Publishers add them on their own; runs that were published one
     version at a time lack them. Needs twice the model's size in memory.
     """
     from deltawire.maintain.compact import compact
-    from deltawire.run.run import Run
-    from deltawire.run.signing import public_key_of
 
-    with speaking_errors(url):
-        run = Run(url, sign_with=sign_key, public_key=None if sign_key is None else public_key_of(sign_key))
-        _ = run.id
-        with progress_bar("compact", max((run.latest() or 0), 1), quiet) as bar:
-            made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
+    with open_run(url, sign_key=sign_key) as run, progress_bar("compact", max((run.latest() or 0), 1)) as bar:
+        made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
     rows = [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in made]
-    data = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}
-    show(data, lambda: compact_text(made), output_format)
+    data: dict[str, Any] = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}
+    text = f"added {size_text(data['bytes'])}\n\n{hops_table(rows)}"
+    show(data, lambda: text if made else "nothing to add: the chain has all its skip deltas")
 
 
-def compact_text(made: "Sequence[StoredHop]") -> str:
-    if not made:
-        return "nothing to add: the chain has all its skip deltas"
-    rows = [["anchor" if hop.base is None else f"from {hop.base}", str(hop.version), f"{hop.num_bytes:,}"]
-            for hop in made]  # fmt: skip
-    return f"added {size_text(sum(hop.num_bytes for hop in made))}\n\n{table(['hop', 'to version', 'bytes'], rows)}"
-
-
-def audit_run(
-    url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None,
-    output_format: str, quiet: bool,
-) -> None:  # fmt: skip
+def audit_run(url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None) -> None:
     """Verify a run."""
     from deltawire.maintain.audit import audit
     from deltawire.run.run import Run
 
-    with speaking_errors(url), ByteBar("verify", quiet) as bar:
-        run = Run(url, public_key=public_key)
-        found = audit(run, version=version, deep=deep, threads=threads, progress=bar)
-    show({"url": url, **found.as_dict()}, lambda: audit_text(found, url, public_key is not None), output_format)
+    with speaking_errors(url), ByteBar("verify") as bar:
+        found = audit(Run(url, public_key=public_key), version=version, deep=deep, threads=threads, progress=bar)
+    show({"url": url, **found.as_dict()}, lambda: audit_text(found, url, public_key is not None))
     if not found.ok:
         sys.exit(MISMATCH)
 
@@ -151,47 +133,32 @@ def audit_text(found: "Audit", url: str, signed: bool) -> str:
         ("signatures", "checked" if signed else "not checked (give --public-key)"),
     ]
     if found.num_orphans:
-        lines.append(
-            (
-                "orphans",
-                f"{count_text(found.num_orphans, 'object')} without a document, {size_text(found.orphan_bytes)}",
-            )
-        )
+        orphans = count_text(found.num_orphans, "object")
+        lines.append(("orphans", f"{orphans} without a document, {size_text(found.orphan_bytes)}"))
     text = f"{head}\n{pairs_text(lines)}"
     for problem in found.problems:
         text += f"\n\n{plain(problem.where)}\n  {problem.error}: {plain(problem.what)}"
     return text
 
 
-def compare_mirror(
-    url: str, folder: Path, version: int | None, public_key: str | None, threads: int | None, output_format: str,
-    quiet: bool,
-) -> None:  # fmt: skip
+def compare_mirror(url: str, folder: Path, version: int | None, public_key: str | None, threads: int | None) -> None:
     """Compare a folder with a version of a run."""
     from deltawire.follow.comparison import differing_names
-    from deltawire.follow.mirror import held_version
     from deltawire.format.checkpoint import Checkpoint
-    from deltawire.run.run import Run
 
-    with speaking_errors(url):
-        run, weights = Run(url, public_key=public_key), Checkpoint(folder)
+    with open_run(url, public_key) as run:
+        weights = Checkpoint(folder)
         if version is None:
-            state = held_version(folder)
-            if state is None or state.run != run.id:
+            version = weights.version
+            if version is None or weights.field("run") != run.id:
                 raise click.UsageError(f"{folder} does not say which version of run {run.id} it is: give --version")
-            version = state.version
-        with ByteBar("fetch", quiet) as progress:
+        with ByteBar("fetch") as progress:
             differing = differing_names(run, version, weights, threads=threads, progress=progress)
     data = {"run": run.id, "version": version, "folder": str(folder), "ok": not differing, "differing": differing}
-    rows = [[name, f"{count:,}"] for name, count in differing.items()]
-    show(
-        data,
-        lambda: (
-            f"ok: every element of {folder} is that of version {version}" if not differing
-            else f"{folder} is not version {version}: {count_text(len(rows), 'tensor')} differ\n"
-            + table(["tensor", "elements"], rows)
-        ),
-        output_format,
-    )  # fmt: skip
+    text = f"ok: every element of {folder} is that of version {version}"
+    if differing:
+        text = f"{folder} is not version {version}: {count_text(len(differing), 'tensor')} differ\n"
+        text += table(["tensor", "elements"], [[name, f"{count:,}"] for name, count in differing.items()])
+    show(data, lambda: text)
     if differing:
         sys.exit(MISMATCH)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -13,9 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.files import PATH, output_options
-from deltawire.cli.runs import public_key_option, pulled, run_option, standing
-from deltawire.terminal import Drawing, age_text, pause_text, plain, say, size_text, speaking_errors, table
+from deltawire.cli import options
+from deltawire.cli.runs import pulled, standing
+from deltawire.terminal import (
+    Drawing,
+    age_text,
+    handling_signals,
+    is_live,
+    pause_text,
+    plain,
+    say,
+    size_text,
+    speaking_errors,
+    table,
+    wants_json,
+)
 
 if TYPE_CHECKING:
     from deltawire.follow.replica import Pull, Replica
@@ -26,17 +36,16 @@ REDRAW_SECONDS = 0.25
 
 @click.command("watch")
 @click.argument("url")
-@click.option("--to", "folder", type=PATH, required=True, help="The folder to keep up to date.")
-@click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-              help="How often to look for a new version, in seconds.")  # fmt: skip
-@click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
-@run_option
-@public_key_option
-@click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
-@output_options
+@click.option("--to", "folder", type=options.PATH, required=True, help="The folder to keep up to date.")
+@options.poll_option
+@options.until_option
+@options.run_option
+@options.public_key_option
+@options.name_option
+@options.output_options
 def watch_command(
     url: str, folder: Path, poll: float, until: int | None, run_id: str | None, public_key: str | None,
-    name: str | None, output_format: str, quiet: bool,
+    name: str | None,
 ) -> None:  # fmt: skip
     """Keep a folder at the newest version of a run.
 
@@ -44,27 +53,20 @@ def watch_command(
     JSON object.
     """
     from deltawire.follow.replica import Replica
-    from deltawire.run.run import Run
 
-    with speaking_errors(url):
-        # A store that denies access is an error now. A run that does not exist yet is waited for.
-        run = Run(url, public_key=public_key, expected=run_id)
-        if not run.exists():
-            say(f"waiting for a run at {url}", err=True)
-        with Replica(run, folder, name=name) as replica:
-            Watch(replica, view_of(replica, url, output_format, quiet), until, poll).run()
+    with speaking_errors(url), Replica(options.awaited_run(url, public_key, run_id), folder, name=name) as replica:
+        Watch(replica, view_of(replica, url), until, poll).run()
 
 
-def view_of(replica: "Replica", title: str, output_format: str, quiet: bool) -> "Lines | Screen":
-    live = output_format == "text" and not quiet and sys.stdout.isatty()
-    return Screen(replica, title) if live else Lines(replica, output_format)
+def view_of(replica: "Replica", title: str) -> "Lines | Screen":
+    return Screen(replica, title) if is_live() else Lines(replica)
 
 
 class Lines:
     """One line for each pull, and for each new fault."""
 
-    def __init__(self, replica: "Replica", output_format: str) -> None:
-        self._replica, self._json = replica, output_format == "json"
+    def __init__(self, replica: "Replica") -> None:
+        self._replica, self._json = replica, wants_json()
         self._fault: str | None = None
 
     def pulled(self, done: "Pull") -> None:
@@ -79,9 +81,6 @@ class Lines:
         if fault is not None and fault != self._fault:
             say(f"fault: {plain(fault)}", err=True)
         self._fault = fault
-
-    def close(self) -> None:
-        self.refresh()
 
 
 def line_text(data: dict[str, Any]) -> str:
@@ -128,9 +127,6 @@ class Screen:
             str(data["faults"]), age_text(time.monotonic() - when),
         ]  # fmt: skip
 
-    def close(self) -> None:
-        self.refresh()
-
 
 class Watch:
     """Runs a replica's watch in a thread; the main thread draws and handles signals."""
@@ -143,10 +139,9 @@ class Watch:
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
         thread = threading.Thread(target=self._work, name="deltawire-watch", daemon=True)
-        thread.start()
-        try:
+        with handling_signals(self._signalled):
+            thread.start()
             while thread.is_alive() and not self._stop:
                 thread.join(REDRAW_SECONDS)
                 self._view.refresh()
@@ -157,10 +152,7 @@ class Watch:
             if thread.is_alive():
                 say("stopping after this pull; Ctrl-C again stops at once", err=True)
             thread.join()
-            self._view.close()
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            self._view.refresh()
         if self._failure is not None:
             raise self._failure
 

@@ -22,22 +22,6 @@ ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in (COO, 
 AUTO, MIRRORLESS = "auto", "mirrorless"
 EncodingChoice = str | Iterable[str]
 
-__all__ = [
-    "AUTO",
-    "CONTEXT",
-    "COO",
-    "DENSE",
-    "ENCODINGS",
-    "GAP",
-    "MIRRORLESS",
-    "Arrays",
-    "Encoded",
-    "allowed_encodings",
-    "decode",
-    "encode",
-    "smallest_encoding",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

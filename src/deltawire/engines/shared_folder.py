@@ -17,7 +17,7 @@ from deltawire.engines.staged import split
 from deltawire.engines.token import shared_memory
 from deltawire.errors import Conflict
 from deltawire.format.checkpoint import save_anchor
-from deltawire.format.container import beside
+from deltawire.format.container import temp_path
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.weights import Weights
 
@@ -79,6 +79,6 @@ class SharedFolder:
 
 def save_json(path: Path, value: Any) -> None:
     """Write a file that appears whole. It need not outlive the machine, and nobody waits for a disk."""
-    temporary = beside(path)
+    temporary = temp_path(path)
     temporary.write_text(json.dumps(value))
     temporary.replace(path)

@@ -1,6 +1,7 @@
 """Compare weights with a version of a run that is fetched again, element by element and independent of digests."""
 
 from collections.abc import Mapping
+from contextlib import closing
 
 import numpy as np
 
@@ -13,12 +14,7 @@ from deltawire.workers import Workers
 
 
 def differing_names(
-    run: Run,
-    version: int,
-    weights: Weights,
-    *,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    run: Run, version: int, weights: Weights, *, threads: int | None = None, progress: Progress | None = None
 ) -> dict[str, int]:
     """The tensors that differ from those of a version, with the number of elements that differ.
 
@@ -28,23 +24,23 @@ def differing_names(
     manifest = run.manifest(version)
     route = find_route(run, None, manifest)
     differing: dict[str, int] = {}
-    fetcher = Fetcher(run.store, None)
-    try:
-        with fetcher.fetch(route.hops, progress) as fetched, Workers(threads) as workers:
-            replay = Replay(fetched[0].checkpoint(run.id), [each.delta(run.id) for each in fetched[1:]], workers)
-            names = _names(replay.base, manifest.tied, weights)
-            for name in replay.base:
-                bits = replay.bits_of(name)
-                for each in names.pop(name):
-                    found = view(each, weights[each]) if each in weights else None
-                    if found is None or (found.dtype.name, found.shape) != spec(replay.base, name):
-                        differing[each] = len(bits)
-                    elif num := int(np.count_nonzero(found.bits != bits)):
-                        differing[each] = num
-            # Make sure that the reference is the version itself.
-            replay.check(manifest.digest)
-    finally:
-        fetcher.close()
+    with (
+        closing(Fetcher(run.store, None)) as fetcher,
+        fetcher.fetch(route.hops, progress) as fetched,
+        Workers(threads) as workers,
+    ):
+        replay = Replay(fetched[0].checkpoint(run.id), [each.delta(run.id) for each in fetched[1:]], workers)
+        names = _names(replay.base, manifest.tied, weights)
+        for name in replay.base:
+            bits = replay.bits_of(name)
+            for each in names.pop(name):
+                found = view(each, weights[each]) if each in weights else None
+                if found is None or (found.dtype.name, found.shape) != spec(replay.base, name):
+                    differing[each] = len(bits)
+                elif num := int(np.count_nonzero(found.bits != bits)):
+                    differing[each] = num
+        # Make sure that the reference is the version itself.
+        replay.check(manifest.digest)
     known = {*replay.base, *manifest.tied}
     return differing | {name: view(name, weights[name]).bits.size for name in weights if name not in known}
 

@@ -45,7 +45,7 @@ class Fetched(NamedTuple):
         hop = self.hop
         try:
             checkpoint = Checkpoint(self.folder)
-            stated = checkpoint.fact("run"), checkpoint.version, checkpoint.fact("digest")
+            stated = checkpoint.field("run"), checkpoint.version, checkpoint.field("digest")
         except DeltawireError as error:
             raise blaming(hop, error) from error
         if stated != (run, hop.version, str(hop.digest)):
@@ -77,28 +77,22 @@ class Fetcher:
                 progress(sum(there.values()), total)
 
         fetched = [Fetched(hop, self._folder / _folder_name(hop)) for hop in hops]
-        jobs = [(each.hop, each.folder, stored) for each in fetched for stored in each.hop.objects]
+        jobs = [(each, stored) for each in fetched for stored in each.hop.objects]
         for each in fetched:
             each.folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(PARALLEL, "deltawire-fetch") as pool:
-            futures = [pool.submit(self._one, *job, arrived) for job in jobs]
+
+        def fetch_one(job: tuple[Fetched, StoredObject]) -> None:
+            each, stored = job
             try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+                download_object(self._store, stored, each.folder, partial(arrived, stored.key))
+            except DeltawireError as error:
+                raise blaming(each.hop, error) from error
+
+        with ThreadPoolExecutor(PARALLEL, "deltawire-fetch") as pool:
+            # The first failure cancels what has not started.
+            list(pool.map(fetch_one, jobs))
         yield fetched
         self.clear()
-
-    def _one(self, hop: StoredHop, folder: Path, stored: StoredObject, arrived: Callable[[str, int], None]) -> None:
-        try:
-            download(
-                self._store, stored.key, folder / stored.file,
-                num_bytes=stored.num_bytes, sha256=stored.sha256, progress=partial(arrived, stored.key),
-            )  # fmt: skip
-        except DeltawireError as error:
-            raise blaming(hop, error) from error
 
     def clear(self) -> None:
         """Delete everything that was downloaded."""
@@ -109,6 +103,13 @@ class Fetcher:
     def close(self) -> None:
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def download_object(store: Store, stored: StoredObject, folder: Path, progress: Callable[[int], None]) -> None:
+    """Download an object of a hop into a folder, checked."""
+    download(
+        store, stored.key, folder / stored.file, num_bytes=stored.num_bytes, sha256=stored.sha256, progress=progress
+    )
 
 
 def _folder_name(hop: StoredHop) -> str:

@@ -28,18 +28,17 @@ from deltawire.codec import COO, Encoded
 from deltawire.disk import read_small
 from deltawire.errors import Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.follow.target import Target
-from deltawire.format.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint, write_checkpoint
+from deltawire.format.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint
 from deltawire.format.container import replacing
 from deltawire.format.delta import Delta
-from deltawire.format.files import shards_of
+from deltawire.format.files import write_replayed
 from deltawire.format.parts import save
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
-from deltawire.format.wire import DeltaInfo, Entry
+from deltawire.format.wire import DeltaInfo, Entry, tied_metadata
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import DTYPES, dtype_named
-from deltawire.tensors.names import PREFIX
 from deltawire.tensors.weights import Tensor
 
 
@@ -122,19 +121,10 @@ class Mirror(Target):
             self._weights[patch.name].bits[patch.where] = patch.bits
 
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
-        checkpoint = anchor.base
-        if not isinstance(checkpoint, Checkpoint):
-            raise TypeError("a mirror is loaded from a checkpoint")
-        metadata = {"format": "pt"}
-        if tied:
-            metadata[PREFIX + "tied"] = json.dumps(dict(tied), separators=(",", ":"))
         made = self._own / "made"
         with self._writing():
             shutil.rmtree(made, ignore_errors=True)
-            write_checkpoint(
-                made, shards_of(checkpoint, made), metadata, anchor.bits_of,
-                extra_files=list(files), check=lambda: anchor.check(state.digest),
-            )  # fmt: skip
+            write_replayed(anchor, made, {"format": "pt", **tied_metadata(tied)}, state.digest, files)
             self._write_marker(made, state)
             made.replace(self._incoming)
             self._finish_load()
@@ -230,12 +220,6 @@ class Mirror(Target):
     def close(self) -> None:
         self._unmap()
         self._lock.close()
-
-
-def held_version(folder: Path) -> WeightVersion | None:
-    """The version that a mirror states, also while another process uses it."""
-    stated = _read_state(folder / STATE_NAME)
-    return None if stated is None else stated[0]
 
 
 def _times(folder: Path, files: Any) -> dict[str, list[int]]:

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from deltawire.errors import (
     BaseMismatch,
@@ -127,13 +129,11 @@ class Replica:
         self.latest: int | None = None
         """The newest version seen in the store."""
         self.num_pulls = self.num_faults = 0
-        self._threads = threads
         # A subfolder, since it is emptied after each pull.
         own = self.target.scratch if scratch is None else Path(scratch) / "deltawire-downloads"
         self._fetcher = Fetcher(self.run.store, own)
         self._unfinished: tuple[list[Patch], WeightVersion, WeightVersion, Mapping[str, str]] | None = None
-        self._pulling = threading.Lock()
-        self._changed = threading.Condition()
+        self._threads, self._pulling, self._changed = threads, threading.Lock(), threading.Condition()
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._watched = self._closed = False
 
@@ -274,8 +274,7 @@ class Replica:
         self, manifest: Manifest, have: WeightVersion | None, route: Route[StoredHop], progress: Progress | None
     ) -> Pull:
         started = time.perf_counter()
-        using = {"using": [str(hop) for hop in route.hops]}
-        self._heartbeat.beat(self.status() | using, at_once=bool(route.hops))
+        self._heartbeat.beat(self.status() | {"using": [str(hop) for hop in route.hops]}, at_once=bool(route.hops))
         with self._fetcher.fetch(route.hops, progress) as fetched, Workers(self._threads) as workers:
             fetch_seconds = time.perf_counter() - started
             deltas = [each.delta(self.run.id) for each in fetched if each.hop.base is not None]
@@ -299,7 +298,9 @@ class Replica:
                 patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
                 manifest.check_tensors({patch.name for patch in patches}, self.target.weights())
                 applied = time.perf_counter()
-                self._apply(patches, have, state, manifest.tied)
+                self._unfinished = patches, have, state, manifest.tied
+                self.target.apply(*self._unfinished)
+                self._unfinished = None
         return Pull(
             version=manifest.version,
             base=None if route.starts_over or have is None else have.version,
@@ -313,19 +314,12 @@ class Replica:
         )
 
     def _apply_delta(self, hop: StoredHop, delta: Delta) -> None:
-        base, state = (
-            WeightVersion(self.run.id, version, digest)
-            for version, digest in ((delta.base_version, delta.base_digest), (delta.version, delta.digest))
-        )
+        base = WeightVersion(self.run.id, delta.base_version, delta.base_digest)
+        state = WeightVersion(self.run.id, delta.version, delta.digest)
         try:
             self.target.apply_delta(delta, base, state)
         except FormatError as error:
             raise blaming(hop, error) from error
-
-    def _apply(self, patches: list[Patch], have: WeightVersion, state: WeightVersion, tied: Mapping[str, str]) -> None:
-        self._unfinished = patches, have, state, tied
-        self.target.apply(patches, have, state, tied)
-        self._unfinished = None
 
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay at the newest version until `stop` is called. Blocks; `watching` does the same in a thread.
@@ -397,13 +391,8 @@ class Replica:
     @contextmanager
     def watching(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> Iterator[None]:
         """Run `watch` in a background thread for the duration of a `with` block."""
-        thread = threading.Thread(
-            target=self.watch,
-            args=(on_pull,),
-            kwargs={"poll_seconds": poll_seconds},
-            name="deltawire-watch",
-            daemon=True,
-        )
+        watch = partial(self.watch, on_pull, poll_seconds=poll_seconds)
+        thread = threading.Thread(target=watch, name="deltawire-watch", daemon=True)
         self._stopped.clear()
         self._watched = True
         thread.start()
@@ -427,21 +416,21 @@ class Replica:
 
         Pulls itself if `watch` is not running.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = inf if timeout is None else time.monotonic() + timeout
         while self.version is None or self.version < version:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise TimeoutError(
                     f"version {version} did not come within {timeout} s; the weights are at {self.version}"
                     + (f" and the last fault was: {self.error}" if self.error else "")
                 )
             if self._watched:
                 with self._changed:
-                    self._changed.wait(0.5 if left is None else min(left, 0.5))
+                    self._changed.wait(min(left, 0.5))
             elif self._is_behind():
                 self.pull()
             else:
-                self._wake.wait(0.2 if left is None else min(left, 0.2))
+                self._wake.wait(min(left, 0.2))
         return self.version
 
     def status(self) -> dict[str, Any]:
@@ -478,14 +467,9 @@ class Replica:
         values: dict[str, float | None] = {"version": self.version, "lag": self.lag}
         values |= {"pulls": self.num_pulls, "faults": self.num_faults}
         if pulled is not None:
-            values |= {
-                "bytes": pulled.num_bytes,
-                "changed": pulled.num_changed,
-                "fetch_seconds": pulled.fetch_seconds,
-                "decode_seconds": pulled.decode_seconds,
-                "apply_seconds": pulled.apply_seconds,
-                "pause_seconds": self.target.about().get("pause_seconds"),
-            }
+            values |= {"bytes": pulled.num_bytes, "changed": pulled.num_changed}
+            values |= {name: getattr(pulled, name) for name in ("fetch_seconds", "decode_seconds", "apply_seconds")}
+            values["pause_seconds"] = self.target.about().get("pause_seconds")
         return {f"deltawire/replica/{name}": value for name, value in values.items() if value is not None}
 
     def close(self) -> None:
@@ -512,6 +496,5 @@ def _target_of(value: Any, dtype: DTypeChoice) -> Target:
     if isinstance(value, Mapping):
         return MemoryTarget(value, dtype=dtype, make=new_tensor)
     if all(hasattr(value, name) for name in ("state", "apply", "load")):
-        target: Target = value
-        return target
+        return cast(Target, value)
     raise TypeError(f"expected a folder, a torch module, a mapping or a target, got {type(value).__name__}")

@@ -19,11 +19,11 @@ from deltawire.tensors.weights import (
     Tensor,
     Viewed,
     Weights,
-    aliases_of,
     place,
     spec,
     untied_name,
     writable,
+    writables,
     write,
 )
 
@@ -126,14 +126,11 @@ class MemoryTarget(Target):
     def apply(
         self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
     ) -> None:
-        weights, aliases = self._read(), aliases_of(tied)
-        names = {name: None for patch in patches for name in (patch.name, *aliases.get(patch.name, []))}
-        values = writable(weights, [name for name in names if name in weights], tied)
+        targets = writables(self._read(), [patch.name for patch in patches], tied)
         self._state = None
         for patch in patches:
-            for name in (patch.name, *aliases.get(patch.name, [])):
-                if name in values:
-                    write(values[name], patch.where, patch.bits)
+            for value in targets[patch.name]:
+                write(value, patch.where, patch.bits)
         self._become(state, tied)
 
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
@@ -143,12 +140,10 @@ class MemoryTarget(Target):
         self._state = None
         if self._owned is not None:
             self._make_room(self._owned, anchor.base, tied)
-        weights, aliases = self._read(), aliases_of(tied)
-        for name in anchor.base:
+        for name, values in writables(self._read(), anchor.base, tied).items():
             bits = anchor.bits_of(name)
-            for each in (name, *aliases.get(name, [])):
-                if each in weights:
-                    write(weights[each], slice(None), bits)
+            for value in values:
+                write(value, slice(None), bits)
         self._become(state, tied)
 
     def _become(self, state: WeightVersion, tied: Mapping[str, str]) -> None:

@@ -2,14 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 from deltawire.disk import read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
-from deltawire.format.container import MOST_HEADER_BYTES, Container, beside, header_bytes, lay_out, raw, replacing
-from deltawire.format.wire import FORMAT_VERSION, read_number, read_tied
+from deltawire.format.container import MOST_HEADER_BYTES, Container, header_bytes, lay_out, raw, replacing, temp_path
+from deltawire.format.wire import FORMAT_VERSION, read_number, read_tied, tied_metadata
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
 from deltawire.tensors.names import PREFIX, check_names, resolve_ties
@@ -58,11 +58,8 @@ class Checkpoint(Mapping[str, Tensor]):
         elif SINGLE_NAME in files:
             files = [SINGLE_NAME]
         elif len(files) != 1:
-            found = (
-                f"{len(files)} safetensors files and {len(indexes)} indexes"
-                if files or indexes
-                else "no safetensors file"
-            )
+            counts = f"{len(files)} safetensors files and {len(indexes)} indexes"
+            found = counts if files or indexes else "no safetensors file"
             raise ObjectMissing(f"{self.path} is not a checkpoint: it has {found}", path=str(self.path))
         return {file: Container(self.path / file) for file in files}
 
@@ -78,7 +75,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._shard_of)
 
     def __repr__(self) -> str:
-        stated = self.fact("version")
+        stated = self.field("version")
         version = "" if stated is None else f", version={stated}"
         return f"Checkpoint({str(self.path)!r}, num_tensors={len(self)}{version})"
 
@@ -96,7 +93,7 @@ class Checkpoint(Mapping[str, Tensor]):
     @property
     def tied(self) -> dict[str, str]:
         """Names that share the weights of other names, as stated by an anchor."""
-        return read_tied(self.fact("tied"))
+        return read_tied(self.field("tied"))
 
     def other_files(self) -> list[Path]:
         """The files next to the weights in a folder: configuration, tokenizer and so on."""
@@ -108,10 +105,10 @@ class Checkpoint(Mapping[str, Tensor]):
     @property
     def version(self) -> int | None:
         """The version stated by an anchor or a mirror; None for other checkpoints."""
-        text = self.fact("version")
+        text = self.field("version")
         return None if text is None else read_number(text, "version")
 
-    def fact(self, key: str) -> str | None:
+    def field(self, key: str) -> str | None:
         """The value of `deltawire.KEY` in the metadata, if there is one."""
         return self.metadata.get(PREFIX + key)
 
@@ -191,9 +188,7 @@ def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: 
         "digest": str(state),
         "total": str(num_elements),
     }
-    if tied:
-        info["tied"] = json.dumps(dict(tied), separators=(",", ":"))
-    return {PREFIX + key: value for key, value in info.items()}
+    return {PREFIX + key: value for key, value in info.items()} | tied_metadata(tied)
 
 
 def split_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int | None) -> dict[str, dict[str, TensorSpec]]:
@@ -229,30 +224,28 @@ def write_checkpoint(
     metadata: Mapping[str, str],
     bits_of: Callable[[str], Bits],
     *,
-    extra_files: list[Path] | None = None,
+    extra_files: Sequence[Path] = (),
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint tensor by tensor. It appears at `path` once all is written and `check` did not raise."""
     if path.suffix == ".safetensors":
         (specs,) = shards.values()
         with replacing(path) as file:
-            for piece in _shard_bytes(specs, metadata, bits_of):
-                file.write(piece)
+            file.writelines(_shard_bytes(specs, metadata, bits_of))
             check()
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
-    temporary = beside(path)
+    temporary = temp_path(path)
     temporary.mkdir()
     try:
         for name, specs in shards.items():
             with replacing(temporary / name) as file:
-                for piece in _shard_bytes(specs, metadata, bits_of):
-                    file.write(piece)
+                file.writelines(_shard_bytes(specs, metadata, bits_of))
         if len(shards) > 1:
             with replacing(temporary / INDEX_NAME) as file:
                 file.write(index_bytes(shards))
-        for extra in extra_files or []:
+        for extra in extra_files:
             shutil.copy2(extra, temporary / extra.name)
         check()
         temporary.replace(path)

@@ -9,10 +9,11 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
@@ -44,17 +45,13 @@ class Header:
 class Container:
     """A safetensors file, or the bytes of one, opened for reading."""
 
-    def __init__(self, source: Path | bytes | memoryview) -> None:
+    def __init__(self, source: Path | bytes) -> None:
         self.source = source
         if isinstance(source, Path):
             with open_regular(source) as file:
                 self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
         else:
-            data = memoryview(source)
-            self.header = read_header(_Reader(data), len(data), "the bytes")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.header.slots
+            self.header = read_header(BytesIO(source), len(source), "the bytes")
 
     def bits(self, name: str) -> Bits:
         """The elements of a tensor, flat, as unsigned integers."""
@@ -71,18 +68,7 @@ class Container:
         return array
 
 
-class _Reader:
-    """A minimal file object over bytes."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-
-    def read(self, count: int) -> bytes:
-        taken, self.data = bytes(self.data[:count]), self.data[count:]
-        return taken
-
-
-def read_header(file: Any, size: int, where: str) -> Header:
+def read_header(file: IO[bytes], size: int, where: str) -> Header:
     """Read and check a header: the tensors' bytes must cover the rest of the file, in sequence and without gaps."""
 
     def corrupt(problem: str) -> CorruptObject:
@@ -184,7 +170,7 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: it appears at `path`, synced to disk, if the block succeeds; otherwise nothing does."""
-    temporary = beside(path)
+    temporary = temp_path(path)
     try:
         # Opened like any new file, so that the umask applies.
         with temporary.open("xb") as file:
@@ -197,6 +183,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def beside(path: Path) -> Path:
+def temp_path(path: Path) -> Path:
     """An unused name in the same folder, for the temporary file that will replace `path`."""
     return path.with_name(f".{path.name}.{token_hex(8)}.tmp")

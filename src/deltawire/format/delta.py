@@ -15,12 +15,11 @@ from deltawire.tensors.names import check_names, resolve_ties
 from deltawire.tensors.weights import (
     DTypeChoice,
     Weights,
-    aliases_of,
     mapping_of,
     num_elements,
     untied_name,
     view,
-    writable,
+    writables,
     write,
 )
 from deltawire.workers import Workers
@@ -30,49 +29,25 @@ Progress = Callable[[str, int], None]
 
 
 class Delta:
-    """The changes from one version of the weights to another. Computed by `diff`, or read with `load`."""
+    """The changes from one version of the weights to another. Computed by `diff`, or read with `load`.
+
+    Attributes:
+        run: The id of the run.
+        version: The version that the delta leads to.
+        base_version: The version that it applies to.
+        base_digest: The digest of the weights that it applies to.
+        digest: The digest of the weights after it.
+        tied: Names that share the weights of a tensor that it changes.
+        num_changed: How many elements change.
+        num_elements: The number of elements of the whole model, changed or not.
+        files: Where its parts lie on disk, if they do.
+    """
 
     def __init__(self, info: DeltaInfo, entries: list[Entry], files: Sequence[Path] = ()) -> None:
-        self.info = info
-        self.entries = entries
-        self.files = files
-        """Where its parts lie on disk, if they do."""
-
-    @property
-    def run(self) -> str:
-        return self.info.run
-
-    @property
-    def version(self) -> int:
-        return self.info.version
-
-    @property
-    def base_version(self) -> int:
-        return self.info.base_version
-
-    @property
-    def base_digest(self) -> Digest:
-        """The digest of the weights that the delta applies to."""
-        return self.info.base_digest
-
-    @property
-    def digest(self) -> Digest:
-        """The digest of the weights after the delta."""
-        return self.info.digest
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Names that share the weights of a tensor that the delta changes."""
-        return self.info.tied
-
-    @property
-    def num_changed(self) -> int:
-        return self.info.num_changed
-
-    @property
-    def num_elements(self) -> int:
-        """The number of elements of the whole model, changed or not."""
-        return self.info.num_elements
+        self.info, self.entries, self.files = info, entries, files
+        self.run, self.version, self.base_version = info.run, info.version, info.base_version
+        self.base_digest, self.digest, self.tied = info.base_digest, info.digest, info.tied
+        self.num_changed, self.num_elements = info.num_changed, info.num_elements
 
     def __repr__(self) -> str:
         return (
@@ -290,9 +265,7 @@ def apply(
     weights = mapping_of(weights)
     for entry in delta.entries:
         matching(entry, weights, dtype)
-    aliases = aliases_of(delta.tied)
-    names = {name: None for entry in delta.entries for name in (entry.name, *aliases.get(entry.name, []))}
-    values = writable(weights, [name for name in names if name in weights], delta.tied)
+    targets = writables(weights, [entry.name for entry in delta.entries], delta.tied)
     differing = untied_name(weights, delta.tied, dtype)
     if differing is not None:
         raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, and has other weights here")
@@ -313,9 +286,8 @@ def apply(
             reached += gain
     check_reached(delta.info, reached)
     for patch in patches:
-        for name in (patch.name, *aliases.get(patch.name, [])):
-            if name in values:
-                write(values[name], patch.where, patch.bits)
+        for value in targets[patch.name]:
+            write(value, patch.where, patch.bits)
     return reached
 
 

@@ -1,5 +1,6 @@
 """Deltas between checkpoints on disk, tensor by tensor: uses memory for the largest tensor, and writes atomically."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deltawire.codec import EncodingChoice
@@ -7,6 +8,7 @@ from deltawire.format.checkpoint import Checkpoint, anchor_info, write_checkpoin
 from deltawire.format.delta import Delta, Progress, diff_into
 from deltawire.format.parts import MAX_FILE_BYTES, Spool, save
 from deltawire.format.replay import Replay
+from deltawire.tensors.digest import Digest
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import Workers
 
@@ -41,13 +43,22 @@ def apply_to_checkpoint(
     info = anchor_info(delta.run, delta.version, delta.digest, delta.num_elements, base.tied)
     with Workers(threads) as workers:
         replay = Replay(base, [delta], workers, progress)
-        write_checkpoint(
-            path, shards_of(base, path), {"format": "pt", **base.metadata, **info}, replay.bits_of,
-            extra_files=base.other_files(), check=lambda: replay.check(delta.digest),
-        )  # fmt: skip
+        write_replayed(replay, path, {"format": "pt", **base.metadata, **info}, delta.digest, base.other_files())
 
 
-def shards_of(checkpoint: Checkpoint, path: Path) -> dict[str, dict[str, TensorSpec]]:
+def write_replayed(
+    replay: Replay, path: Path, metadata: Mapping[str, str], expected: Digest, extra_files: Sequence[Path]
+) -> None:
+    """Write the result of a replay of a checkpoint to `path`, where it appears if it has the expected digest."""
+    if not isinstance(replay.base, Checkpoint):
+        raise TypeError("only a replay of a checkpoint can be written as one")
+    write_checkpoint(
+        path, _shards_of(replay.base, path), metadata, replay.bits_of,
+        extra_files=extra_files, check=lambda: replay.check(expected),
+    )  # fmt: skip
+
+
+def _shards_of(checkpoint: Checkpoint, path: Path) -> dict[str, dict[str, TensorSpec]]:
     """Assign tensors to the files of a copy of a checkpoint: as in the original, or all to one file."""
     specs = {
         file: {name: checkpoint.spec(name) for name in shard.header.slots} for file, shard in checkpoint.shards.items()

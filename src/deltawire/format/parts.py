@@ -3,7 +3,8 @@
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from deltawire.errors import CorruptObject, ObjectMissing
 from deltawire.format.container import Container, raw, replacing
-from deltawire.format.wire import DeltaInfo, Entry, part_bytes, read_part
-from deltawire.tensors.dtypes import DTYPES, Bits
+from deltawire.format.wire import DeltaInfo, Entry, LazyArrays, part_bytes, read_part
+from deltawire.tensors.dtypes import Bits
 from deltawire.tensors.names import PREFIX
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -48,8 +49,7 @@ def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int)
         paths = [path.with_name(name) for name in part_names(stem, len(groups))]
     for number, (group, target) in enumerate(zip(groups, paths, strict=True), 1):
         with replacing(target) as file:
-            for piece in part_bytes(info, group, number, len(groups)):
-                file.write(piece)
+            file.writelines(part_bytes(info, group, number, len(groups)))
     return paths
 
 
@@ -116,35 +116,18 @@ class Spool:
         self.entries: list[Entry] = []
 
     def add(self, entry: Entry) -> None:
-        starts = {}
+        readers = {}
         for part, array in entry.arrays.items():
-            starts[part] = self._file.seek(0, os.SEEK_END)
+            readers[part] = partial(self._read, self._file.seek(0, os.SEEK_END), len(array), array.dtype)
             self._file.write(raw(array))
-        arrays = _SpooledArrays(self._file, entry, starts)
-        self.entries.append(
-            Entry(entry.name, entry.dtype, entry.box, entry.encoding, entry.num_changed, arrays, entry.lengths)
-        )
+        self.entries.append(replace(entry, arrays=LazyArrays(readers)))
+
+    def _read(self, start: int, length: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
+        self._file.seek(start)
+        return np.frombuffer(self._file.read(length * dtype.itemsize), dtype)
 
     def __enter__(self) -> "Spool":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-class _SpooledArrays(Mapping[str, Bits]):
-    def __init__(self, file: BinaryIO, entry: Entry, starts: Mapping[str, int]) -> None:
-        self.file, self.starts = file, starts
-        self.kinds = {part: DTYPES[kind].unsigned for part, kind in entry.parts.items()}
-        self.lengths = entry.lengths
-
-    def __getitem__(self, part: str) -> Bits:
-        self.file.seek(self.starts[part])
-        kind = self.kinds[part]
-        return np.frombuffer(self.file.read(self.lengths[part] * kind.itemsize), kind)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.starts)
-
-    def __len__(self) -> int:
-        return len(self.starts)

@@ -7,11 +7,13 @@ the whole tensor. The arrays of an encoding are tensors named `NAME.PART`. See d
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
-from deltawire.codec import DENSE, ENCODINGS, Arrays, Encoded
+from deltawire.codec import DENSE, ENCODINGS, Encoded
+from deltawire.codec.encoding import Arrays
 from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.format.container import Container, Slot, header_bytes, lay_out, no_duplicates, raw
 from deltawire.tensors.boxes import Box
@@ -98,9 +100,7 @@ def metadata_of(info: DeltaInfo, entries: Iterable[Entry], part: int, num_parts:
         "total": str(info.num_elements),
         "part": f"{part}/{num_parts}",
     }
-    if info.tied:
-        metadata["tied"] = json.dumps(dict(info.tied), separators=(",", ":"))
-    metadata = {PREFIX + key: value for key, value in metadata.items()}
+    metadata = {PREFIX + key: value for key, value in metadata.items()} | tied_metadata(info.tied)
     for entry in entries:
         fields = [entry.encoding, entry.dtype.name, _dims(entry.box.full), str(entry.num_changed)]
         if not entry.box.is_whole:
@@ -162,21 +162,25 @@ def read_part(container: Container) -> tuple[DeltaInfo, list[Entry], tuple[int, 
     return info, entries, position
 
 
-class _ContainerArrays(Mapping[str, Bits]):
-    """The arrays of one entry, read from their container on each access."""
+class LazyArrays(Mapping[str, Bits]):
+    """The arrays of one entry, each read by a function on every access."""
 
-    def __init__(self, container: Container, names: Mapping[str, str]) -> None:
-        self.container = container
-        self.names = names
+    def __init__(self, readers: Mapping[str, Callable[[], Bits]]) -> None:
+        self._readers = readers
 
     def __getitem__(self, part: str) -> Bits:
-        return self.container.bits(self.names[part])
+        return self._readers[part]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self._readers)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self._readers)
+
+
+def tied_metadata(tied: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of tied names; empty if there are none."""
+    return {PREFIX + "tied": json.dumps(dict(tied), separators=(",", ":"))} if tied else {}
 
 
 def read_tied(text: str | None) -> dict[str, str]:
@@ -241,7 +245,8 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
     # Every change takes at least one bit: do not allocate memory for a higher count.
     if num_changed > 8 * stored:
         raise CorruptObject(f"{name} states {num_changed} changes in {stored} bytes", tensor=name)
-    return Entry(name, dtype, box, fields[0], num_changed, _ContainerArrays(container, names), lengths)
+    arrays = LazyArrays({part: partial(container.bits, tensor) for part, tensor in names.items()})
+    return Entry(name, dtype, box, fields[0], num_changed, arrays, lengths)
 
 
 def _field(metadata: Mapping[str, str], key: str) -> str:

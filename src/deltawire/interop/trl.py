@@ -17,7 +17,6 @@ identifies the run nor lets a reader verify the weights.
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from io import BytesIO
 from itertools import pairwise
@@ -27,7 +26,7 @@ import numpy as np
 
 from deltawire.errors import BrokenChain, Conflict, MissingAnchor, ObjectMissing, ShapeMismatch
 from deltawire.follow.replica import Replica
-from deltawire.follow.target import Target
+from deltawire.follow.target import MemoryTarget
 from deltawire.format.checkpoint import save_anchor
 from deltawire.format.container import MOST_HEADER_BYTES, Container, Header, read_header
 from deltawire.format.patches import Patch
@@ -46,13 +45,11 @@ from deltawire.interop.trl_files import (
 )
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
+from deltawire.store.transfer import fetch_parts
 from deltawire.tensors.boxes import Positions
-from deltawire.tensors.digest import Digest, WeightVersion, digest
-from deltawire.tensors.dtypes import Bits, dtype_named
+from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.dtypes import Bits
 from deltawire.tensors.weights import Tensor, Weights, spec
-
-PART_BYTES = 16 << 20
-PARALLEL = 4
 
 # Called with the number of versions written, and the total.
 Progress = Callable[[int, int], None]
@@ -162,12 +159,8 @@ class TrlBucket:
         """Download a file for the duration of the block, since an anchor may be as large as memory."""
         path = folder / file.key
         path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as out, ThreadPoolExecutor(PARALLEL, "deltawire-trl") as pool:
-            # A few parts at a time, to limit the memory.
-            for start in range(0, file.num_bytes, PART_BYTES * PARALLEL):
-                stop = min(start + PART_BYTES * PARALLEL, file.num_bytes)
-                parts = [(at, min(PART_BYTES, stop - at)) for at in range(start, stop, PART_BYTES)]
-                out.writelines(pool.map(lambda part: self.store.get_range(file.key, *part), parts))
+        with path.open("wb") as out:
+            out.writelines(fetch_parts(self.store, file.key, file.num_bytes))
         try:
             yield Container(path)
         finally:
@@ -256,53 +249,33 @@ def _check_room(run: Run, store: Store, first: int) -> None:
         raise Conflict(f"{store.url} has {taken[0]} already: remove it, or export to another place", key=taken[0])
 
 
-class _Tape(Target):
-    """A target in memory that records the changes of the last pull."""
-
-    scratch: Path | None = None
+class _Tape(MemoryTarget):
+    """Weights in memory, with the changes of the last pull."""
 
     def __init__(self) -> None:
-        self._weights: dict[str, Tensor] = {}
-        self._state: WeightVersion | None = None
+        super().__init__({})
         self.changes: dict[str, tuple[Positions, Bits]] = {}
-
-    def state(self) -> WeightVersion | None:
-        return self._state
-
-    def digest(self, tied: Mapping[str, str]) -> Digest | None:
-        return digest(self._weights, tied=tied) if self._weights else None
-
-    def weights(self) -> dict[str, Tensor]:
-        return self._weights
 
     def apply(
         self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
     ) -> None:
-        changes, self._state = {}, None
+        self.changes = {}
         for patch in patches:
-            old = self._weights[patch.name].bits
-            different = old[patch.where] != patch.bits
+            different = self.weights()[patch.name].bits[patch.where] != patch.bits
             if different.any():
-                changes[patch.name] = patch.positions[different], patch.bits[different]
-            old[patch.where] = patch.bits
-        self.changes, self._state = changes, state
+                self.changes[patch.name] = patch.positions[different], patch.bits[different]
+        super().apply(patches, base, state, tied)
 
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
-        if self._weights:
-            _check_same(self._weights, anchor.base, state.version)
-        fresh = {}
-        for name in anchor.base:
-            dtype, shape = spec(anchor.base, name)
-            fresh[name] = Tensor(dtype_named(dtype), shape, anchor.bits_of(name))
-        anchor.check(state.digest)
+        before = {name: tensor.bits.copy() for name, tensor in self.weights().items()}
+        if before:
+            _check_same(self.weights(), anchor.base, state.version)
+        super().load(anchor, state, files, tied)
         self.changes = {}
-        for name, old in self._weights.items():
-            where = np.flatnonzero(old.bits != fresh[name].bits)
-            if len(where):
-                self.changes[name] = where, fresh[name].bits[where]
-        self._weights, self._state = fresh, state
-
-    def close(self) -> None: ...
+        for name, old in before.items():
+            new = self.weights()[name].bits
+            if len(where := np.flatnonzero(old != new)):
+                self.changes[name] = where, new[where]
 
 
 def _check_same(old: Weights, new: Weights, version: int) -> None:

@@ -21,7 +21,7 @@ from deltawire.errors import (
     SignatureMismatch,
     StoreUnavailable,
 )
-from deltawire.follow.fetch import Fetched, Progress
+from deltawire.follow.fetch import Fetched, Progress, download_object
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.inspection import check_structure
 from deltawire.format.replay import Replay
@@ -29,7 +29,6 @@ from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, RUN_KEY, manifest_key
 from deltawire.run.manifest import Manifest, StoredHop, StoredObject
 from deltawire.run.planner import HopKey, cheapest_route, reachable
 from deltawire.run.run import Run
-from deltawire.store.transfer import download
 from deltawire.tensors.digest import WeightVersion
 from deltawire.workers import Workers
 
@@ -78,7 +77,6 @@ def audit(
     *,
     version: int | None = None,
     deep: bool = True,
-    scratch: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Audit:
@@ -86,7 +84,7 @@ def audit(
 
     With `deep` every object is fetched and hashed, and the weights are computed along all single deltas and along the
     cheapest route to the newest version. For a skip delta on neither, the structure and the stated digests are checked.
-    Takes the memory of one model, and disk space for one route in `scratch` (default: the temporary folder).
+    Takes the memory of one model, and disk space for one route in the temporary folder.
     """
     chain = _Chain(run)
     try:
@@ -99,7 +97,7 @@ def audit(
     chain.check_objects()
     proven: set[int] = set()
     if deep:
-        with tempfile.TemporaryDirectory(prefix="deltawire-audit-", dir=scratch) as folder, Workers(threads) as workers:
+        with tempfile.TemporaryDirectory(prefix="deltawire-audit-") as folder, Workers(threads) as workers:
             proof = _Proof(chain, Path(folder), workers, progress)
             proof.walk()
             proof.take_cheapest()
@@ -283,22 +281,16 @@ class _Proof:
             for each in fetched:
                 for stored in each.hop.objects:
                     with self._chain.noting(stored.key, each.hop.version, each.hop):
-                        self._download(stored, each.folder)
+                        download_object(self._chain.run.store, stored, each.folder, self._arrived)
                     self._done += stored.num_bytes
             yield fetched
         finally:
             for each in fetched:
                 shutil.rmtree(each.folder, ignore_errors=True)
 
-    def _download(self, stored: StoredObject, folder: Path) -> None:
-        def arrived(num_bytes: int) -> None:
-            if self._progress is not None:
-                self._progress(self._done + num_bytes, self._total)
-
-        download(
-            self._chain.run.store, stored.key, folder / stored.file,
-            num_bytes=stored.num_bytes, sha256=stored.sha256, progress=arrived,
-        )  # fmt: skip
+    def _arrived(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            self._progress(self._done + num_bytes, self._total)
 
     def _prove(self, fetched: list[Fetched]) -> None:
         (each,) = fetched

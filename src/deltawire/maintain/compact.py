@@ -1,9 +1,8 @@
 """Adds missing skip deltas and anchors to a run, for runs whose publisher was restarted or too slow to write them."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from deltawire.codec import EncodingChoice, allowed_encodings
+from deltawire.codec import AUTO, allowed_encodings
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.parts import MAX_FILE_BYTES
@@ -17,7 +16,7 @@ from deltawire.run.planner import SKIPS, ListedHop, reachable, skip_bases
 from deltawire.run.run import Run
 
 
-def missing_hops(hops: Sequence[ListedHop], skips: Sequence[int] = SKIPS) -> list[tuple[int, int]]:
+def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
     """The missing skip deltas as (version, base), for all versions that can be reached."""
     have = {(hop.version, hop.base) for hop in hops}
     first = min((hop.version for hop in hops if hop.base is None), default=0)
@@ -25,35 +24,27 @@ def missing_hops(hops: Sequence[ListedHop], skips: Sequence[int] = SKIPS) -> lis
     return [
         (version, base)
         for version in sorted(versions)
-        for base in skip_bases(version, skips)
+        for base in skip_bases(version)
         if base >= first and base in versions and (version, base) not in have
     ]
 
 
 def compact(
-    run: Run,
-    *,
-    skips: Sequence[int] = SKIPS,
-    anchor: bool = False,
-    encoding: EncodingChoice = "auto",
-    scratch: Path | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    run: Run, *, anchor: bool = False, threads: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[StoredHop]:
     """Replay the run once and add the missing hops; with `anchor`, also an anchor at the newest version.
 
     Safe to run next to a publisher: each hop is committed only if nobody else has. Takes twice the model's memory.
     """
     latest = run.latest()
-    missing = missing_hops(run.hops(), skips)
+    missing = missing_hops(run.hops())
     wants_anchor = anchor and latest is not None and run.manifest(latest).hop.base is not None
     if latest is None or not (missing or wants_anchor):
         return []
     first = min([base for _, base in missing], default=latest)
     last = latest if wants_anchor else max(version for version, _ in missing)
     target, alone, made = MemoryTarget({}), Alone(), []
-    settings = Settings(allowed_encodings(encoding), 0, None, skips, "host", scratch, 0, max_file_bytes, threads)
+    settings = Settings(allowed_encodings(AUTO), 0, None, SKIPS, "host", None, 0, MAX_FILE_BYTES, threads)
     with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica:
         replica.pull(first)
         manifest = run.manifest(first)
@@ -68,7 +59,7 @@ def compact(
             staged[version] = Committed(version, call, manifest.digest)
             tasks = [Task(staged[version], staged[base], model) for each, base in missing if each == version]
             made += [leader.write_hop(task, threads) for task in tasks]
-            worker.committed(call, call - max(skips, default=0))
+            worker.committed(call, call - max(SKIPS))
             if progress is not None:
                 progress(version - first, last - first)
         if wants_anchor:

@@ -61,11 +61,7 @@ class GcPlan:
 
 
 def plan_gc(
-    run: Run,
-    *,
-    keep_anchors: int = 2,
-    live_seconds: float = LIVE_SECONDS,
-    grace_seconds: float = GRACE_SECONDS,
+    run: Run, *, keep_anchors: int = 2, live_seconds: float = LIVE_SECONDS, grace_seconds: float = GRACE_SECONDS
 ) -> GcPlan:
     """Find what can be deleted: hops that start before the last `keep_anchors` anchors, and abandoned uploads."""
     if keep_anchors < 1:
@@ -119,21 +115,18 @@ def collect(run: Run, removals: Iterable[Removal]) -> None:
 def _read_hops(run: Run, documents: Sequence[Stat]) -> dict[str, StoredHop | None]:
     """The hop of each document; None if the document is not valid. Those deleted meanwhile are left out."""
 
-    def read(key: str) -> StoredHop | None:
+    def read(key: str) -> dict[str, StoredHop | None]:
         version, base, is_manifest = read_document_key(key) or (0, None, True)
         try:
-            return run.manifest(version).hop if is_manifest else run.hop(version, base)
+            return {key: run.manifest(version).hop if is_manifest else run.hop(version, base)}
+        except ObjectMissing:
+            return {}
         except (ChainError, FormatError, MismatchError):
-            return None
-
-    def found(key: str) -> list[tuple[str, StoredHop | None]]:
-        with suppress(ObjectMissing):
-            return [(key, read(key))]
-        return []
+            return {key: None}
 
     keys = [stat.key for stat in documents if read_document_key(stat.key)]
     with ThreadPoolExecutor(PARALLEL, "deltawire-gc") as pool:
-        return dict(each for some in pool.map(found, keys) for each in some)
+        return {key: hop for found in pool.map(read, keys) for key, hop in found.items()}
 
 
 def _is_whole(hop: StoredHop, sizes: Mapping[str, int]) -> bool:

@@ -4,15 +4,17 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from math import prod
 from typing import Any
 
 from deltawire.errors import BrokenChain
 from deltawire.follow.fetch import Fetcher
 from deltawire.format.inspection import STEP_NAMES, inspect_entry
 from deltawire.maintain.gc import GIVEN_UP, GcPlan, plan_gc
-from deltawire.pages.versions import Window, windowed
-from deltawire.run.fleet import weights_bytes
+from deltawire.pages.versions import Window, page_of
+from deltawire.run.fleet import Row, weights_bytes
 from deltawire.run.keys import read_object_key
 from deltawire.run.manifest import StoredHop
 from deltawire.run.planner import ListedHop
@@ -59,12 +61,8 @@ class Anatomies:
         return {**about, "kind": "delta", **self._open(run.id, hop)}
 
     def _open(self, run: str, hop: StoredHop) -> dict[str, Any]:
-        fetcher = Fetcher(self._store, None)
-        try:
-            with fetcher.fetch([hop]) as (fetched,):
-                rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
-        finally:
-            fetcher.close()
+        with closing(Fetcher(self._store, None)) as fetcher, fetcher.fetch([hop]) as (fetched,):
+            rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
         return anatomy_of(rows, hop.num_bytes)
 
 
@@ -75,32 +73,28 @@ def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
     unknown = 0
     tensors: dict[str, dict[str, Any]] = {}
     for row in rows:
-        mix = encodings.setdefault(row["encoding"], {"patches": 0, "bytes": 0, "changed": 0})
-        mix["patches"] += 1
-        mix["bytes"] += row["bytes"]
-        mix["changed"] += row["changed"]
-        for name, length in (row["steps"] or {}).items():
-            steps[name] += length
+        own = {"bytes": row["bytes"], "changed": row["changed"]}
+        _add({"patches": 1, **own}, to=encodings.setdefault(row["encoding"], {}))
+        _add(row["steps"] or {}, to=steps)
         unknown += 0 if row["steps"] else row["changed"]
-        total = 1
-        for size in row["shape"]:
-            total *= size
-        known = tensors.setdefault(row["name"], {"name": row["name"], "dtype": row["dtype"], "shape": row["shape"],
-                                                 "encoding": row["encoding"], "total": total, "changed": 0,
-                                                 "bytes": 0})  # fmt: skip
-        known["changed"] += row["changed"]
-        known["bytes"] += row["bytes"]
+        about = {key: row[key] for key in ("name", "dtype", "shape", "encoding")} | {"total": prod(row["shape"])}
+        _add(own, to=tensors.setdefault(row["name"], about))
     payload = sum(row["bytes"] for row in rows)
     return {
         "payload_bytes": payload,
         "header_bytes": num_bytes - payload,
         "encodings": encodings,
         "steps": steps,
-        "steps_untold": unknown,
+        "steps_unknown": unknown,
         **heat_of(tensors.values()),
         "num_tensors": len(tensors),
         "tensors": list(tensors.values())[:MOST_TENSORS],
     }
+
+
+def _add(numbers: Mapping[str, int], to: dict[str, Any]) -> None:
+    for key, number in numbers.items():
+        to[key] = to.get(key, 0) + number
 
 
 def heat_of(tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -111,10 +105,8 @@ def heat_of(tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
         found = _LAYER.search(name)
         layer = None if found is None else int(found[1])
         part = name if found is None else re.sub(r"\d+", "*", name[found.end() + 1 :])
-        cell = cells.setdefault((layer, part), {"layer": layer, "part": part, "tensors": 0, "changed": 0, "total": 0})
-        cell["tensors"] += 1
-        cell["changed"] += tensor["changed"]
-        cell["total"] += tensor["total"]
+        cell = cells.setdefault((layer, part), {"layer": layer, "part": part})
+        _add({"tensors": 1, "changed": tensor["changed"], "total": tensor["total"]}, to=cell)
     ordered = sorted(cells.values(), key=lambda cell: (-1 if cell["layer"] is None else cell["layer"], cell["part"]))
     parts = {(cell["layer"] is not None, cell["part"]) for cell in ordered}
     return {"cells": ordered, "parts": [part for _, part in sorted(parts, key=_model_order)]}
@@ -147,16 +139,14 @@ class Chain:
                 ended = time.monotonic()
                 self._until = ended + max(PLAN_SECONDS, PLAN_REST * (ended - started))
             hops, info = self._known
-        versions = sorted({hop["version"] for hop in hops})
-        wanted = windowed(versions, window)
-        shown = set(wanted)
-        more = bool(wanted) and wanted[-1] != versions[-1]
+        by_version: dict[int, list[Row]] = {}
+        for hop in hops:
+            by_version.setdefault(hop["version"], []).append(hop)
+        page = page_of("hops", by_version, window)
         return {
-            **info,
-            "latest": versions[-1] if versions else None,
-            "hops": [hop for hop in hops if hop["version"] in shown],
-            "next_after": wanted[-1] if more else None,
-        }
+            **info, **page,
+            "latest": max(by_version, default=None), "hops": [hop for some in page["hops"] for hop in some],
+        }  # fmt: skip
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         run = Run(self._store, public_key=self._public_key)
@@ -188,19 +178,14 @@ def kind_of(hop: ListedHop) -> str:
 def totals_of(hops: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     totals = {kind: {"hops": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
     for hop in hops:
-        total = totals[hop["kind"]]
-        total["hops"] += 1
-        total["bytes"] += hop["bytes"]
-        total["goes"] += hop["goes"]
+        _add({"hops": 1, "bytes": hop["bytes"], "goes": hop["goes"]}, to=totals[hop["kind"]])
     return totals
 
 
 def gc_fields(plan: GcPlan) -> dict[str, Any]:
     reasons: dict[str, dict[str, int]] = {}
     for each in plan.removals:
-        reason = reasons.setdefault(each.why, {"objects": 0, "bytes": 0})
-        reason["objects"] += 1
-        reason["bytes"] += each.num_bytes
+        _add({"objects": 1, "bytes": each.num_bytes}, to=reasons.setdefault(each.why, {}))
     return {
         "objects": len(plan.removals),
         "bytes": plan.num_bytes,

@@ -59,21 +59,18 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
     anatomies, chain = Anatomies(feed.store, feed.public_key), Chain(feed.store, feed.public_key)
 
     def index(_: Request) -> Response:
-        return FileResponse(STATIC / "dashboard" / "index.html", headers=HEADERS)
+        return FileResponse(STATIC / "dashboard" / "index.html")
 
     def answered(work: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Response]:
         """Wrap a function of a request: its result becomes JSON, its exception an error status."""
 
         def answer(request: Request) -> Response:
             try:
-                return JSONResponse(work(request), headers=HEADERS)
-            except ValueError as error:
-                return JSONResponse({"error": str(error)}, 400, HEADERS)
-            except DeltawireError as error:
-                status = (
-                    404 if isinstance(error, ObjectMissing) else 503 if isinstance(error, StoreUnavailable) else 502
-                )
-                return JSONResponse({"error": str(error)}, status, HEADERS)
+                return JSONResponse(work(request))
+            except (ValueError, DeltawireError) as error:
+                statuses = {ValueError: 400, ObjectMissing: 404, StoreUnavailable: 503}
+                status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 502)
+                return JSONResponse({"error": str(error)}, status)
 
         return answer
 
@@ -82,9 +79,7 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
 
     async def events(request: Request) -> Response:
         stream = event_stream(feed, request.headers.get("last-event-id", ""), is_stopping)
-        return StreamingResponse(
-            stream, media_type="text/event-stream", headers={**HEADERS, "Cache-Control": "no-store"}
-        )
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app = Starlette(routes=[
         Route("/", index),

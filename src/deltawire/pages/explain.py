@@ -8,26 +8,20 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 STATIC = Path(__file__).parent / "static"
 PAGE = STATIC / "explain" / "index.html"
 HOST = "127.0.0.1"
 ENTRY = "/explain/"
 
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".json": "application/json"}
 _INLINE = re.compile(r'<script type="(?:importmap|module)">(.*?)</script>', re.DOTALL)
 _MAP = re.compile(r'(<script type="importmap">)(.*?)(</script>)', re.DOTALL)
 _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
-
-
-class File(NamedTuple):
-    kind: str
-    content: bytes
 
 
 def single_file() -> str:
@@ -65,54 +59,38 @@ def content_policy(html: str) -> str:
     )
 
 
-def files() -> dict[str, File]:
-    """The files to serve, by path."""
-    found = [STATIC / "base.css", *PAGE.parent.iterdir()]
-    served = {
-        f"/{path.relative_to(STATIC).as_posix()}": File(f"{_TYPES[path.suffix]}; charset=utf-8", path.read_bytes())
-        for path in found
-        if path.suffix in _TYPES
-    }
-    return {**served, ENTRY: served["/explain/index.html"]}
-
-
 def serve(port: int = 0) -> ThreadingHTTPServer:
     """A server of the page, bound but not yet running; port 0 takes a free one."""
-    return ThreadingHTTPServer((HOST, port), _handler(files(), content_policy(PAGE.read_text())))
+    return ThreadingHTTPServer((HOST, port), partial(_Handler, directory=str(STATIC)))
 
 
 def url_of(server: ThreadingHTTPServer) -> str:
     return f"http://{HOST}:{server.server_address[1]}{ENTRY}"
 
 
-def _handler(served: Mapping[str, File], policy: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            if path == "/":
-                self.send_response(HTTPStatus.FOUND)
-                self.send_header("Location", ENTRY)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            file = served.get(path)
-            if file is None:
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", file.kind)
-            self.send_header("Content-Length", str(len(file.content)))
-            self.send_header("Content-Security-Policy", policy)
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(file.content)
+class _Handler(SimpleHTTPRequestHandler):
+    """Serves the files of the page, and logs nothing: the terminal belongs to the command."""
 
-        do_HEAD = do_GET  # noqa: N815
+    def send_head(self) -> Any:
+        path = Path(self.translate_path(self.path))
+        if path == STATIC / "base.css" or PAGE.parent in (path, path.parent):
+            return super().send_head()
+        if path != STATIC:
+            return self.send_error(HTTPStatus.NOT_FOUND)
+        self.send_response(HTTPStatus.FOUND)
+        self.send_header("Location", ENTRY)
+        self.send_header("Content-Length", "0")
+        return self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-            """Log nothing: the terminal belongs to the command."""
+    def guess_type(self, path: Any) -> str:
+        return f"{super().guess_type(path)}; charset=utf-8"
 
-    return Handler
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", content_policy(PAGE.read_text()))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+        super().end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass

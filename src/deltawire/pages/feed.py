@@ -55,7 +55,7 @@ class Feed:
         with self._lock:
             self.epoch = token_hex(4)
             self._run = Run(self.store, public_key=self.public_key)
-            self._versions = Versions(self.store, self.public_key, self._window)
+            self._versions = Versions(self._run, self._window)
             self._beats = Heartbeats(self.store)
             self._log = None if self._events is None else EventLog(self._events)
             self._faults: dict[str, str | None] = {}
@@ -96,7 +96,7 @@ class Feed:
             except ObjectMissing:
                 return
             self._has_run = True
-        if not self._versions.look(self._run):
+        if not self._versions.look():
             is_same = Run(self.store, public_key=self.public_key).id == self._run.id
             if is_same:
                 raise ObjectMissing(f"version {self._versions.latest} is not in {self.store.url} any more")

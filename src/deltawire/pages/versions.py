@@ -1,6 +1,5 @@
 """The versions of a run for the dashboard: found by listing, each manifest read once, the newest first."""
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,6 @@ from typing import Any
 from deltawire.errors import DeltawireError, ObjectMissing, StoreUnavailable
 from deltawire.run.fleet import Row, version_row
 from deltawire.run.run import Run
-from deltawire.store import Store
 
 READERS = 8
 BATCH = 64
@@ -24,9 +22,8 @@ Window = tuple[int | None, int]
 class Versions:
     """Reads manifests, which never change, and keeps their rows."""
 
-    def __init__(self, store: Store, public_key: str | None, window: Window | None = None) -> None:
-        self._store, self._public_key, self._window = store, public_key, window
-        self._own = threading.local()
+    def __init__(self, run: Run, window: Window | None = None) -> None:
+        self._run, self._window = run, window
         self._pool = ThreadPoolExecutor(READERS, "deltawire-manifests")
         self._pending: list[int] = []
         self.rows: dict[int, Row] = {}
@@ -38,10 +35,10 @@ class Versions:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def look(self, run: Run) -> bool:
+    def look(self) -> bool:
         """Find new versions; False if the newest known version does not exist any more."""
         # List from one before: if the newest known version is missing, the store has lost the run.
-        found = run.versions(after=-1 if self.latest is None else self.latest - 1)
+        found = self._run.versions(after=-1 if self.latest is None else self.latest - 1)
         if self.latest is not None and self.latest not in found:
             return False
         new = [version for version in found if self.latest is None or version > self.latest]
@@ -78,7 +75,7 @@ class Versions:
 
     def _one(self, version: int) -> Row | StoreUnavailable | None:
         try:
-            return version_row(self._run().manifest(version))
+            return version_row(self._run.manifest(version))
         except StoreUnavailable as error:
             return error
         except ObjectMissing:
@@ -86,13 +83,6 @@ class Versions:
             return None
         except DeltawireError as error:
             return damaged_row(version, error)
-
-    def _run(self) -> Run:
-        # A run caches manifests, and is not thread-safe.
-        if not hasattr(self._own, "run"):
-            self._own.run = Run(self._store, public_key=self._public_key)
-        run: Run = self._own.run
-        return run
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -109,7 +99,7 @@ def windowed(numbers: Sequence[int], window: Window) -> list[int]:
     return list(numbers[-limit:] if after is None else [each for each in numbers if each > after][:limit])
 
 
-def page_of(name: str, rows: Mapping[int, Row], window: Window, last: int | None = None) -> dict[str, Any]:
+def page_of(name: str, rows: Mapping[int, Any], window: Window, last: int | None = None) -> dict[str, Any]:
     """The rows of a page, in order. `next_after` is where the next one starts; None on the last page."""
     known = sorted(rows)
     wanted = windowed(known, window)

@@ -123,7 +123,7 @@ def check_files(files: Sequence[str | Path]) -> list[Path]:
     names = [path.name for path in paths]
     for path in paths:
         if not path.exists():
-            raise ObjectMissing(f"{path}, to upload beside the weights, does not exist: check files=", path=str(path))
+            raise ObjectMissing(f"{path}, to upload with the weights, does not exist: check files=", path=str(path))
         if not path.is_file():
             raise ValueError(f"{path} is not a file, so it cannot be uploaded with the weights: list files one by one")
         if not is_file_name(path.name):

@@ -19,18 +19,39 @@ from deltawire.run.run import Run
 MOST_LEASE_BYTES = 1 << 12
 
 
-class Lease:
-    """The right to write to a run; does nothing on stores with conditional writes."""
+class Commits:
+    """The commits of one writer, who holds the lease if the store needs one."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        if not run.store.conditional:
+            document = {"writer": run.writer, "time": time.time()}
+            run.store.put(LEASE_KEY, json.dumps(document).encode())
+        self.unresolved: tuple[Manifest, bytes] | None = None
+        """A commit that was sent and may or may not exist."""
 
-    def take(self) -> None:
-        if not self._run.store.conditional:
-            document = {"writer": self._run.writer, "time": time.time()}
-            self._run.store.put(LEASE_KEY, json.dumps(document).encode())
+    def commit(self, manifest: Manifest) -> None:
+        """Make a version exist. After StoreUnavailable with `uncertain` it may or may not exist."""
+        data = self._run.sign(manifest)
+        self._check_lease()
+        try:
+            self._run.commit(data, manifest)
+        except StoreUnavailable as error:
+            if error.fields.get("uncertain"):
+                self.unresolved = manifest, data
+            raise
 
-    def check(self) -> None:
+    def resolve(self) -> Manifest | None:
+        """Resolve a commit whose answer was lost, by sending the same bytes again."""
+        if self.unresolved is None:
+            return None
+        manifest, data = self.unresolved
+        self._check_lease()
+        self._run.commit(data, manifest)
+        self.unresolved = None
+        return manifest
+
+    def _check_lease(self) -> None:
         """Raise Fenced if another writer has taken over."""
         if self._run.store.conditional:
             return
@@ -44,35 +65,3 @@ class Lease:
                 "Close this publisher; to continue from the newest version, create a new one",
                 expected=self._run.writer, actual=holder,
             )  # fmt: skip
-
-
-class Commits:
-    """The commits of one writer; takes the lease if the store needs one."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._lease = Lease(run)
-        self._lease.take()
-        self.unresolved: tuple[Manifest, bytes] | None = None
-        """A commit that was sent and may or may not exist."""
-
-    def commit(self, manifest: Manifest) -> None:
-        """Make a version exist. After StoreUnavailable with `uncertain` it may or may not exist."""
-        data = self._run.sign(manifest)
-        self._lease.check()
-        try:
-            self._run.commit(data, manifest)
-        except StoreUnavailable as error:
-            if error.fields.get("uncertain"):
-                self.unresolved = manifest, data
-            raise
-
-    def resolve(self) -> Manifest | None:
-        """Resolve a commit whose answer was lost, by sending the same bytes again."""
-        if self.unresolved is None:
-            return None
-        manifest, data = self.unresolved
-        self._lease.check()
-        self._run.commit(data, manifest)
-        self.unresolved = None
-        return manifest

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from deltawire.run.heartbeat import LIVE_SECONDS
+from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
 from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.run import Run
 
 Row = dict[str, Any]
 
@@ -56,7 +57,7 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
         "engine": str(engine["kind"]) if engine.get("kind") else None,
         "address": str(engine["address"]) if engine.get("address") else None,
         "version": version,
-        "lag": lag_of(version, latest),
+        "lag": None if version is None or latest is None else max(latest - version, 0),
         "pause_seconds": number(beat.get("pause_seconds")),
         "pull_seconds": None if None in times else sum(filter(None, times)),
         "age_seconds": age_seconds,
@@ -68,10 +69,6 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
     return {**row, "health": health, "detail": detail}
 
 
-def lag_of(version: int | None, latest: int | None) -> int | None:
-    return None if version is None or latest is None else max(latest - version, 0)
-
-
 def _health(row: Row, is_readable: bool, is_pulling: bool) -> tuple[str, str | None]:
     """What is wrong with a replica, and the details; ok whatever its version is."""
     if not is_readable:
@@ -81,6 +78,11 @@ def _health(row: Row, is_readable: bool, is_pulling: bool) -> tuple[str, str | N
     if row["age_seconds"] > SILENT_SECONDS and not is_pulling:
         return "silent", f"no heartbeat for {SILENT_SECONDS:.0f} s"
     return ("fault", row["error"]) if row["error"] else ("ok", None)
+
+
+def heartbeat_rows(run: Run, latest: int | None) -> list[Row]:
+    """A row for each replica that has a heartbeat in the store, the worst first."""
+    return worst_first(replica_row(beat["name"], beat, beat["age_seconds"], latest) for beat in read_heartbeats(run))
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:

@@ -1,18 +1,14 @@
 """The JSON documents of a run: the manifest that makes a version exist, and additional hops that lead to it.
 
-    run.json                                    the run's id
-    manifests/00000042.json                     version 42: it exists if this does
-    manifests/00000042.from-00000038.json       an additional hop to it: a delta over several versions
-    manifests/00000042.anchor.json              an additional hop to it: all weights
-
-Each is written once and never changed. Its first member is the SHA-256 of all bytes after it, so that a flipped bit is
-noticed; a signature, if there is one, precedes it and covers all bytes after itself. Both can be checked without a
-canonical JSON encoding. See docs/format.md.
+Their keys are in `keys.py`. Each is written once and never changed. Its first member is the SHA-256 of all bytes after
+it, so that a flipped bit is noticed; a signature, if there is one, precedes it and covers all bytes after itself. Both
+can be checked without a canonical JSON encoding. See docs/format.md.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -156,7 +152,7 @@ def _readable(data: bytes, read: Callable[[bytes], object]) -> bytes:
 
 def read_manifest(data: bytes, verify: Verify | None = None) -> Manifest:
     fields = _read(data, "version", verify)
-    with _Reading("a manifest"):
+    with _reading("a manifest"):
         hop = _read_hop(fields["hop"])
         manifest = Manifest(
             run=_run_id(fields["run"]),
@@ -179,14 +175,14 @@ def read_manifest(data: bytes, verify: Verify | None = None) -> Manifest:
 def read_hop(data: bytes, verify: Verify | None = None) -> tuple[str, StoredHop]:
     """Read the document of a hop: the run's id and the hop."""
     fields = _read(data, "hop", verify)
-    with _Reading("a hop"):
+    with _reading("a hop"):
         return _run_id(fields["run"]), _read_hop(fields["hop"])
 
 
 def read_run(data: bytes, verify: Verify | None = None) -> str:
     """Read `run.json`: the run's id."""
     fields = _read(data, "run", verify)
-    with _Reading("run.json"):
+    with _reading("run.json"):
         return _run_id(fields["run"])
 
 
@@ -210,7 +206,7 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
             raise SignatureMismatch("this is not signed, and with a public key unsigned documents are not accepted")
         if not verify(bytes.fromhex(signature[1].decode()), data):
             raise SignatureMismatch("this is not signed by the key that was given")
-    with _Reading("a document"):
+    with _reading("a document"):
         parsed = json.loads(data, object_pairs_hook=no_duplicates, parse_constant=_no_number)
         fields: dict[str, Any] = _typed(parsed, dict)
         if fields["format"] != DOCUMENT_VERSION:
@@ -235,17 +231,13 @@ def _check_sum(data: bytes) -> None:
         )
 
 
-class _Reading:
-    """Turns the Python exceptions that a malformed document causes into CorruptObject."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)):
-            raise CorruptObject(f"{self.what} is malformed: {type(error).__name__} {error}") from None
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn the Python exceptions that a malformed document causes into CorruptObject."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptObject(f"{what} is malformed: {type(error).__name__} {error}") from None
 
 
 def _hop_fields(hop: StoredHop) -> dict[str, Any]:

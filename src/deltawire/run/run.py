@@ -224,7 +224,8 @@ class Run:
 
     def _remember(self, manifest: Manifest) -> None:
         if len(self._manifests) > 256:
-            self._manifests.pop(min(self._manifests))
+            # Another thread may have removed it meanwhile.
+            self._manifests.pop(min(self._manifests), None)
         self._manifests[manifest.version] = manifest
 
     def hop(self, version: int, base: int | None) -> StoredHop:

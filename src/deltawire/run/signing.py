@@ -1,5 +1,6 @@
 """Ed25519 signatures of documents, for runs whose readers do not trust the store."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def _text_of(given: str) -> str:
 def _private_key(path: Path) -> "Ed25519PrivateKey":
     key: Any
     serialization, ed25519 = _cryptography()
-    if is_like_a_key(str(path)) and not _is_file(path):
+    if is_like_a_key(str(path)) and not os.path.isfile(path):
         raise ValueError("that seems to be a key, and the path of a file that holds one was expected: see keygen")
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
@@ -88,13 +89,6 @@ def _private_key(path: Path) -> "Ed25519PrivateKey":
         raise ValueError(f"{path} is not an ed25519 private key in PEM format: create one with deltawire keygen")
     found: Ed25519PrivateKey = key
     return found
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
 
 
 def _public_hex(key: "Ed25519PrivateKey") -> str:

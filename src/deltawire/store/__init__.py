@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from deltawire.errors import MissingDependency
 from deltawire.redact import redacted
 from deltawire.store.base import Buffer, Pieces, Stat, Store
 
@@ -24,11 +23,7 @@ CLOUD_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}
 
 
 def open_store(
-    url: str | Path | Store,
-    *,
-    timeout_seconds: float = 20.0,
-    retries: int = 5,
-    config: Mapping[str, str] | None = None,
+    url: str | Path | Store, *, timeout_seconds: float = 20.0, retries: int = 5, config: Mapping[str, str] | None = None
 ) -> Store:
     """Open the store at a URL or folder.
 
@@ -117,11 +112,6 @@ def _open_hub(url: str, config: Mapping[str, str]) -> Store:
     match = re.fullmatch(r"hf://buckets/([^/]+/[^/]+)/?(.*)", url)
     if match is None:
         raise ValueError(f"{url!r} is no bucket: write hf://buckets/owner/name/prefix")
-    try:
-        from deltawire.store.hub import HubStore
+    from deltawire.store.hub import HubStore
 
-        return HubStore(match[1], match[2].strip("/"), token=config.get("token"), endpoint=config.get("endpoint"))
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("huggingface_hub", "hf_xet"):
-            raise
-        raise MissingDependency("hf:// needs another package: pip install 'deltawire[hub]'") from error
+    return HubStore(match[1], match[2].strip("/"), token=config.get("token"), endpoint=config.get("endpoint"))

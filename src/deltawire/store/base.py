@@ -64,6 +64,14 @@ class Store(Protocol):
         """Delete objects; those that do not exist are ignored."""
 
 
+def slices(data: Buffer | Pieces, num_bytes: int) -> Iterator[memoryview]:
+    """Split the pieces of an object into smaller ones of at most this size, without copying."""
+    for piece in [data] if isinstance(data, bytes | bytearray | memoryview) else data:
+        if memoryview(piece).nbytes:
+            flat = memoryview(piece).cast("B")
+            yield from (flat[start : start + num_bytes] for start in range(0, len(flat), num_bytes))
+
+
 def check_size(url: str, key: str, num_bytes: int, limit: int) -> None:
     """Raise LimitExceeded for an object that is larger than the caller allows."""
     if num_bytes > limit:

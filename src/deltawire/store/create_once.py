@@ -7,11 +7,7 @@ from deltawire.errors import Conflict, LimitExceeded, ObjectMissing, StoreError,
 from deltawire.store.retry import ATTEMPTS, backoff_seconds
 
 
-def create_once(
-    write: Callable[[], None],
-    read: Callable[[], bytes],
-    data: bytes,
-) -> None:
+def create_once(write: Callable[[], None], read: Callable[[], bytes], data: bytes) -> None:
     """Create an object with `write`. `data` is unique to this writer, so reading it back means that we were first.
 
     A conflict is read back too, as the client may have repeated a request that had succeeded.

@@ -23,17 +23,14 @@ class FolderStore(ObjectStore):
         super().__init__(f"file://{self._folder}", Clients(LocalStore("/")), self._folder.strip("/"))
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        """Read a whole object."""
         self._check_file(key)
         return super().get(key, limit=limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read a range of an object; shorter if the object ends before."""
         self._check_file(key)
         return super().get_range(key, start, length)
 
     def stat(self, key: str) -> Stat:
-        """Size and time of an object."""
         self._check_file(key)
         return super().stat(key)
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from deltawire.errors import Conflict, LimitExceeded, MissingDependency, ObjectMissing, StoreUnavailable
-from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size, slices
 from deltawire.store.keys import check_key
 from deltawire.store.retry import ATTEMPTS, backoff_seconds
 
@@ -57,7 +57,6 @@ class HubStore:
         self._hub = _Hub(self.url, bucket, token, endpoint)
 
     def put(self, key: str, data: Buffer | Pieces) -> None:
-        """Write an object, or replace it."""
         check_key(key)
         self._add(key, self._hub.upload(key, data), repeated=REFUSED | UNSURE)
 
@@ -78,18 +77,15 @@ class HubStore:
         raise self._hub.unavailable(f"{key} was written, but is not seen", key, uncertain=True) from lost
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        """Read a whole object, or raise ObjectMissing."""
         entry = self._entry(key)
         check_size(self.url, key, entry["size"], limit)
         if entry["size"] == 0:
             return b""
         if entry["size"] > PLAIN_BYTES:
             return self._hub.download(key, entry, 0, entry["size"])
-        content: bytes = self._hub.resolve(self._path(key), key).content
-        return content
+        return bytes(self._hub.resolve(self._path(key), key).content)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read a range of an object; shorter if the object ends before."""
         if start < 0 or length < 0:
             raise ValueError(f"no range: {length} bytes from {start}")
         if 0 < length <= PLAIN_BYTES:
@@ -109,11 +105,9 @@ class HubStore:
         yield from sorted(wanted, key=lambda stat: stat.key)
 
     def stat(self, key: str) -> Stat:
-        """Size and time of an object, or ObjectMissing."""
         return self._stat(self._entry(key))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that do not exist are ignored."""
         rest = iter(keys)
         while some := [*islice(rest, BATCH_LENGTH)]:
             steps = [{"type": "deleteFile", "path": self._path(key)} for key in some]
@@ -228,15 +222,15 @@ class _Hub:
         commit = self._native(key, self._xet().new_upload_commit, **self._access("write", key))
         try:
             stream = self._native(key, commit.start_upload_stream, sha256=_load("hf_xet").SKIP_SHA256)
-            for piece in _small_pieces(data):
-                self._native(key, stream.write, piece)
+            # hf_xet takes bytes; the pieces are so small that copies do not matter.
+            for piece in slices(data, PIECE_BYTES):
+                self._native(key, stream.write, bytes(piece))
             result = self._native(key, stream.finish)
             self._native(key, commit.wait_to_finish)
         except BaseException:
             commit.abort()
             raise
-        content: str = result.xet_info.hash
-        return content
+        return str(result.xet_info.hash)
 
     def download(self, key: str, entry: Entry, start: int, end: int) -> bytes:
         """Read a range, over as many connections as hf_xet chooses."""
@@ -295,8 +289,7 @@ class _Hub:
 
     def _headers(self) -> dict[str, str]:
         build = _load("huggingface_hub.utils").build_hf_headers
-        headers: dict[str, str] = build(token=self._token, library_name="deltawire")
-        return headers
+        return dict(build(token=self._token, library_name="deltawire"))
 
     def _access(self, scope: str, key: str) -> dict[str, Any]:
         """The address of the content store and a token for it; requested here so that a refusal is explained."""
@@ -351,14 +344,6 @@ def _load(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependency("hf:// needs huggingface_hub and hf-xet: pip install 'deltawire[hub]'") from error
-
-
-def _small_pieces(data: Buffer | Pieces) -> Iterator[bytes]:
-    """Pieces as hf_xet needs them: bytes, and small enough that the copy does not matter."""
-    for piece in [data] if isinstance(data, bytes | memoryview) else data:
-        view = memoryview(piece)
-        for start in range(0, view.nbytes, PIECE_BYTES):
-            yield bytes(view.cast("B")[start : start + PIECE_BYTES])
 
 
 def _wait_seconds(reply: Any, attempt: int) -> float:

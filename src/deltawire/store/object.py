@@ -13,7 +13,7 @@ import obstore
 from obstore.store import MemoryStore
 
 from deltawire.errors import ObjectMissing, StoreUnavailable
-from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size, slices
 from deltawire.store.create_once import create_once
 from deltawire.store.failures import translated
 from deltawire.store.keys import check_key
@@ -74,16 +74,25 @@ class ObjectStore:
         retried(lambda: self._put_once(key, path, data))
 
     def _put_once(self, key: str, path: str, data: Buffer | Pieces) -> None:
-        source = _Source(_slices(data))
+        failures: list[Exception] = []
+
+        def pieces() -> Iterator[Buffer]:
+            try:
+                yield from slices(data, CHUNK_BYTES)
+            except Exception as error:
+                failures.append(error)
+                raise
+
         try:
             with self._errors(key):
-                self._send(path, source)
+                self._send(path, pieces())
         except Exception:
-            if source.failure is not None:
-                raise source.failure from None
+            # An error of whoever makes the pieces is the caller's, not the store's.
+            if failures:
+                raise failures[0] from None
             raise
 
-    def _send(self, path: str, source: "_Source") -> None:
+    def _send(self, path: str, source: Iterator[Buffer]) -> None:
         first, rest = _take(source, CHUNK_BYTES)
         if rest is None:
             whole = b"".join(first)
@@ -95,7 +104,6 @@ class ObjectStore:
         )  # fmt: skip
 
     def create(self, key: str, data: bytes) -> None:
-        """Write an object that does not exist yet, or raise Conflict."""
         path = self._path(key)
 
         def write() -> None:
@@ -105,7 +113,6 @@ class ObjectStore:
         create_once(write, lambda: self.get(key, limit=len(data)), data)
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        """Read a whole object."""
         path = self._path(key)
         with self._errors(key):
             found = obstore.get(self._clients.quick, path)
@@ -113,7 +120,6 @@ class ObjectStore:
             return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read a range of an object; shorter if the object ends before."""
         path = self._path(key)
         if start < 0 or length < 0:
             raise ValueError(f"no range of an object: {length} bytes from {start}")
@@ -148,7 +154,6 @@ class ObjectStore:
             return tuple(self._stat(each) for page in pages for each in page)
 
     def stat(self, key: str) -> Stat:
-        """Size and time of an object."""
         path = self._path(key)
         with self._errors(key):
             return self._stat(obstore.head(self._clients.quick, path))
@@ -194,35 +199,6 @@ def _check_process(url: str, key: str) -> None:
     if _first_use.setdefault("process", os.getpid()) != os.getpid():
         message = f"{url}: this process was forked after its parent had used a store; start it with spawn instead"
         raise StoreUnavailable(message, url=url, key=key, refused=True, uncertain=False)
-
-
-class _Source:
-    """Passes pieces on, and keeps the exception if producing them failed: the caller's error, not the store's."""
-
-    def __init__(self, pieces: Iterable[Buffer]) -> None:
-        self._pieces = iter(pieces)
-        self.failure: Exception | None = None
-
-    def __iter__(self) -> Iterator[Buffer]:
-        return self
-
-    def __next__(self) -> Buffer:
-        try:
-            return next(self._pieces)
-        except StopIteration:
-            raise
-        except Exception as error:
-            self.failure = error
-            raise
-
-
-def _slices(data: Buffer | Pieces) -> Iterable[Buffer]:
-    """Split pieces to at most the size of a part, without copying."""
-    for piece in [data] if isinstance(data, bytes | bytearray | memoryview) else data:
-        view = memoryview(piece)
-        if view.nbytes:
-            flat = view.cast("B")
-            yield from (flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES))
 
 
 def _take(source: Iterator[Buffer], num_bytes: int) -> tuple[list[Buffer], Iterator[Buffer] | None]:

@@ -1,6 +1,7 @@
 """Transfer of large objects: resumable, checked downloads in parallel parts, and size and SHA-256 of uploads."""
 
 import errno
+import functools
 import hashlib
 import os
 from collections import deque
@@ -36,15 +37,14 @@ def download(
     which is always a valid prefix, and a later call resumes from there.
     `progress` is called with the bytes that have arrived. CorruptObject: the object has other bytes, or too few.
     """
-    partial = path.with_name(path.name + ".part")
+    partial, report = path.with_name(path.name + ".part"), progress or (lambda _: None)
     if _is_right(path, num_bytes, sha256):
-        if progress is not None:
-            progress(num_bytes)
+        report(num_bytes)
         return
-    parts = _Parts(store, key, num_bytes, part_bytes, parallel)
+    fetch = functools.partial(fetch_parts, store, key, num_bytes, part_bytes=part_bytes, parallel=parallel)
     for _ in range(2):
         try:
-            actual = _fetch(parts, partial, progress)
+            actual = _complete(partial, num_bytes, fetch, report)
             if actual == sha256:
                 os.replace(partial, path)
                 return
@@ -66,20 +66,19 @@ def _is_right(path: Path, num_bytes: int, sha256: str) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
-def _fetch(parts: "_Parts", partial: Path, progress: Progress | None) -> str:
+def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[bytes]], report: Progress) -> str:
     """Complete the partial file and return its SHA-256."""
     digest = hashlib.sha256()
     partial.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, "a+b", buffering=0) as file:
-        done = _resume(file, digest.update, parts.num_bytes)
-        if progress is not None and done:
-            progress(done)
-        for data in parts.fetch(done):
+        done = _resume(file, digest.update, num_bytes)
+        if done:
+            report(done)
+        for data in fetch(done):
             _write(file, data)
             digest.update(data)
             done += len(data)
-            if progress is not None:
-                progress(done)
+            report(done)
         os.fsync(file.fileno())
     return digest.hexdigest()
 
@@ -100,42 +99,38 @@ def _write(file: BinaryIO, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-class _Parts:
-    """The parts of an object, fetched in parallel and yielded in order."""
+def fetch_parts(
+    store: Store, key: str, num_bytes: int, start: int = 0, *, part_bytes: int = PART_BYTES,
+    parallel: int = MAX_PARTS_IN_FLIGHT,
+) -> Iterator[bytes]:  # fmt: skip
+    """The bytes of an object from `start`, in parts that are fetched in parallel; at most `parallel` are in memory."""
 
-    def __init__(self, store: Store, key: str, num_bytes: int, part_bytes: int, parallel: int) -> None:
-        self.store, self.key, self.num_bytes = store, key, num_bytes
-        self.part_bytes, self.parallel = part_bytes, parallel
-
-    def fetch(self, start: int) -> Iterator[bytes]:
-        """All bytes from `start`; at most `parallel` parts are in memory."""
-        if start == self.num_bytes:
-            # Nothing is left to read, so a deleted object would not be noticed otherwise.
-            self.store.stat(self.key)
-            return
-        starts = iter(range(start, self.num_bytes, self.part_bytes))
-        pool = ThreadPoolExecutor(self.parallel, "deltawire-download")
-        try:
-            window: deque[Future[bytes]] = deque()
-            for each in starts:
-                window.append(pool.submit(self._part, each))
-                if len(window) == self.parallel:
-                    yield window.popleft().result()
-            while window:
-                yield window.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _part(self, start: int) -> bytes:
-        length = min(self.part_bytes, self.num_bytes - start)
-        data = retried(lambda: self.store.get_range(self.key, start, length))
+    def fetch(at: int) -> bytes:
+        length = min(part_bytes, num_bytes - at)
+        data = retried(lambda: store.get_range(key, at, length))
         if len(data) == length:
             return data
-        actual = start + len(data)
+        actual = at + len(data)
         raise CorruptObject(
-            f"{self.store.url}: {self.key} has {actual} bytes or less, not {self.num_bytes}",
-            key=self.key, expected=self.num_bytes, actual=actual,
+            f"{store.url}: {key} has {actual} bytes or less, not {num_bytes}",
+            key=key, expected=num_bytes, actual=actual,
         )  # fmt: skip
+
+    if start == num_bytes:
+        # Nothing is left to read, so a deleted object would not be noticed otherwise.
+        store.stat(key)
+        return
+    pool = ThreadPoolExecutor(parallel, "deltawire-download")
+    try:
+        window: deque[Future[bytes]] = deque()
+        for at in range(start, num_bytes, part_bytes):
+            window.append(pool.submit(fetch, at))
+            if len(window) == parallel:
+                yield window.popleft().result()
+        while window:
+            yield window.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _disk_error(error: OSError, partial: Path, key: str) -> StoreUnavailable:

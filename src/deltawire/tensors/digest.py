@@ -131,11 +131,7 @@ def tensor_digest(name: str, tensor: Tensor, workers: Workers = SERIAL) -> Diges
 
 
 def digest(
-    weights: Weights,
-    *,
-    dtype: DTypeChoice = None,
-    tied: Mapping[str, str] | None = None,
-    threads: int | None = None,
+    weights: Weights, *, dtype: DTypeChoice = None, tied: Mapping[str, str] | None = None, threads: int | None = None
 ) -> Digest:
     """Compute the digest of weights.
 

@@ -127,14 +127,6 @@ def untied_name(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = 
     return None
 
 
-def aliases_of(tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """The tied names of each tensor."""
-    aliases: dict[str, list[str]] = {}
-    for name, to in tied.items():
-        aliases.setdefault(to, []).append(name)
-    return aliases
-
-
 def boxes_of(weights: Weights) -> Mapping[str, Box]:
     """The box of each tensor of which the weights hold only a part."""
     boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
@@ -188,6 +180,16 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         return
     array = torch_view(value.detach().view(-1)) if is_torch(value) else value
     array.reshape(-1).view(bits.dtype)[positions] = bits
+
+
+def writables(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, list[Any]]:
+    """What to write for each name, checked by `writable`: its own tensor and those tied to it, if they are there."""
+    aliases: dict[str, list[str]] = {}
+    for name, to in tied.items():
+        aliases.setdefault(to, []).append(name)
+    wanted = {name: [each for each in (name, *aliases.get(name, [])) if each in weights] for name in names}
+    values = writable(weights, [each for some in wanted.values() for each in some], tied)
+    return {name: [values[each] for each in some] for name, some in wanted.items()}
 
 
 def writable(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, Any]:

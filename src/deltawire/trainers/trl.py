@@ -19,6 +19,7 @@ What the servers really have is in `DeltawireTransfer.served`.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ class DeltawireTransfer:
         On ranks other than 0 it takes part in the gathering and publishes nothing.
         """
         if _rank() != 0:
-            _exhaust(iterator)
+            deque(iterator, maxlen=0)
             return
         started = time.perf_counter()
         self._take(iterator)
@@ -248,7 +249,7 @@ class DeltawireTransfer:
                 taken[plain] = self._copy(tensor, buffers.get(plain))
                 gpu = tensor.device if tensor.is_cuda else gpu
         finally:
-            _exhaust(iterator)
+            deque(iterator, maxlen=0)
         if not taken:
             raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
         if gpu is not None:
@@ -312,11 +313,6 @@ class DeltawireTransfer:
             return False
         self._next_version()
         return True
-
-
-def _exhaust(iterator: Iterator[Any]) -> None:
-    for _ in iterator:
-        pass
 
 
 def _rank() -> int:

@@ -6,14 +6,7 @@ import numpy as np
 from numba import njit, uint64
 
 from deltawire.kernels.cpu.compiled import kernel, part
-from deltawire.kernels.cpu.simd import (
-    BLOCK,
-    advance_classes,
-    changed_mask,
-    class_planes,
-    popcount,
-    trailing_zeros,
-)
+from deltawire.kernels.cpu.simd import BLOCK, advance_classes, changed_mask, class_planes, popcount, trailing_zeros
 
 NUM_CLASSES = 16
 STRETCH = 64 * BLOCK

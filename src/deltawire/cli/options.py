@@ -1,0 +1,92 @@
+"""What commands share: options, and the run that they work on."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from deltawire.terminal import FORMAT, QUIET, say, speaking_errors
+
+if TYPE_CHECKING:
+    from deltawire.run.run import Run
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
+
+threads_option = click.option("--threads", type=click.IntRange(1),
+                              help="How many threads to use.  [default: all cores]")  # fmt: skip
+public_key_option = click.option("--public-key", metavar="HEX|FILE", help="Accept only documents that are signed with "
+                                 "this key.")  # fmt: skip
+sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; create one with keygen.")
+run_option = click.option("--run", "run_id", metavar="ID", help="Accept only this run, and move weights of another "
+                          "run to it.  [default: the run in the store]")  # fmt: skip
+name_option = click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
+until_option = click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
+poll_option = click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
+                           help="How often to look for a new version, in seconds.")  # fmt: skip
+allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Accept requests for this host "
+                                 "name too, such as agent.example or *.example. Repeatable.  [default: the names of "
+                                 "the host that it listens on]")  # fmt: skip
+max_file_bytes_option = click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000,
+                                     show_default=True, help="Split what is larger into several files.")  # fmt: skip
+
+
+def output_options(command: Command) -> Command:
+    """Add --format and --quiet, for `show` and the progress bars."""
+    for option in (
+        click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet, expose_value=False),
+        click.option("--format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+                     help="The format of the output.", callback=_format, expose_value=False),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _format(context: click.Context, _: click.Parameter, output_format: str) -> None:
+    context.meta[FORMAT] = output_format
+
+
+def _quiet(context: click.Context, _: click.Parameter, quiet: bool) -> None:
+    """Also silence the log about compiling kernels."""
+    context.meta[QUIET] = quiet
+    logger = logging.getLogger("deltawire.kernels")
+    if quiet and logger.level == logging.NOTSET:
+        logger.setLevel(logging.ERROR)
+        context.call_on_close(lambda: logger.setLevel(logging.NOTSET))
+
+
+def only_with(condition: str, holds: bool, *names: str) -> None:
+    """Refuse options that were given, by the names of their parameters, if they would be ignored."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and not holds and source is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]} goes with {condition}: leave it out")
+
+
+@contextmanager
+def open_run(url: str, public_key: str | None = None, sign_key: Path | None = None) -> "Iterator[Run]":
+    """The run at a URL, which must exist. Errors in the block are shown, and end the command."""
+    from deltawire.run.run import Run
+    from deltawire.run.signing import public_key_of
+
+    with speaking_errors(url):
+        run = Run(url, public_key=public_key_of(sign_key) if sign_key else public_key, sign_with=sign_key)
+        _ = run.id
+        yield run
+
+
+def awaited_run(url: str, public_key: str | None, run_id: str | None) -> "Run":
+    """The run at a URL, which may not exist yet. A store that denies access is an error now."""
+    from deltawire.run.run import Run
+
+    run = Run(url, public_key=public_key, expected=run_id)
+    if not run.exists():
+        say(f"waiting for a run at {url}", err=True)
+    return run

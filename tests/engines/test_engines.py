@@ -256,8 +256,8 @@ def test_a_write_that_breaks_off_leaves_a_right_digest(monkeypatch):
     model = pair.models[0]
     put = model._memory.put
 
-    def some(items, undo):
-        put(items[:3], undo)
+    def some(items, *, undo=False, writes=True):
+        put(items[:3], undo=undo)
         raise OSError("gone")
 
     monkeypatch.setattr(model._memory, "put", some)

@@ -162,9 +162,9 @@ def test_failure_in_mid_apply_is_taken_back_and_then_heals(monkeypatch):
             memory = engine._live._memory
             put = memory.put
 
-            def some(items, undo):
+            def some(items, *, undo=False, writes=True):
                 monkeypatch.setattr(memory, "put", put)
-                put(items[:1], undo)
+                put(items[:1], undo=undo)
                 raise OSError("gone")
 
             monkeypatch.setattr(memory, "put", some)
@@ -190,9 +190,9 @@ def test_what_cannot_be_taken_back_serves_nobody_until_it_is_loaded(monkeypatch)
             memory = engine._live._memory
             put = memory.put
 
-            def none(items, undo):
+            def none(items, *, undo=False, writes=True):
                 if not undo:
-                    put(items[:1], undo)
+                    put(items[:1], undo=undo)
                 raise OSError("gone")
 
             monkeypatch.setattr(memory, "put", none)

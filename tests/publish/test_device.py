@@ -22,7 +22,7 @@ from deltawire.publish import history as history_module
 from deltawire.publish import upload
 from deltawire.publish.changes import box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory, is_kept
-from deltawire.publish.device_part import single_stride
+from deltawire.publish.device_part import Part, single_stride
 from deltawire.publish.history import History
 from deltawire.publish.sources import ModuleWeights, module_source
 from deltawire.tensors.boxes import Box
@@ -300,7 +300,7 @@ def test_where_a_snapshot_can_be(monkeypatch):
         Publisher("memory:nowhere", module, snapshot="disk")
     with (
         Publisher("memory:arrays", {"a": np.ones(3, "f4")}, snapshot="device") as publisher,
-        pytest.raises(ValueError, match="for torch modules"),
+        pytest.raises(ValueError, match="for a torch module"),
     ):
         publisher.publish()
     if DEVICE == "cpu":
@@ -310,3 +310,53 @@ def test_where_a_snapshot_can_be(monkeypatch):
             pytest.raises(ValueError, match="needs a module on a GPU"),
         ):
             publisher.publish()
+
+
+@pytest.mark.parametrize("form", ["mapping", "function", "pairs", "made on access"])
+def test_tensors_on_a_device_are_compared_there(form, tmp_path, monkeypatch):
+    """A mapping, a function that returns one, pairs of names and tensors, tensors that are made for each look."""
+    monkeypatch.setattr("deltawire.publish.sources.lies_on_gpu", lambda value: True)
+    used = []
+    original = Part.stage
+    monkeypatch.setattr(Part, "stage", lambda self, weights: used.append(len(self.names)) or original(self, weights))
+    made = {"a": patterns(5000, 1).to(DEVICE), "b": patterns(700, 2).to(DEVICE), "n": torch.arange(5, device=DEVICE)}
+    made["tied"] = made["a"]
+    made["turned"] = patterns(600, 3).to(DEVICE).reshape(20, 30).T
+
+    class OnAccess(dict):
+        def __getitem__(self, name):
+            return super().__getitem__(name).clone()
+
+    source = {
+        "mapping": made, "function": lambda: dict(made), "pairs": lambda: iter(made.items()),
+        "made on access": OnAccess(made),
+    }[form]  # fmt: skip
+    with Publisher(tmp_path / "run", source, snapshot="device", check_share=1) as publisher:
+        publisher.publish().wait()
+        for version in range(3):
+            for name, seed in (("a", 10), ("b", 20)):
+                made[name][::7] = patterns(len(made[name][::7]), seed + version).to(DEVICE)
+            made["turned"][3, 5] += 1
+            made["n"] += 1
+            publisher.publish().wait()
+    assert len(used) == 3
+    assert set(used) == {4 if form == "made on access" else 3}
+    found = {}
+    with Replica(tmp_path / "run", found, heartbeat_seconds=None) as replica:
+        replica.pull()
+    for name, tensor in made.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.cpu().contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "match"),
+    [
+        (lambda: iter([("a", torch.ones(2)), ("a", torch.ones(2))]), ValueError, "a twice"),
+        (lambda: iter([torch.ones(2)]), TypeError, "pairs of a name and a tensor"),
+        (lambda: "weights", TypeError, "not str"),
+        (lambda: None, TypeError, "not NoneType"),
+    ],
+)
+def test_functions_that_return_something_else(returned, error, match, tmp_path):
+    with pytest.raises(error, match=match):
+        Publisher(tmp_path / "run", returned)

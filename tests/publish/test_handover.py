@@ -259,8 +259,8 @@ def test_a_closed_replica_pulls_no_more():
 
 
 def test_a_function_that_returns_no_mapping():
-    with pytest.raises(TypeError, match="by name, not list"):
-        Publisher(fresh_url(), lambda: [("a", np.ones(2))])
+    with pytest.raises(TypeError, match="by name, or as pairs of a name and a tensor, not list"):
+        Publisher(fresh_url(), lambda: [np.ones(2)])
 
 
 def test_a_run_that_is_taken_up_with_other_ties_starts_with_an_anchor():

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from triton import knobs
 
 from deltawire.codec import CONTEXT, GAP
 from deltawire.kernels.gpu import encode as kernels
@@ -99,7 +100,7 @@ class DeviceHistory(History):
         self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         if not isinstance(weights, ModuleWeights):
-            raise TypeError("a snapshot on a device is for torch modules: use snapshot='host' for other weights")
+            raise TypeError("a snapshot on a device is for torch tensors: use snapshot='host' for other weights")
         with self._alone:
             if self.version in self._records:
                 self._encode(self.version)
@@ -219,6 +220,8 @@ def is_kept(weights: ModuleWeights, name: str) -> bool:
     box = getattr(weights, "boxes", {}).get(name) or Box.whole(tuple(tensor.shape))
     return (
         weights.dtype_of(name).name in DTYPES
+        # The interpreter runs the kernels on the CPU; it is for tests.
+        and (tensor.is_cuda or knobs.runtime.interpret)
         and name not in weights.fixed
         and tensor.numel() > 0
         and single_stride(box) is not None

@@ -32,7 +32,10 @@ def _on_device(weights: Any, snapshot: str | None) -> bool:
     if snapshot is None:
         return has_triton and isinstance(weights, ModuleWeights) and _lies_on_gpu(weights)
     if not isinstance(weights, ModuleWeights):
-        raise ValueError("snapshot='device' is for torch modules; other weights are published with snapshot='host'")
+        raise ValueError(
+            "snapshot='device' is for a torch module, or torch tensors on a GPU; other weights are published with "
+            "snapshot='host'"
+        )
     if not has_triton:
         raise MissingDependency("snapshot='device' needs triton: pip install triton")
     from triton import knobs

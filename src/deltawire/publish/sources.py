@@ -29,7 +29,7 @@ class TorchBits:
     """A torch tensor's bits in its published dtype, cast and copied to the host one slice at a time."""
 
     def __init__(self, tensor: Any, dtype: DType, torch_dtype: Any) -> None:
-        self._flat = tensor.detach().contiguous().view(-1)
+        self._flat = tensor.detach().resolve_neg().contiguous().view(-1)
         self._dtype, self._torch_dtype = dtype, torch_dtype
 
     @property
@@ -50,11 +50,19 @@ class ModuleWeights(Mapping[str, Tensor]):
     Buffers keep their own dtypes.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        dtypes: Mapping[str, str],
+        fixed: frozenset[str],
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
         self.live = tensors
         """All torch tensors, tied ones too."""
-        # The same elements in two dtypes are two tensors.
-        self.tied = {name: to for name, to in tied_names(tensors).items() if dtypes.get(name) == dtypes.get(to)}
+        if tied is None:
+            # The same elements in two dtypes are two tensors.
+            tied = {name: to for name, to in tied_names(tensors).items() if dtypes.get(name) == dtypes.get(to)}
+        self.tied = tied
         self.fixed = fixed
         """Names of frozen tensors, which are not compared."""
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self.tied}
@@ -71,7 +79,7 @@ class ModuleWeights(Mapping[str, Tensor]):
 
     def tensor(self, name: str) -> Any:
         """The torch tensor itself."""
-        return self._tensors[name].detach()
+        return self._tensors[name].detach().resolve_neg()
 
     def dtype_of(self, name: str) -> DType:
         """The dtype that a tensor is published in."""
@@ -297,9 +305,27 @@ def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> C
 
 
 def _returned(weights: Any) -> Weights:
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"the function for weights must return them by name, not {type(weights).__name__}")
-    return weights
+    """What a function for weights has returned: by name, or as pairs of a name and a tensor."""
+    if isinstance(weights, Mapping):
+        return weights
+    found: dict[str, Any] = {}
+    problem = (
+        "the function for weights must return them by name, or as pairs of a name and a tensor, not "
+        f"{type(weights).__name__}"
+    )
+    if isinstance(weights, str | bytes) or not isinstance(weights, Iterable):
+        raise TypeError(problem)
+    for pair in weights:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(problem)
+        if pair[0] in found:
+            raise ValueError(f"the function for weights has returned {pair[0]} twice")
+        found[pair[0]] = pair[1]
+    return found
+
+
+def lies_on_gpu(value: Any) -> bool:
+    return is_torch(value) and bool(value.is_cuda)
 
 
 class Taken(NamedTuple):
@@ -357,10 +383,21 @@ class WholeSource(Source):
                 f"{name} is tied to {tied[name]} and has other weights: call publish(anchor=True) where it was untied, "
                 "or leave it out of tied="
             )
-        bits = weights if isinstance(weights, ModuleWeights) else Viewed(weights, self._dtype, tied)
+        bits = weights if isinstance(weights, ModuleWeights) else self._bits(weights, tied)
         if not bits:
             raise ValueError("there are no tensors to publish: the mapping is empty; pass one with at least one tensor")
         return Taken(weights, bits, tied, self._fixed(weights))
+
+    def _bits(self, weights: Weights, tied: Mapping[str, str]) -> Mapping[str, Tensor]:
+        """Weights as bits; torch tensors on a GPU as what they are, so that they are compared there."""
+        first = next(iter(weights), None)
+        if self._dtype is None and first is not None and lies_on_gpu(weights[first]):
+            tensors = {name: weights[name] for name in weights}
+            if all(is_torch(tensor) and not hasattr(tensor, "to_local") for tensor in tensors.values()):
+                for name, tensor in tensors.items():
+                    check_plain(name, tensor)
+                return ModuleWeights(tensors, {}, self._fixed(weights), tied)
+        return Viewed(weights, self._dtype, tied)
 
     def _ties(self, weights: Weights) -> dict[str, str]:
         return resolve_ties(tied_names(weights) if self._stated_ties is None else self._stated_ties, weights)

@@ -98,6 +98,8 @@ class Ranks(Alone):
     # Rank 0
 
     def send(self, command: Mapping[str, Any], *, asks: bool = False) -> None:
+        if not self.others:
+            return
         self._number += 1
         self._sent.append(self._number)
         self._unanswered += [self._number] if asks else []

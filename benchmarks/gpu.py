@@ -22,10 +22,10 @@ from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
+from deltawire.publish.changes import advanced, box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory
 from deltawire.publish.history import History
 from deltawire.publish.sources import ModuleWeights, module_source
-from deltawire.publish.upload import advanced, box_digests, encode_changes
 from deltawire.workers import Workers
 from gpu_receive import Row, Timer, timed
 from measure import write_csv

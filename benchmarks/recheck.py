@@ -29,14 +29,14 @@ def measure(num_weights: int, num_versions: int, step_seconds: float, share: flo
         tempfile.TemporaryDirectory() as folder,
         Publisher(Path(folder) / "run", live, skips=(), anchors=None, check_share=share) as publisher,
     ):
-        copy = publisher._recheck.copy
+        copy = publisher._worker._recheck.copy
 
         def noted(*arguments):
             copied = copy(*arguments)
             checked.update(each.name for each in copied)
             return copied
 
-        publisher._recheck.copy = noted
+        publisher._worker._recheck.copy = noted
         publisher.publish().wait()
         started, seconds, blocked = time.perf_counter(), 0.0, 0.0
         for number in range(num_versions):

@@ -12,16 +12,18 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from deltawire.engines.vllm.worker import DeltawireEngine, WorkerExtension
 
-_receive = DeltawireEngine.receive_weights
+_command = DeltawireEngine.command
 
 
-def _timed(self, update_info):
+def _timed(self, name, arguments):
     started = time.perf_counter()
-    _receive(self, update_info)
-    self.seconds = time.perf_counter() - started
+    result = _command(self, name, arguments)
+    if name in ("write", "load"):
+        self.seconds = time.perf_counter() - started
+    return result
 
 
-DeltawireEngine.receive_weights = _timed
+DeltawireEngine.command = _timed
 
 
 class BenchExtension(WorkerExtension):

@@ -5,8 +5,9 @@
 A Qwen3 of 128 M bf16 weights on the CPU, 1 % of them changed at a time. "deltawire" stages the changes and writes them
 in place; "patch API" is vLLM's own `load_checkpoint_weight_patches`, its patches read before the pause; "reload" loads
 the whole checkpoint by vLLM's layerwise reload. All three run in the same server, one after the other in each round;
-the weights are compared after each by vLLM's own checker. The pause is the time from sending /pause to the answer of
-/resume. Memory is how far the worker's resident memory rose.
+the weights are compared after each by vLLM's own checker. The pause of the patch API is the time from sending /pause to
+the answer of /resume; deltawire's and the reload's are one request in the server's own process, timed there from the end
+of the step that was running. Memory is how far the worker's resident memory rose.
 """
 
 import argparse
@@ -24,7 +25,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
-from deltawire.engines.vllm.adapter import PAUSES, VllmEngine
+from deltawire.engines.vllm.adapter import VllmEngine
 from measure import write_csv
 from support.vllm_reference import checksums
 from support.vllm_server import make_model, save_model, serving
@@ -108,8 +109,7 @@ class Bench:
         memory = Memory(self.pid)
         self.rpc("bench_stage", str(self.folder / "patches.safetensors"))
         started = time.perf_counter()
-        query = "&".join(f"{key}={value}" for key, value in PAUSES["recompute"].items())
-        self.server.client.post(f"/pause?{query}").raise_for_status()
+        self.server.client.post("/pause?mode=keep&clear_cache=true").raise_for_status()
         apply = self.rpc("bench_apply")["seconds"]
         self.server.client.post("/resume").raise_for_status()
         pause = time.perf_counter() - started

@@ -3,9 +3,10 @@
 The environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md), then the trainer:
 
     python -m deltawire_demo.wordle --port 8001
-    VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-1.7B --port 8000 --logprobs-mode processed_logprobs \\
+    vllm serve Qwen/Qwen3-1.7B --port 8000 --logprobs-mode processed_logprobs \\
       --max-model-len 4096 --weight-transfer-config '{"backend": "deltawire"}' \\
-      --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension
+      --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension \\
+      --middleware deltawire.engines.vllm.route.Route
     python examples/trl_wordle.py --model Qwen/Qwen3-1.7B --store s3://bucket/wordle \\
       --server http://127.0.0.1:8000 --env http://127.0.0.1:8001
 

@@ -20,6 +20,7 @@ from support.browser import FLAGS, opened
 from support.command_line import save_steps, told
 from support.hub_double import hub_double
 from support.servers import BUCKET, S3Server, Server, azurite, azurite_missing, seaweedfs
+from support.web_servers import NGINX, Nginx, Served, file_server
 
 # Kernels ask for this when they are first imported.
 if not torch.cuda.is_available():
@@ -39,7 +40,7 @@ STORES = [
     "memory", "local", *(pytest.param(kind, marks=pytest.mark.process) for kind in ("s3", "azure", "hub")),
 ]  # fmt: skip
 # Whoever asks for one of these talks to another process, or to a server over loopback.
-PROCESSES = {"s3_server", "azure_server", "hub_server", "hub", "start", "chromium", "vllm_pool"}
+PROCESSES = {"s3_server", "azure_server", "hub_server", "web_server", "hub", "start", "chromium", "vllm_pool"}
 
 _numbers = itertools.count()
 
@@ -95,15 +96,25 @@ def hub_server() -> Iterator[object]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def web_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    if NGINX is None:
+        pytest.skip("no nginx on this machine: apt-get install nginx")
+    with file_server(tmp_path_factory.mktemp("web")) as server:
+        yield server
+
+
 @pytest.fixture(params=STORES)
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty store; servers are shared, so each test has its own prefix."""
+    """An empty store; servers are shared, so each test has its own prefix. A test of reading may ask for `web`, too."""
     kind, prefix = request.param, f"test-{next(_numbers)}"
     if kind == "memory":
         return open_store(f"memory:tests/{prefix}")
     if kind == "local":
         return open_store(tmp_path / prefix)
     server = request.getfixturevalue(f"{kind}_server")
+    if kind == "web":
+        return Served(open_store(server.folder / "root" / prefix), open_store(f"{server.url}/{prefix}"))
     if kind == "hub":
         config = {"token": server.token, "endpoint": server.endpoint}
         return open_store(f"hf://buckets/owner/{BUCKET}/{prefix}", config=config)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,9 +21,12 @@ import yaml
 from packaging.requirements import Requirement
 
 from deltawire.cli import main
+from deltawire.errors import ObjectMissing
+from deltawire.store import open_store
 from deltawire_demo.wordle.__main__ import main as wordle_main
 from support import ROOT
 from support.servers import free_ports
+from support.web_servers import NGINX, answering, certificate, site_cache
 
 DEPLOY = ROOT / "deploy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
@@ -32,7 +34,10 @@ YAML = [path for path in FILES if path.suffix == ".yaml"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TOKEN = "0123456789abcdefABCDEF"
 HADOLINT = Path(sys.executable).with_name("hadolint")
-NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
+def needs_nginx(test):
+    return pytest.mark.process(pytest.mark.skipif(NGINX is None, reason="needs nginx")(test))
 
 
 def name_of(path):
@@ -163,15 +168,15 @@ def test_what_is_installed_is_what_the_project_names(path):
 def test_every_vllm_has_the_plugin_and_stays_on_the_loopback_interface():
     pod = [" ".join(arguments).replace("=", " ") for _, arguments in commands("vllm")]
     script = " ".join((DEPLOY / "spaces/vllm/start.sh").read_text().replace("\\\n", " ").split())
-    assert "VLLM_SERVER_DEV_MODE=1 vllm serve " in script
+    assert "DEV_MODE" not in script
     served = [*pod, script.partition(" vllm serve ")[2].partition(" &")[0]]
     assert len(served) == 2
     for line in served:
         assert "--host 127.0.0.1" in line
         assert '--weight-transfer-config {"backend": "deltawire"}' in line.replace("'", "")
-        extension = re.search(r"--worker-extension-cls (\S+)", line)[1]
-        module, _, name = extension.rpartition(".")
-        assert f"class {name}" in (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
+        for flag in ("--worker-extension-cls", "--middleware"):
+            module, _, name = re.search(rf"{flag} (\S+)", line)[1].rpartition(".")
+            assert f"class {name}" in (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
 
 
 def test_the_shared_folder_of_the_pod_is_shared_memory_and_its_probe_the_agents():
@@ -248,8 +253,7 @@ def raw(port, path, *headers):
             return int(answer.readline().split()[1])
 
 
-@pytest.mark.process
-@pytest.mark.skipif(NGINX is None, reason="needs nginx")
+@needs_nginx
 def test_the_proxy_lets_through_what_it_should_and_nothing_else(tmp_path):
     with proxied(tmp_path) as (port, process):
         url = f"http://127.0.0.1:{port}"
@@ -283,3 +287,99 @@ def test_the_proxy_refuses_a_bad_token(tmp_path, token):
     )
     assert done.returncode == 2
     assert "API_TOKEN is to be" in done.stderr
+
+
+def test_the_files_of_the_site_cache_agree():
+    folder = DEPLOY / "site-cache"
+    (compose,), (kustomization,) = documents(folder / "compose.yaml"), documents(folder / "kustomization.yaml")
+    deployment, claim, service = documents(folder / "k8s.yaml")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    composed = compose["services"]["site-cache"]
+    assert container["image"] == composed["image"]
+    assert container["command"] == composed["command"] == ["sh", "/site-cache/start.sh"]
+    assert {*kustomization["configMapGenerator"][0]["files"]} == {"nginx.conf", "start.sh"}
+    assert all((folder / each).is_file() for each in kustomization["configMapGenerator"][0]["files"])
+    assert kustomization["resources"] == ["k8s.yaml"]
+    assert int(composed["user"]) == pod["securityContext"]["runAsUser"]
+    assert "listen 8080;" in (folder / "nginx.conf").read_text()
+    assert container["ports"][0]["containerPort"] == service["spec"]["ports"][0]["port"] == 8080
+    mounts = {each["mountPath"] for each in container["volumeMounts"]}
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert environment["CACHE_FOLDER"] in mounts
+    size = int(environment["CACHE_SIZE"].removesuffix("g"))
+    assert size < int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi"))
+    known = {*re.findall(r"\$\{?([A-Z_]{6,})", (folder / "start.sh").read_text())}
+    assert {*environment, *composed["environment"]} <= known
+
+
+@needs_nginx
+def test_the_site_cache_asks_its_origin_once_and_for_keys_only(tmp_path):
+    secrets = {"ORIGIN_QUERY": "sig=a%2Fb&c=d", "ORIGIN_AUTHORIZATION": "Bearer hidden"}
+    objects = {
+        "/run/deltas/a.safetensors": bytes(range(250)) * 160_000,
+        "/run/anchors/a/empty": b"",
+        "/run/run.json": b"{}",
+    }
+    asked = []
+
+    def answer(request):
+        asked.append(request)
+        body = objects.get(request.split()[1].partition("?")[0])
+        found = re.search("Range: bytes=([0-9]+)-([0-9]+)", request)
+        if body is None or (found and not body):
+            return b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % (b"404 Not" if body is None else b"416 Range")
+        first, last = (int(found[1]), min(int(found[2]), len(body) - 1)) if found else (0, len(body) - 1)
+        status = f"206 Partial\r\nContent-Range: bytes {first}-{last}/{len(body)}" if found else "200 OK"
+        head = f"HTTP/1.1 {status}\r\nSet-Cookie: a=b\r\nCache-Control: no-store\r\nContent-Length: {last - first + 1}"
+        return f"{head}\r\nConnection: close\r\n\r\n".encode() + body[first : last + 1]
+
+    with answering(answer) as origin, site_cache(tmp_path / "cache", f"http://127.0.0.1:{origin}", **secrets) as cache:
+        store = open_store(f"{cache.url}/run?mine=1", config={"headers": "Authorization: mine"})
+        whole = objects["/run/deltas/a.safetensors"]
+        for _ in range(2):
+            assert store.get("deltas/a.safetensors") == whole
+            assert store.get_range("deltas/a.safetensors", 20_000_000, 16_000_000) == whole[20_000_000:36_000_000]
+            assert store.stat("deltas/a.safetensors").num_bytes == len(whole)
+            assert store.get("run.json") == b"{}"
+        assert len(asked) == 3 + 1, "three slices and run.json"
+        assert all("?sig=a%2Fb&c=d " in each and "Authorization: Bearer hidden\r\n" in each for each in asked)
+        assert not any("mine" in each for each in asked)
+        assert store.stat("anchors/a/empty").num_bytes == 0
+        with pytest.raises(ObjectMissing):
+            store.get("deltas/none.safetensors")
+        count = len(asked)
+        for path in ("/", "/run/lease.json", "/run/replicas/a.json", "/run/deltas/", "/run/deltas/a%0d%0aX:y",
+                     "/run/deltas/a%20b", "/run/deltas/../secret", "/run/manifests/a/b"):  # fmt: skip
+            assert httpx.get(cache.url + path).status_code == 404, path
+        assert raw(cache.port, "/run/run.json") == 405
+        assert httpx.get(f"{cache.url}/health").status_code == 200
+        assert len(asked) == count
+        assert [each.stat().st_mode & 0o077 for each in tmp_path.rglob("origin.conf")] == [0]
+
+
+@needs_nginx
+def test_the_site_cache_checks_the_certificate_of_its_origin(tmp_path):
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+    with answering(lambda _: answer, certificate(tmp_path)) as origin:
+        for number, (more, status) in enumerate([({}, 502), ({"CA_FILE": str(tmp_path / "certificate")}, 200)]):
+            with site_cache(tmp_path / f"cache-{number}", f"https://127.0.0.1:{origin}", **more) as cache:
+                assert httpx.get(f"{cache.url}/run/run.json").status_code == status
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("bad", [
+    {}, {"ORIGIN": "ftp://hidden"}, {"ORIGIN": "https://hidden/"}, {"ORIGIN": 'https://hidden"; }'},
+    {"ORIGIN": "https://a\nhidden"}, {"ORIGIN": "https://a$hidden"}, {"ORIGIN": "https://a", "ORIGIN_QUERY": "?hidden"},
+    {"ORIGIN": "https://a", "ORIGIN_AUTHORIZATION": 'Bearer hidden"'},
+    {"ORIGIN": "https://a", "CACHE_SIZE": "1g; hidden"}, {"ORIGIN": "https://a", "RESOLVER": "hidden hidden"},
+])  # fmt: skip
+def test_the_site_cache_refuses_bad_settings(tmp_path, bad):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ORIGIN")}
+    done = subprocess.run(
+        ["sh", str(DEPLOY / "site-cache/start.sh")], env=environment | {"TMPDIR": str(tmp_path)} | bad,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "is to be" in done.stderr or "an address" in done.stderr
+    assert "hidden" not in done.stderr

@@ -41,6 +41,7 @@ def test_vllm_guide(tmp_path):
     environment = {**os.environ, **ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     del environment["DELTAWIRE_CPU_UNPACKED"]  # the guide says it
     environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # for vLLM's own checksums below, not for the guide
 
     def run(commands):
         done = subprocess.run(
@@ -84,7 +85,6 @@ def test_vllm_guide(tmp_path):
         answer = server.post("/weight_checker", json={"action": "checksum"}).json()
         assert answer["checksums"] == checksums(weights)
         told = run(look)
-        assert '{"weight_version":"1"}' in told
         assert '"version":1' in told.replace(" ", "")
         assert "vllm" in told.splitlines()[-1]
         server.close()

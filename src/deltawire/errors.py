@@ -1,7 +1,7 @@
 """All exceptions of deltawire. Wrong arguments raise ValueError or TypeError instead.
 
 DeltawireError
-├── StoreError: ObjectMissing, Conflict, StoreUnavailable
+├── StoreError: ObjectMissing, Conflict, StoreUnavailable, ReadOnlyStore
 ├── FormatError: UnsupportedFormat, CorruptObject, LimitExceeded
 ├── ChainError: MissingAnchor, BrokenChain, Fenced
 ├── MismatchError: BaseMismatch, DigestMismatch, SnapshotMismatch, SignatureMismatch, RunMismatch
@@ -47,6 +47,10 @@ class Conflict(StoreError):
 
 class StoreUnavailable(StoreError):
     """The store did not answer, or refused the request. With `uncertain`, a write may or may not have happened."""
+
+
+class ReadOnlyStore(StoreError):
+    """The store can only be read, object by object: it cannot be written to, or listed."""
 
 
 class FormatError(DeltawireError):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltawire.errors import DeltawireError, MissingDependency
 from deltawire.follow.replica import Replica
-from deltawire.publish.publication import BasePublisher
+from deltawire.publish.machine import BasePublisher
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 HELP = {
     "publish/published": "Versions that were committed",
-    "publish/failed": "Versions that were undone because they could not be committed",
+    "publish/failed": "Versions that could not be committed; the next ones cover them",
     "publish/waiting": "Versions that are staged and not committed yet",
     "publish/version": "The last version that was committed",
     "publish/diff_seconds": "How long publish held the trainer to find what changed",

@@ -9,6 +9,7 @@ from deltawire_demo.parts import HOST
 from deltawire_demo.tokens import NUM_TOKENS
 
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
+ROUTE = "deltawire.engines.vllm.route.Route"
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "DELTAWIRE_CPU_UNPACKED": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
@@ -26,6 +27,7 @@ def server_command(folder: Path, port: str, *, max_tokens: int, num_sequences: i
         # The probabilities that tokens were really sampled with, if only some are allowed.
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--disable-uvicorn-access-log",
         "--weight-transfer-config", json.dumps({"backend": "deltawire"}), "--worker-extension-cls", EXTENSION,
+        "--middleware", ROUTE,
     ]  # fmt: skip
 
 

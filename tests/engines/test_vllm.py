@@ -316,6 +316,35 @@ def test_server_without_the_extension_is_refused(tmp_path, vllm_pool):
         assert server.complete([1, 2, 3])[2] == "length"
 
 
+def test_a_stranger_changes_nothing(tmp_path):
+    """A server as the guide starts it: no route that it has changes weights, version or pause without the token."""
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    with (
+        serving(tmp_path / "base", log=tmp_path / "log", environment={"VLLM_SERVER_DEV_MODE": "0"}) as server,
+        following(f"memory:{tmp_path}", server, False) as replica,
+    ):
+        replica.pull()
+        before = replica.target.engine.digest()
+        paths = server.client.get("/openapi.json").json()["paths"]
+        assert not [path for path in paths if any(word in path for word in ("weight", "pause", "collective", "resume"))]
+        state = replica.target.served().as_dict()
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}):
+            for path, body in (
+                ("status", {}), ("mark", {"state": state}), ("name", {"version": "77"}), ("commit", {"token": "x"}),
+                ("load", {"folder": str(tmp_path)}), ("bind", {"specs": {}}), ("anything", {}),
+            ):  # fmt: skip
+                answer = server.client.post(f"/deltawire/{path}", json=body, headers=headers)
+                assert answer.status_code == 401, (path, headers)
+                assert "weights" not in answer.text
+        for path in ("/pause", "/resume", "/collective_rpc", "/update_weights", "/update_weight_version"):
+            assert server.client.post(path, json={}).status_code == 404
+        assert replica.target.engine.digest() == before
+        replica.target.refresh()
+        assert replica.version == 0
+        assert server.complete([1, 2, 3])[2] == "length"
+
+
 def test_error_on_one_rank(tmp_path, vllm_pool):
     """One of two workers fails while it writes, once or for good: the server stays usable, the version true."""
     trainer = Trainer(tmp_path, f"memory:{tmp_path}", kind="moe")

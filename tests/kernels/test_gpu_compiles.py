@@ -19,9 +19,9 @@ from deltawire.engines.memory import Item
 from deltawire.engines.staged import PieceChange
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
 from deltawire.kernels.gpu.sums import SIGNED
+from deltawire.publish.changes import box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory
 from deltawire.publish.sources import module_source
-from deltawire.publish.upload import box_digests, encode_changes
 from deltawire.tensors.digest import tensor_key
 from deltawire.tensors.dtypes import dtype_named
 from deltawire.workers import SERIAL

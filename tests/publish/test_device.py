@@ -3,7 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter, so tensors are small here and chunks with them.
 """
 
-from typing import ClassVar
+import threading
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,18 +15,20 @@ from deltawire import Publisher, Replica
 from deltawire.codec import allowed_encodings
 from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena
+from deltawire.publish import changes as changes_module
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
 from deltawire.publish import history as history_module
 from deltawire.publish import upload
+from deltawire.publish.changes import box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory, is_kept
 from deltawire.publish.device_part import single_stride
 from deltawire.publish.history import History
 from deltawire.publish.sources import ModuleWeights, module_source
-from deltawire.publish.upload import box_digests, encode_changes
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.weights import torch_view
 from deltawire.workers import SERIAL
+from support.waiting import PATIENCE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,7 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of two blocks, and batches of a few."""
-    for module in (history_module, device_module, part_module, upload):
+    for module in (history_module, device_module, part_module, changes_module, upload):
         monkeypatch.setattr(module, "CHUNK_LOG2", 13, raising=False)
         monkeypatch.setattr(module, "CHUNK", 1 << 13, raising=False)
     monkeypatch.setattr(part_module, "LEAST_BLOCKS", 3)
@@ -263,6 +266,32 @@ def test_publish_and_pull():
         assert equal()
         publisher.flush()
         assert (2, 0) in {(hop.version, hop.base) for hop in publisher.run.hops()}
+
+
+def test_a_waiting_version_takes_later_steps_in():
+    module, held = module_of(a=torch.randn(30, 64), b=torch.randn(33)), threading.Event()
+    with Publisher("memory:waiting", module, snapshot="device", when_full="coalesce") as publisher:
+        publisher.publish().wait()
+        commit = publisher.run.commit
+
+        def wait(*arguments: Any) -> None:
+            assert held.wait(PATIENCE)
+            commit(*arguments)
+
+        publisher.run.commit = wait
+        publications = []
+        for number in range(5):
+            with torch.no_grad():
+                module.a[number] += 1
+                module.b += 1e-2
+            publications.append(publisher.publish(step=number))
+        held.set()
+        assert [each.wait(PATIENCE).version for each in publications] == [1, 2, 2, 2, 2]
+    with Replica("memory:waiting", {}) as replica:
+        replica.pull()
+        found = replica.target.weights()
+        for name, value in module.named_parameters():
+            assert np.array_equal(found[name].bits, torch_view(value.detach().to(torch.bfloat16).view(-1)))
 
 
 def test_where_a_snapshot_can_be(monkeypatch):

@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltawire.codec import allowed_encodings
 from deltawire.errors import NotEnoughMemory, ShapeMismatch, UnknownParameter
+from deltawire.format.patches import encode_box
+from deltawire.kernels.cpu import blocks
 from deltawire.publish import history as history_module
+from deltawire.publish.changes import encode_changes
 from deltawire.publish.history import History
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import box_digest, tensor_key
@@ -218,6 +222,61 @@ def test_what_is_no_longer_the_same_model_is_said():
         assert caught.value.message == f"{words}{again} start over"
         assert caught.value.tensor == words[0]
         assert history.version == 0
+
+
+@pytest.mark.parametrize("encoding", ["auto", "coo", "gap", "context", "dense"])
+def test_a_version_is_compared_once(monkeypatch, encoding):
+    """What staging has found is encoded; only chunks that changed nearly everywhere are compared again."""
+    rng, allowed = np.random.default_rng(0), allowed_encodings(encoding)
+    weights = make_weights(shapes={"few": (3 << 20,), "one": (2 << 20,), "none": (100,)})
+    before = {name: tensor.bits.copy() for name, tensor in weights.items()}
+    history = History(weights, 0)
+    weights["few"].bits[rng.choice(3 << 20, 50_000, replace=False)] ^= 1
+    weights["one"].bits[(1 << 20) + 5] ^= 1
+    history.stage(1, weights, SERIAL)
+    expected = [
+        encode_box(name, BF16, before[name], weights[name].bits, Box.whole(weights[name].shape), allowed, SERIAL, log2)
+        for name, log2 in (("few", 20), ("one", 20))
+    ]
+
+    def refuse(old, new):
+        raise AssertionError("compared again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(blocks, "changed_positions", refuse)
+        entries, gains = encode_changes(history, 0, 1, allowed, SERIAL)
+    assert [entry.encoded.encoding for entry in entries] == [entry.encoded.encoding for entry, _ in expected]
+    for entry, (known, gain) in zip(entries, expected, strict=True):
+        assert gains[entry.name] == gain
+        for part, array in known.encoded.arrays.items():
+            assert np.array_equal(entry.encoded.arrays[part], array), (entry.name, part)
+    weights["one"].bits[: 1 << 19] ^= 1
+    history.stage(2, weights, SERIAL)
+    assert history.compared(0, 2) is None, "they may have changed back"
+    assert history.compared(1, 2).positions("one", 0, 9) is None, (
+        "half of the chunk: positions would be larger than the bits"
+    )
+    entries, _ = encode_changes(history, 0, 2, allowed, SERIAL)
+    assert {entry.name: entry.num_changed for entry in entries} == {"few": 50_000, "one": (1 << 19) + 1}
+
+
+@given(st.data())
+@examples(20)
+def test_known_positions_of_any_stretch(data):
+    history_module.CHUNK, kept = 1000, history_module.CHUNK
+    try:
+        bits = np.zeros(5000, np.uint16)
+        history = History({"a": Tensor(BF16, (5000,), bits.copy())}, 0)
+        where = data.draw(st.lists(st.integers(0, 4999), max_size=300))
+        bits[where] = 1
+        history.stage(1, {"a": Tensor(BF16, (5000,), bits)}, SERIAL)
+        start = data.draw(st.integers(0, 5000))
+        stop = data.draw(st.integers(start, 5000))
+        found = history.compared(0, 1).positions("a", start, stop)
+        assert found.dtype == np.uint32
+        assert found.tolist() == np.flatnonzero(bits[start:stop]).tolist()
+    finally:
+        history_module.CHUNK = kept
 
 
 class Held(dict):

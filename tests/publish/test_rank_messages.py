@@ -7,7 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from deltawire.errors import Fenced, RankFailed, ShapeMismatch, StoreUnavailable
-from deltawire.publish.sharded.exchange import share_out, slabs
+from deltawire.publish.leader import share_out
+from deltawire.publish.sharded.exchange import slabs
 from deltawire.publish.sharded.messages import Ranks, error_fields, error_from
 from deltawire.tensors.boxes import Box
 

@@ -42,7 +42,7 @@ def refused(publisher):
 def test_a_flipped_bit_in_the_snapshot():
     weights = make_weights()
     publisher = new_publisher(weights)
-    publisher._history._snapshot["embed"][77] ^= 1
+    publisher._worker.latest.history._snapshot["embed"][77] ^= 1
     weights["norm"].bits[3] ^= 1
     # The comparison takes the flip for a change, and moves the snapshot, so that the digest is off by it.
     assert refused(publisher) == "embed"
@@ -62,8 +62,8 @@ def test_a_snapshot_that_missed_a_change(monkeypatch):
 
 
 def test_a_wrong_tie(monkeypatch):
-    monkeypatch.setattr("deltawire.publish.publisher.tied_names", lambda weights: {"b": "a"})
-    monkeypatch.setattr("deltawire.publish.publisher.untied_name", lambda *_: None)
+    monkeypatch.setattr("deltawire.publish.sources.tied_names", lambda weights: {"b": "a"})
+    monkeypatch.setattr("deltawire.publish.sources.untied_name", lambda *_: None)
     weights = {"a": np.arange(8, dtype=np.float32), "b": np.ones(8, np.float32)}
     with Publisher(fresh_url(), weights) as publisher, pytest.raises(SnapshotMismatch, match="taken to be tied") as it:
         publisher.publish()

@@ -91,7 +91,7 @@ def publish_three(rank, url, module, **options):
             assert comm.get_total_counts() == 0  # nothing is gathered to publish
             states.append(gathered(module))
         publisher.flush(60)
-        boxes = {name: [box.offset, box.shape] for name, box in publisher._worker._read().boxes.items()}
+        boxes = {name: [box.offset, box.shape] for name, box in publisher._worker.source.read().boxes.items()}
     return states, boxes
 
 
@@ -144,6 +144,15 @@ def test_any_placement(tmp_path):
     }.items():  # fmt: skip
         assert [rank for rank in range(4) if name in boxes[rank]] == holders, name
     assert ["weight" in rank["hsdp"][1] for rank in ranks] == [True, True, False, False]
+
+
+def publish_alone(rank, url):
+    return publish_three(rank, url, sharded_model(), anchors=1, skips=(2,))[0]
+
+
+def test_one_rank_writes_anchors_next_to_versions(tmp_path):
+    run = check_versions(tmp_path, run_ranks(1, publish_alone, tmp_path)[0])
+    assert {(1, None), (2, 0)} <= {(hop.version, hop.base) for hop in run.hops()}
 
 
 def refuse(rank, url):

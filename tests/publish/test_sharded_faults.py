@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from deltawire import Replica, ShardedPublisher
 from deltawire.errors import BrokenChain, Fenced, RankFailed, StoreUnavailable
-from deltawire.publish.sharded import exchange, leader
+from deltawire.publish import leader
+from deltawire.publish.sharded import exchange
 from support.chains import Hooked
 from support.processes import change, gathered, run_ranks, same_bits, sharded_model, train_step
 from support.waiting import PATIENCE
@@ -191,17 +192,17 @@ def test_a_rank_that_does_not_publish(tmp_path):
 def fail_to_stage(rank, url, broken):
     model = sharded_model()
     with ShardedPublisher(url, model, timeout=20) as publisher:
-        read, states = publisher._worker._read, []
+        read, states = publisher._worker.source.read, []
 
         def fail():
             raise OSError("no memory")
 
         for number, anchor in enumerate((True, False, True, False)):
             if rank == broken:
-                publisher._worker._read = fail
+                publisher._worker.source.read = fail
                 with pytest.raises(OSError, match="no memory"):
                     publisher.publish(anchor=anchor)
-                publisher._worker._read = read
+                publisher._worker.source.read = read
             else:
                 with pytest.raises(RankFailed, match="no memory"):
                     publisher.publish(anchor=anchor).wait(PATIENCE)
@@ -411,13 +412,13 @@ def stop_early(rank, url):
     if rank == 0:
         publisher.close()
         return
-    read = publisher._worker._read
+    read = publisher._worker.source.read
 
     def read_slowly():
         publisher._thread.join(30)
         return read()
 
-    publisher._worker._read = read_slowly
+    publisher._worker.source.read = read_slowly
     publication = publisher.publish()
     with pytest.raises(RankFailed, match="rank 0 has stopped"):
         publication.wait(PATIENCE)

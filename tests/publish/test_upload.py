@@ -2,36 +2,39 @@
 
 import json
 import os
+from dataclasses import replace
 from hashlib import sha256
 
 import numpy as np
 import pytest
 
 from deltawire import Checkpoint, Delta, Publisher, digest, open_store
-from deltawire.errors import ObjectMissing, SnapshotMismatch
+from deltawire.errors import ChainError, ObjectMissing, SnapshotMismatch
+from deltawire.format.container import Container
+from deltawire.format.parts import merge
 from deltawire.publish import upload
+from deltawire.publish.alone import Alone
+from deltawire.publish.changes import advanced, box_digests, encode_changes
 from deltawire.publish.history import History, Prepared
+from deltawire.publish.leader import Committed, Leader, Task, add_up
 from deltawire.publish.recheck import _mismatch
+from deltawire.publish.settings import Settings
+from deltawire.publish.sources import WholeSource
 from deltawire.publish.upload import (
     MOST_FILES,
-    advanced,
     anchor_folder,
-    box_digests,
     check_count,
     check_files,
     delta_names,
-    encode_changes,
-    encode_delta,
     is_worth_sending,
-    put_anchor,
-    put_delta,
     put_files,
-    whole_digest,
 )
+from deltawire.publish.worker import Worker
 from deltawire.run.keys import read_object_key
 from deltawire.run.manifest import MOST_OBJECTS
-from deltawire.tensors.digest import Digest, WeightVersion
-from deltawire.tensors.weights import Tensor, Viewed
+from deltawire.run.run import Run
+from deltawire.tensors.digest import Digest
+from deltawire.tensors.weights import Viewed
 from deltawire.workers import SERIAL
 from support.chains import copy_of, fresh_url, make_weights, step
 from support.waiting import PATIENCE
@@ -182,15 +185,7 @@ def test_digests_move_with_the_changes(staged):
     assert {entry.encoding for entry in entries} <= {"coo", "gap"}
     assert advanced(before, gains) == after
     assert advanced(before, {}) == before
-    weights = {name: Tensor(*spec, history.at(name, 1)[:]) for name, spec in history.specs.items()}
-    assert whole_digest(history, after) == digest(weights)
-    info, entries, _ = encode_delta(history, WeightVersion("r", 0, Digest(5, 6)), 1, ["gap"], SERIAL)
-    assert (info.run, info.base_version, info.version, info.base_digest) == ("r", 0, 1, Digest(5, 6))
-    assert info.digest == Digest(5, 6) + sum(gains.values(), Digest())
-    assert info.num_changed == sum(entry.num_changed for entry in entries) > 0
-    assert (info.num_elements, info.tied) == (history.num_elements, {"head": "embed"})
-    nothing = encode_delta(history, WeightVersion("r", 1, Digest(5, 6)), 1, ["gap"], SERIAL)
-    assert (nothing[0].num_changed, nothing[1:]) == (0, ([], {}))
+    assert encode_changes(history, 1, 1, ["gap"], SERIAL) == ([], {})
 
 
 def test_what_is_encoded_already_is_taken_as_it_is(staged):
@@ -213,33 +208,57 @@ def test_what_is_encoded_already_is_taken_as_it_is(staged):
     assert found.arrays is norm.arrays
 
 
-def test_a_delta_in_several_files(staged):
-    history, _ = staged
-    info, entries, _ = encode_delta(history, WeightVersion("r", 0, Digest(5, 6)), 1, ["gap", "coo"], SERIAL)
-    store = open_store(fresh_url())
-    hop = put_delta(store, info, entries, 1)
-    assert (hop.version, hop.base, hop.digest, hop.base_digest) == (1, 0, info.digest, info.base_digest)
-    assert (hop.num_changed, sum(hop.encodings.values())) == (info.num_changed, 3)
-    assert list(hop.encodings) == sorted(hop.encodings)
-    assert len(hop.objects) == 3
-    for each, entry in zip(hop.objects, entries, strict=True):
-        data = store.get(each.key)
-        assert (each.key, each.num_bytes, each.sha256) == (f"deltas/{each.file}", len(data), sha256(data).hexdigest())
-        assert f'"{entry.name}.'.encode() in data
-    assert len(put_delta(store, info, entries, 1 << 30).objects) == 1
+def leading(store, max_file_bytes=1 << 30):
+    """A leader whose worker has staged two versions, with ties; tasks for a delta and two anchors; the weights."""
+    weights, run, alone, versions, states = make_weights(), Run(store), Alone(), [], []
+    run.start("r")
+    settings = Settings(["gap", "coo"], 0, None, (), "host", None, 0, max_file_bytes, 1)
+    worker = Worker(WholeSource(weights, None, {"head": "embed", "tail": "scale"}, ()), run.store, alone, settings)
+    for version in range(2):
+        states.append(copy_of(weights))
+        worker.stage(anchor=False)
+        model, state = add_up([worker.measure(version + 1)])
+        assert state == digest(weights)
+        versions.append(Committed(version, version + 1, state))
+        step(weights, np.random.default_rng(0))
+        weights["scale"].bits[:] = states[0]["scale"]
+    tasks = [Task(versions[1], versions[0], model), *(Task(version, None, model) for version in versions)]
+    return Leader(run, alone, worker, settings, list), tasks, states
 
 
-def test_an_anchor_in_several_files(staged, config, tmp_path):
-    history, states = staged
+def test_a_delta_in_several_files():
+    for max_file_bytes, num_files in ((1, 3), (1 << 30, 1)):
+        store = open_store(fresh_url())
+        leader, (task, *_), _ = leading(store, max_file_bytes)
+        hop = leader.write_hop(task)
+        old, new = task.base.digest, task.target.digest
+        assert (hop.version, hop.base, hop.digest, hop.base_digest) == (1, 0, new, old)
+        assert list(hop.encodings) == sorted(hop.encodings)
+        assert len(hop.objects) == num_files
+        for each in hop.objects:
+            data = store.get(each.key)
+            name, size, sha = f"deltas/{each.file}", len(data), sha256(data).hexdigest()
+            assert (each.key, each.num_bytes, each.sha256) == (name, size, sha)
+        info, entries = merge([Container(store.get(each.key)) for each in hop.objects])
+        assert [entry.name for entry in entries] == ["embed", "layer.weight", "norm"]
+        assert (info.run, info.base_version, info.version, info.base_digest, info.digest) == ("r", 0, 1, old, new)
+        assert info.num_changed == hop.num_changed == sum(entry.num_changed for entry in entries) > 0
+        assert (info.num_elements, info.tied) == (task.model.num_elements, {"head": "embed"})
+        assert sum(hop.encodings.values()) == len(entries)
+
+
+def test_an_anchor_in_several_files(config, tmp_path):
     store = open_store(tmp_path / "store")
     extra = put_files(store, 1, [config])
     assert [(each.file, each.num_bytes) for each in extra] == [("config.json", 2)]
     assert store.get(extra[0].key) == b"{}"
     for version, max_file_bytes, num_files in ((0, 1 << 30, 2), (1, 10_000, 4)):
-        state = whole_digest(history, box_digests(history, version, SERIAL))
-        hop = put_anchor(store, "r", history, version, state, extra, max_file_bytes)
+        leader, tasks, states = leading(store, max_file_bytes)
+        leader.hops.extra_files = extra
+        state = tasks[1 + version].target.digest
+        hop = leader.write_hop(tasks[1 + version])
         assert (hop.version, hop.base, hop.digest, hop.base_digest) == (version, None, state, None)
-        assert (hop.num_changed, hop.encodings) == (history.num_elements, {"dense": 4})
+        assert (hop.num_changed, hop.encodings) == (tasks[0].model.num_elements, {"dense": 4})
         assert len(hop.objects) == num_files
         assert hop.objects[-1] == extra[0]
         assert len({each.key.rpartition("/")[0] for each in hop.objects[:-1]}) == 1
@@ -251,6 +270,17 @@ def test_an_anchor_in_several_files(staged, config, tmp_path):
 
 def test_an_anchor_of_more_files_than_a_manifest_lists(monkeypatch):
     monkeypatch.setattr(upload, "MOST_OBJECTS", MOST_FILES + 3)
-    history = History(make_weights(), 0)
+    store = open_store(fresh_url())
+    leader, tasks, _ = leading(store, 1)
     with pytest.raises(ValueError, match="4 files are more than a manifest holds: choose a larger max_file_bytes"):
-        put_anchor(open_store(fresh_url()), "r", history, 0, Digest(), (), 1)
+        leader.write_hop(tasks[1])
+    assert list(store.list("anchors/")) == []
+
+
+def test_an_extra_hop_that_leads_elsewhere_is_not_written():
+    store = open_store(fresh_url())
+    leader, tasks, _ = leading(store)
+    for task in tasks:
+        with pytest.raises(ChainError, match="would give other weights"):
+            leader.write_hop(replace(task, target=replace(task.target, digest=Digest(1, 2))))
+    assert [*store.list("anchors/"), *store.list("deltas/")] == []

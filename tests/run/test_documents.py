@@ -197,7 +197,7 @@ def test_files_beside_a_checkpoint_that_no_document_could_name_stay_there(tmp_pa
 def test_versions_end(monkeypatch):
     with Publisher(fresh_url(), WEIGHTS) as publisher:
         publisher.publish().wait(PATIENCE)
-        publisher._next = MOST_VERSION + 1
+        publisher.version = MOST_VERSION
         with pytest.raises(ValueError, match="start a new run"):
             publisher.publish()
 

@@ -146,6 +146,10 @@ def _replaced(path: Path, target: Path) -> str | None:
     return "state: {} replace" if target.name == "deltawire.json" and target.parent.name != "made" else None
 
 
+def _written(_leader: Any, task: Any) -> str:
+    return "upkeep: {} anchor" if task.base is None else "upkeep: {} delta"
+
+
 def install_store(points: Points) -> None:
     from deltawire.store.object import ObjectStore
 
@@ -154,20 +158,19 @@ def install_store(points: Points) -> None:
 
 
 def install_trainer(points: Points) -> None:
-    import deltawire.publish.upkeep
-    import deltawire.publish.upload
+    import deltawire.publish.changes
     from deltawire.kernels.cpu import blocks
     from deltawire.publish.history import History
-    from deltawire.publish.publisher import Publisher
+    from deltawire.publish.leader import Leader
+    from deltawire.publish.worker import Worker
 
     install_store(points)
-    points.around(Publisher, "_snapshot", "snapshot: before", "snapshot: after")
+    points.around(Worker, "_snapshot", "snapshot: before", "snapshot: after")
     points.around(History, "stage", "stage: before", "stage: after")
     points.around(blocks, "changed_positions", after="stage: a chunk")
-    points.around(deltawire.publish.upload, "encode_box", after="encode: a tensor")
+    points.around(deltawire.publish.changes, "encode_box", after="encode: a tensor")
     points.around(History, "pack", "pack: before", "pack: after")
-    points.around(deltawire.publish.upkeep, "put_delta", "upkeep: before delta", "upkeep: after delta")
-    points.around(deltawire.publish.upkeep, "put_anchor", "upkeep: before anchor", "upkeep: after anchor")
+    points.keyed(Leader, "write_hop", _written)
 
 
 def install_replica(points: Points) -> None:

@@ -59,10 +59,10 @@ def same(weights, expected):
     )
 
 
-def pulled(url, **options):
-    """The weights of the newest version."""
+def pulled(url, version=None, **options):
+    """The weights of a version, or of the newest one."""
     with Replica(url, {}, heartbeat_seconds=None, **options) as replica:
-        replica.pull()
+        replica.pull(version)
         return dict(replica.target.weights())
 
 

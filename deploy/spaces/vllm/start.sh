@@ -22,13 +22,14 @@ until deltawire pull "$STORE_URL" --to "$mirror" --quiet; do
   wait $!
 done
 
-# Without API_TOKEN and the credentials of the store: a server of models has no use for them. The endpoints that change
-# weights are on 127.0.0.1, where only the agent and the proxy are.
+# Without API_TOKEN and the credentials of the store: a server of models has no use for them. The agent changes weights
+# with a token that both read from a file of this user.
 # shellcheck disable=SC2086  # VLLM_ARGS holds several options
-env --unset=API_TOKEN --unset=HF_TOKEN --unset=AWS_SECRET_ACCESS_KEY VLLM_SERVER_DEV_MODE=1 \
+env --unset=API_TOKEN --unset=HF_TOKEN --unset=AWS_SECRET_ACCESS_KEY \
   vllm serve "$mirror" --served-model-name "${MODEL_NAME:-policy}" --host 127.0.0.1 --port 8000 \
   --weight-transfer-config '{"backend": "deltawire"}' \
-  --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension ${VLLM_ARGS:-} &
+  --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension \
+  --middleware deltawire.engines.vllm.route.Route ${VLLM_ARGS:-} &
 
 deltawire attach --engine vllm --url http://127.0.0.1:8000 --from "$STORE_URL" --mirror "$mirror" --listen 9100 &
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deltawire.engines.engine import Engine
 
 TOKEN_VARIABLE = "DELTAWIRE_TOKEN"  # noqa: S105
+NO_MIRROR = Path("none")
 
 
 class AddressType(click.ParamType[tuple[str, int]]):
@@ -33,8 +34,9 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @click.option("--engine", "kind", type=click.Choice(["vllm", "sglang"]), required=True, help="What serves the weights.")
 @click.option("--url", "address", metavar="URL", required=True, help="The server, such as http://127.0.0.1:8000.")
 @click.option("--from", "url", metavar="URL", required=True, help="The store that holds the run.")
-@click.option("--mirror", type=options.PATH, help="A folder for the mirror, the copy of the weights that deltas are "
-              "decoded against; it survives restarts.  [default: host memory]")  # fmt: skip
+@click.option("--mirror", type=options.PATH, metavar="FOLDER|none", help="A folder for the mirror, the copy of the "
+              "weights that deltas are decoded against; it survives restarts. With none the server decodes against its own "
+              "weights.  [default: none if it can do that on a GPU, else host memory]")  # fmt: skip
 @click.option("--shared-folder", type=options.PATH, help="A folder that the server can read too, to hand changes over."
               "  [default: shared memory]")  # fmt: skip
 @click.option("--mode", type=click.Choice(["patch", "disk"]),
@@ -70,7 +72,7 @@ def attach_command(
 
     if mode is not None and kind != "sglang":
         raise click.UsageError("--mode is for --engine sglang: leave it out")
-    if mode == "disk" and mirror is None:
+    if mode == "disk" and mirror in (None, NO_MIRROR):
         raise click.UsageError("--mode disk needs --mirror: the server loads that folder")
     options.only_with("--listen, which starts the HTTP", listen is not None, "allow_host", "token_file")
     with speaking_errors(url):
@@ -81,8 +83,8 @@ def attach_command(
             api_key=api_key_of(api_key_env),
         )  # fmt: skip
         with Agent(
-            engine, run, mirror=mirror, name=name, poll_seconds=poll, host=host, port=port,
-            token=token, allowed_hosts=allow_host,
+            engine, run, mirror=False if mirror == NO_MIRROR else mirror, name=name, poll_seconds=poll, host=host,
+            port=port, token=token, allowed_hosts=allow_host,
         ) as agent:  # fmt: skip
             if agent.port is not None:
                 say(f"listening on {f'[{host}]' if ':' in host else host}:{agent.port}", err=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from deltawire.codec.coo import Coo
 from deltawire.codec.dense import Dense
-from deltawire.codec.encoding import Arrays, Encoding, Watch
+from deltawire.codec.encoding import Arrays, Encoding, Known, Watch, changes
 from deltawire.codec.tiled import Tiled, encode_payload
 from deltawire.errors import UnsupportedFormat
 from deltawire.tensors.boxes import Positions
@@ -53,10 +53,12 @@ def encode(
     workers: Workers,
     watch: Watch | None = None,
     tile_log2: int | None = None,
+    known: Known | None = None,
 ) -> Encoded | None:
     """Encode the changes with the smallest allowed encoding; None if nothing changed. `watch` sees every change once.
 
     `tile_log2` is the tile size for callers that know the number of changes; by default it is estimated from a sample.
+    `known` is for callers that have compared before.
     """
     sizes: dict[str, int] = {}
     kept: dict[str, Arrays] = {}
@@ -64,7 +66,7 @@ def encode(
         tiled = CONTEXT if CONTEXT.name in allowed else GAP
         limit = DENSE.size_bytes(len(old), 0, dtype) if DENSE.name in allowed else None
         payload, num_changed, gap_bytes = encode_payload(
-            old, new, dtype, tiled.contextual, workers, watch, limit, tile_log2
+            old, new, dtype, tiled.contextual, workers, watch, limit, tile_log2, known
         )
         if payload is not None:
             kept[tiled.name] = {tiled.name: payload}
@@ -73,13 +75,13 @@ def encode(
                 sizes[GAP.name] = gap_bytes
         del payload
     else:
-        num_changed = count_changes(old, new, workers, watch)
+        num_changed = count_changes(old, new, workers, watch, known)
     if num_changed == 0:
         return None
     best = smallest_encoding(sizes, len(old), num_changed, dtype, allowed)
     # Free the losers before encoding the winner: at high densities each is nearly as large as the tensor.
     kept = {name: arrays for name, arrays in kept.items() if name == best}
-    return Encoded(best, num_changed, kept.get(best) or ENCODINGS[best].encode(old[:], new[:], dtype, workers))
+    return Encoded(best, num_changed, kept.get(best) or ENCODINGS[best].encode(old, new, dtype, workers, known))
 
 
 def smallest_encoding(
@@ -91,14 +93,13 @@ def smallest_encoding(
     return min(sizes, key=lambda name: sizes[name])
 
 
-def count_changes(old: Elements, new: Elements, workers: Workers, watch: Watch | None) -> int:
-    from deltawire.kernels.cpu.blocks import changed_positions
-
+def count_changes(
+    old: Elements, new: Elements, workers: Workers, watch: Watch | None, known: Known | None = None
+) -> int:
     size = 1 << 20
 
     def count(start: int) -> int:
-        before, after = old[start : start + size], new[start : start + size]
-        positions = changed_positions(before, after)
+        positions, before, after = changes(old, new, start, min(start + size, len(old)), known)
         if watch is not None and len(positions):
             watch(start, positions, before, after)
         return len(positions)

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from deltawire.codec.encoding import Arrays, take
+from deltawire.codec.encoding import Arrays, Known, changes, take
 from deltawire.errors import CorruptObject
 from deltawire.tensors.boxes import Positions
-from deltawire.tensors.dtypes import DTYPES, Bits, DType
+from deltawire.tensors.dtypes import DTYPES, Bits, DType, Elements
 from deltawire.workers import Workers
 
 # The kernel has 32-bit positions, so large boxes are processed in pieces.
@@ -22,18 +22,17 @@ class Coo:
     def size_bytes(self, num_elements: int, num_changed: int, dtype: DType) -> int:
         return num_changed * sum(DTYPES[part].itemsize for part in self.parts(dtype, num_elements).values())
 
-    def encode(self, old: Bits, new: Bits, dtype: DType, workers: Workers) -> Arrays:
-        from deltawire.kernels.cpu.blocks import changed_positions
-
+    def encode(
+        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
+    ) -> Arrays:
         index = DTYPES[self.parts(dtype, len(old))["indices"]].unsigned
 
-        def find(start: int) -> Bits:
-            positions = changed_positions(old[start : start + _PIECE], new[start : start + _PIECE])
-            absolute: Bits = positions.astype(index) + index.type(start)
-            return absolute
+        def find(start: int) -> tuple[Bits, Bits]:
+            positions, _, after = changes(old, new, start, min(start + _PIECE, len(old)), known)
+            return positions.astype(index) + index.type(start), after[positions]
 
-        indices = np.concatenate(workers.map(find, range(0, len(old), _PIECE)))
-        return {"indices": indices, "values": new[indices]}
+        indices, values = zip(*workers.map(find, range(0, len(old), _PIECE)), strict=True)
+        return {"indices": np.concatenate(indices), "values": np.concatenate(values)}
 
     def decode(
         self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers

@@ -1,7 +1,7 @@
 """`dense`: all elements of the box, uncompressed. For tensors that changed nearly everywhere."""
 
-from deltawire.codec.encoding import Arrays, take
-from deltawire.tensors.dtypes import Bits, DType
+from deltawire.codec.encoding import Arrays, Known, take
+from deltawire.tensors.dtypes import Bits, DType, Elements
 from deltawire.workers import Workers
 
 
@@ -15,8 +15,10 @@ class Dense:
     def size_bytes(self, num_elements: int, num_changed: int, dtype: DType) -> int:
         return num_elements * dtype.itemsize
 
-    def encode(self, old: Bits, new: Bits, dtype: DType, workers: Workers) -> Arrays:
-        return {"dense": new}
+    def encode(
+        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
+    ) -> Arrays:
+        return {"dense": new[:]}
 
     def decode(
         self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from deltawire.errors import CorruptObject
 from deltawire.tensors.boxes import Positions
-from deltawire.tensors.dtypes import Bits, DType
+from deltawire.tensors.dtypes import Bits, DType, Elements
 from deltawire.workers import Workers
 
 # Flat and unsigned, whatever their dtype in the file.
@@ -16,6 +16,9 @@ Arrays = Mapping[str, Bits]
 
 # Called for each range of a box that has changes: its start, the changed positions in it, its old and new bits.
 Watch = Callable[[int, npt.NDArray[np.uint32], Bits, Bits], None]
+
+# The changed positions in a range of a box, from its start, where an earlier comparison has kept them; else None.
+Known = Callable[[int, int], npt.NDArray[np.uint32] | None]
 
 
 class Encoding(Protocol):
@@ -28,12 +31,27 @@ class Encoding(Protocol):
     def parts(self, dtype: DType, num_elements: int) -> Mapping[str, str]:
         """The names of the arrays, with the safetensors dtype of each."""
 
-    def encode(self, old: Bits, new: Bits, dtype: DType, workers: Workers) -> Arrays: ...
+    def encode(
+        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
+    ) -> Arrays: ...
 
     def decode(
         self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
     ) -> tuple[Positions | None, Bits]:
         """Ascending positions and their new bits; positions are None if the bits cover the whole box."""
+
+
+def changes(
+    old: Elements, new: Elements, start: int, stop: int, known: Known | None
+) -> tuple[npt.NDArray[np.uint32], Bits, Bits]:
+    """The changed positions in a range of a box, and its old and new bits, which are not read where nothing changed."""
+    from deltawire.kernels.cpu.blocks import changed_positions
+
+    positions = None if known is None else known(start, stop)
+    if positions is not None and not len(positions):
+        return positions, old[:0], new[:0]
+    before, after = old[start:stop], new[start:stop]
+    return changed_positions(before, after) if positions is None else positions, before, after
 
 
 def take(arrays: Arrays, part: str, length: int) -> Bits:

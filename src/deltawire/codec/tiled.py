@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deltawire.codec.encoding import Arrays, Watch
+from deltawire.codec.encoding import Arrays, Known, Watch, changes
 from deltawire.errors import CorruptObject
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.dtypes import Bits, DType, Elements
@@ -41,8 +41,10 @@ class Tiled:
     def parts(self, dtype: DType, num_elements: int) -> dict[str, str]:
         return {self.name: "U8"}
 
-    def encode(self, old: Bits, new: Bits, dtype: DType, workers: Workers) -> Arrays:
-        payload = encode_payload(old, new, dtype, self.contextual, workers).payload
+    def encode(
+        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
+    ) -> Arrays:
+        payload = encode_payload(old, new, dtype, self.contextual, workers, known=known).payload
         return {} if payload is None else {self.name: payload}
 
     def decode(
@@ -97,9 +99,9 @@ def encode_payload(
     watch: Watch | None = None,
     limit_bytes: int | None = None,
     tile_log2: int | None = None,
+    known: Known | None = None,
 ) -> Payload:
     """Encode tile by tile. A payload that exceeds the limit is abandoned early, so that it never fills the memory."""
-    from deltawire.kernels.cpu.blocks import changed_positions
     from deltawire.kernels.cpu.encode import encode_tile
 
     log2 = sampled_tile_log2(old, new, workers) if tile_log2 is None else tile_log2
@@ -107,8 +109,7 @@ def encode_payload(
     layout = kernel_layout(dtype)
 
     def encode(start: int) -> tuple[int, Bits, int]:
-        before, after = old[start : start + size], new[start : start + size]
-        positions = changed_positions(before, after)
+        positions, before, after = changes(old, new, start, min(start + size, len(old)), known)
         if watch is not None and len(positions):
             watch(start, positions, before, after)
         if len(positions) == 0 or over_limit:

@@ -2,15 +2,18 @@
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissing
 from deltawire.run.manifest import Manifest, StoredHop
-from deltawire.run.planner import Hop, HopKey, Route, cheapest_route
+from deltawire.run.planner import SKIPS, Hop, HopKey, Route, cheapest_route, skip_bases
 from deltawire.run.run import Run
 
 # For longer routes it pays to list the store: longer hops may have been added since the manifest was written.
 MANY_HOPS = 12
 PARALLEL = 8
+# Without a listing, around a damaged hop: so many versions are asked for all that may lead to them.
+MOST_ASKED = 128
 
 
 def find_route(run: Run, have: int | None, manifest: Manifest, bad: Collection[HopKey] = ()) -> Route[StoredHop]:
@@ -24,6 +27,8 @@ def find_route(run: Run, have: int | None, manifest: Manifest, bad: Collection[H
         else:
             if len(route.hops) <= MANY_HOPS:
                 return route
+    if not run.listable:
+        return _asked_route(run, have, manifest, known, bad)
     if have is not None and not bad:
         try:
             return _listed_route(run, have, manifest, known, bad, after=have)
@@ -48,6 +53,49 @@ def _listed_route(
             return Route(have, manifest.version, tuple(known[key] for key in keys))
         for key in unconfirmed:
             del hops[key]
+
+
+def _asked_route(
+    run: Run, have: int | None, manifest: Manifest, known: dict[HopKey, StoredHop], bad: Collection[HopKey]
+) -> Route[StoredHop]:
+    """A route on a store that cannot list: documents are asked for by the names that they would have."""
+    anchor = next((hop.version for hop in known.values() if hop.base is None), manifest.version)
+    _walk(run, anchor if have is None else have, manifest.version, known, bad)
+    try:
+        return cheapest_route(have, manifest.version, [hop for key, hop in known.items() if key not in bad])
+    except ChainError:
+        _search(run, anchor, manifest.version, known)
+    return cheapest_route(have, manifest.version, [hop for key, hop in known.items() if key not in bad])
+
+
+def _walk(run: Run, at: int, want: int, known: dict[HopKey, StoredHop], bad: Collection[HopKey]) -> None:
+    """Learn the hops from a version on: the longest skip delta that there is, or the next version's own hop."""
+    while at < want:
+        skips = [(at + length, at) for length in sorted(SKIPS, reverse=True) if at % length == 0]
+        wanted = [key for key in skips if key[0] <= want and key not in bad]
+        hop = next((hop for key in wanted if (hop := known.get(key) or _hop(run, key))), None) or _own_hop(run, at + 1)
+        if hop is None or (hop.version, hop.base) in bad:
+            return
+        known[hop.version, hop.base] = hop
+        at = hop.version
+
+
+def _search(run: Run, anchor: int, want: int, known: dict[HopKey, StoredHop]) -> None:
+    """Learn every hop to the versions from the last anchor on, and the route before it, by the names of documents."""
+    versions = range(max(anchor - 1, want - MOST_ASKED, 0), want + 1)
+    _learn(run, [(version, base) for version in versions for base in (None, *skip_bases(version))], known)
+    with ThreadPoolExecutor(PARALLEL, "deltawire-route") as pool:
+        own = [hop for hop in pool.map(lambda version: _own_hop(run, version), versions) if hop is not None]
+    with suppress(ObjectMissing, FormatError, MismatchError):
+        own += run.manifest(versions[0]).route
+    known |= {(hop.version, hop.base): hop for hop in own}
+
+
+def _own_hop(run: Run, version: int) -> StoredHop | None:
+    try:
+        return run.manifest(version).hop
+    except (ObjectMissing, FormatError, MismatchError):
+        return None
 
 
 def _learn(run: Run, keys: list[HopKey], known: dict[HopKey, StoredHop]) -> list[HopKey]:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltawire.codec import ENCODINGS, decode, encode
+from deltawire.codec.encoding import Known
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.wire import Entry
 from deltawire.tensors.boxes import Box, Positions
@@ -56,10 +57,12 @@ def encode_box(
     allowed: list[str],
     workers: Workers = SERIAL,
     tile_log2: int | None = None,
+    known: Known | None = None,
 ) -> tuple[Entry | None, Digest]:
     """Encode the changes in a box of a tensor, and compute what they add to the digest.
 
-    `old` and `new` hold only the box, so that a shard is encoded on its own rank.
+    `old` and `new` hold only the box, so that a shard is encoded on its own rank. `known` has the positions of the
+    changes, where they were compared before.
     """
     key = tensor_key(name, dtype, box.full)
     gains: list[Digest] = []
@@ -68,7 +71,7 @@ def encode_box(
         at = box.to_tensor(positions + np.int64(start))
         gains.append(change_digest(key, at, before[positions], after[positions]))
 
-    encoded = encode(old, new, dtype, allowed, workers, watch, tile_log2)
+    encoded = encode(old, new, dtype, allowed, workers, watch, tile_log2, known)
     entry = None if encoded is None else Entry.of(name, dtype, box, encoded)
     return entry, sum(gains, Digest())
 

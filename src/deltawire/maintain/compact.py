@@ -6,14 +6,14 @@ from deltawire.codec import AUTO, allowed_encodings
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.parts import MAX_FILE_BYTES
-from deltawire.publish.history import History
-from deltawire.publish.upload import encode_delta, put_anchor, put_delta
+from deltawire.publish.alone import Alone
+from deltawire.publish.leader import Committed, Leader, Task, add_up
+from deltawire.publish.settings import Settings
+from deltawire.publish.sources import WholeSource
+from deltawire.publish.worker import Worker
 from deltawire.run.manifest import StoredHop
 from deltawire.run.planner import SKIPS, ListedHop, reachable, skip_bases
 from deltawire.run.run import Run
-from deltawire.tensors.digest import WeightVersion
-from deltawire.tensors.weights import Tensor
-from deltawire.workers import Workers
 
 
 def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
@@ -43,34 +43,26 @@ def compact(
         return []
     first = min([base for _, base in missing], default=latest)
     last = latest if wants_anchor else max(version for version, _ in missing)
-    target = MemoryTarget({})
-    made = []
-    with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica, Workers(threads) as workers:
+    target, alone, made = MemoryTarget({}), Alone(), []
+    settings = Settings(allowed_encodings(AUTO), 0, None, SKIPS, "host", None, 0, MAX_FILE_BYTES, threads)
+    with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica:
         replica.pull(first)
-        history = History(_tensors(target), first, tied=run.manifest(first).tied)
-        digests = {first: run.manifest(first).digest}
-        for version in range(first + 1, last + 1):
+        manifest = run.manifest(first)
+        worker = Worker(WholeSource(target.weights, None, manifest.tied, ()), run.store, alone, settings)
+        leader = Leader(run, alone, worker, settings, list)
+        model, _ = add_up([worker.resume(has_version=True)])
+        staged = {first: Committed(first, 0, manifest.digest)}
+        for call, version in enumerate(range(first + 1, last + 1), 1):
             replica.pull(version)
+            worker.stage(anchor=False)
             manifest = run.manifest(version)
-            history.stage(version, _tensors(target), workers)
-            history.pack(version, workers)
-            digests[version] = manifest.digest
-            for base in [base for each, base in missing if each == version]:
-                start = WeightVersion(run.id, base, digests[base])
-                info, entries, _ = encode_delta(history, start, version, allowed_encodings(AUTO), workers)
-                made.append(put_delta(run.store, info, entries, MAX_FILE_BYTES))
-                run.commit_hop(made[-1])
-            history.forget(version - max(SKIPS))
+            staged[version] = Committed(version, call, manifest.digest)
+            tasks = [Task(staged[version], staged[base], model) for each, base in missing if each == version]
+            made += [leader.write_hop(task, threads) for task in tasks]
+            worker.committed(call, call - max(SKIPS))
             if progress is not None:
                 progress(version - first, last - first)
         if wants_anchor:
-            manifest = run.manifest(last)
-            files = [each for hop in manifest.route for each in hop.extra_files]
-            made.append(put_anchor(run.store, run.id, history, last, manifest.digest, files, MAX_FILE_BYTES))
-            run.commit_hop(made[-1])
+            leader.hops.extra_files = tuple(each for hop in manifest.route for each in hop.extra_files)
+            made.append(leader.write_hop(Task(staged[last], None, model), threads))
     return made
-
-
-def _tensors(target: MemoryTarget) -> dict[str, Tensor]:
-    weights = target.weights()
-    return {name: weights[name] for name in weights}

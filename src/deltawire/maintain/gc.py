@@ -105,7 +105,10 @@ def plan_gc(
 def collect(run: Run, removals: Iterable[Removal]) -> None:
     """Delete what `plan_gc` found, documents first: after a crash the next plan finds the rest."""
     keys = [removal.key for removal in removals]
-    run.store.delete(key for key in keys if key.startswith(MANIFESTS))
+    documents = [key for key in keys if key.startswith(MANIFESTS)]
+    if documents:
+        run.write_hint()
+    run.store.delete(documents)
     run.store.delete(key for key in keys if not key.startswith(MANIFESTS))
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 
+from deltawire.codec import CONTEXT, GAP
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.publish.device_part import DTYPES, Part, single_stride
 from deltawire.publish.history import CHUNK, ChunkKey, History, PackedVersion, Prepared, Record, StagedVersion
@@ -88,6 +90,7 @@ class DeviceHistory(History):
                 self._snapshot[name] = cast(Bits, DeviceBits(part, name))
         # Reading and moving the snapshot exclude each other.
         self._alone = threading.RLock()
+        self._warming = [warm_up(device, dtype) for device, dtype in by_device if device.type == "cuda"]
 
     def _first_bits(self, name: str, tensor: Tensor) -> Bits:
         return np.empty(0, np.uint16) if name in self._on_device else super()._first_bits(name, tensor)
@@ -118,6 +121,8 @@ class DeviceHistory(History):
         record = self._records[version]
         if not isinstance(record, OnDevice) or record.reverse is not None:
             return
+        for warming in self._warming:
+            warming.join()
         counts = [part.num_changed(each) for part, each in zip(self._parts, record.records, strict=True)]
         record.counted = {name: int(count.sum()) for each in counts for name, count in each.items() if count.any()}
         reverse = PackedVersion(record.num_changed, self._scratch)
@@ -180,6 +185,32 @@ class DeviceHistory(History):
             if name in self._on_device and version == self.version:
                 return self._part_of(name).digest(name)
         return super().digest_of(name, version, workers)
+
+
+_warmed: dict[tuple[Any, str], threading.Thread] = {}
+
+
+def warm_up(device: Any, dtype: str) -> threading.Thread:
+    """Compile what encoding needs, once, in a thread: it takes some 20 seconds, while an anchor is uploaded."""
+    thread = _warmed.get((device, dtype))
+    if thread is None:
+        thread = threading.Thread(target=_encode_something, args=(device, dtype), name="deltawire-warmup", daemon=True)
+        _warmed[device, dtype] = thread
+        thread.start()
+    return thread
+
+
+def _encode_something(device: Any, dtype: str) -> None:
+    values = torch.ones(1 << 13, dtype=DTYPES[dtype], device=device)
+    weights = ModuleWeights({"": values}, {}, frozenset())
+    boxes = {"": Box.whole(tuple(values.shape))}
+    for encoding in (CONTEXT.name, GAP.name):
+        part = Part(weights, boxes, [""])
+        values.view(torch.int16)[::50] += 3
+        record = part.stage(weights)
+        counts = part.num_changed(record)
+        part.encode(record, counts, [encoding], PackedVersion({"": int(counts[""].sum())}, None))
+        part.digest("")
 
 
 def is_kept(weights: ModuleWeights, name: str) -> bool:

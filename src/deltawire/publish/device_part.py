@@ -87,6 +87,11 @@ class Streams:
     def num_bytes(self) -> int:
         return HEAD_BYTES + 4 * len(self.sizes) + sum(self.sizes)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all streams were written, and not only measured."""
+        return sum(map(len, self.pieces)) == sum(self.sizes)
+
 
 class Held(NamedTuple):
     """Where a tensor is in an arena, and where its box is in the whole tensor."""
@@ -111,6 +116,10 @@ class Part:
             self._arena = Arena([tensor.numel() for tensor in tensors], DTYPES[dtype.name], self._device)
             self._arena.point_at(tensors)
             self._arena.take_all()
+            if self._stream is not None:
+                # Compiles what a comparison needs, so that the first one does not wait for that.
+                self._arena.find()
+                self._arena.expected = None
         self._join()
         self.held = {
             name: Held(
@@ -234,7 +243,7 @@ class Part:
             found = {each: streams[each].num_bytes for each in streams if each in allowed}
             best = smallest_encoding(found, held.num_elements, totals[name], held.dtype, allowed)
             # Anything else is encoded on the host; it is small, or nearly everything.
-            if best == batch.wanted:
+            if best in streams and streams[best].is_whole:
                 encoded = Encoded(best, totals[name], {best: streams[best].payload()})
                 prepared[name] = Prepared(encoded, batch.gains[tensor])
         return prepared
@@ -265,9 +274,7 @@ class _Batch:
     def __init__(self, encoder: kernels.Encoder, device: Any, log2: Numbers, allowed: list[str]) -> None:
         self._encoder, self._device, self._log2 = encoder, device, log2
         self._contextual = CONTEXT.name in allowed
-        tiled = CONTEXT.name if self._contextual else GAP.name
-        self.wanted = tiled if tiled in allowed else None
-        """The encoding whose streams are written; of the others only sizes are known."""
+        self._allowed = [each for each in (CONTEXT.name, GAP.name) if each in allowed]
         encodings = [GAP.name, CONTEXT.name] if self._contextual else [GAP.name]
         self.streams = {each: [Streams(int(size)) for size in log2] for each in encodings}
         self.gains = [Digest()] * len(log2)
@@ -293,10 +300,16 @@ class _Batch:
             self.gains[tensor] += as_digest(gains.reshape(-1, 2)[some].sum(0))
             for each, streams in self.streams.items():
                 streams[tensor].sizes += sizes[each][some].tolist()
-        if self.wanted is not None:
-            host, edges = self._written(tiles, surveyed, rows[self.wanted], sizes[self.wanted], False)
+        # Streams of the encoding that is the smaller one for each tensor here: mostly that is the same for all.
+        best = {
+            tensor: min(self._allowed, key=lambda each: int(sizes[each][some].sum()))
+            for tensor, some in split.by_tensor()
+            if self._allowed
+        }
+        for each in set(best.values()):
+            host, edges = self._written(tiles, surveyed, rows[each], sizes[each], False)
             for tensor, some in split.by_tensor():
-                self.streams[self.wanted][tensor].pieces.append(host[edges[some.start] : edges[some.stop]])
+                self.streams[each][tensor].pieces.append(host[edges[some.start] : edges[some.stop]])
         gap, back_sizes = rows[GAP.name], sizes[GAP.name]
         if len(split.rows) != len(chunks.rows):
             del rows

@@ -2,8 +2,8 @@
 
 A snapshot moves forward as versions are staged; for each version the bits that it replaced are kept, so that any recent
 version can be read while the snapshot is already ahead: to encode it, to write it as an anchor, to encode a skip delta,
-or to roll back what could not be committed. Bits are kept in chunks: as arrays while a version is being
-published, then as short reverse streams in an unnamed file.
+or a delta from the version before one that could not be committed. Bits are kept in chunks: as arrays while a version
+is being published, then as short reverse streams in an unnamed file.
 
 Readers take no lock. A chunk's old bits are recorded before the snapshot changes, and a reader looks for them after it
 has copied the chunk: even if it caught a half-staged version, writing all old bits back gives a consistent chunk. When
@@ -34,6 +34,8 @@ from deltawire.workers import Workers
 
 CHUNK_LOG2 = 20
 CHUNK = 1 << CHUNK_LOG2
+
+NOWHERE = np.empty(0, np.uint32)
 
 # A tensor's name and a chunk's number in it.
 ChunkKey = tuple[str, int]
@@ -71,6 +73,22 @@ class StagedVersion:
         for (name, _), change in list(self.changes.items()):
             counts[name] = counts.get(name, 0) + change.num_changed
         return counts
+
+    def positions(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint32] | None:
+        """The changed positions in a range of a tensor, from its start; None if they were not kept."""
+        found = [NOWHERE]
+        for index in range(start // CHUNK, -(-stop // CHUNK)):
+            change, at = self.changes.get((name, index)), index * CHUNK
+            if change is None:
+                continue
+            where = change.positions
+            if isinstance(where, slice):
+                return None
+            if start > at or stop - at <= where[-1]:
+                first, last = np.searchsorted(where, np.array([max(start - at, 0), stop - at], np.uint32))
+                where = where[first:last]
+            found.append(where if at == start else (where + np.int64(at - start)).astype(np.uint32))
+        return found[-1] if len(found) < 3 else np.concatenate(found)
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         change = self.changes.get(key)
@@ -210,7 +228,7 @@ class History:
         """Undo everything that was staged from this version on."""
         for last in sorted((each for each in list(self._records) if each >= version), reverse=True):
             self._undo(last)
-        self.version = version - 1
+        self.version = max([*self._records, self.oldest])
 
     def _undo(self, version: int) -> None:
         record = self._records[version]
@@ -224,13 +242,18 @@ class History:
         record.revert((name, index), bits, self.specs[name][0])
 
     def pack(self, version: int, workers: Workers) -> None:
-        """Pack the old bits of a committed version."""
+        """Pack the old bits of a version."""
         staged = self._records[version]
         if not isinstance(staged, StagedVersion):
             return
         packed = self._packed(staged, version, workers)
         self._epoch = object()
         self._records[version] = packed
+
+    def pack_until(self, version: int, workers: Workers) -> None:
+        """Pack the old bits of all versions up to this one."""
+        for each in [each for each in list(self._records) if each <= version]:
+            self.pack(each, workers)
 
     def _packed(self, staged: StagedVersion, version: int, workers: Workers) -> PackedVersion:
         from deltawire.kernels.cpu.encode import encode_tile
@@ -267,6 +290,11 @@ class History:
             for name, count in record.num_changed.items():
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
         return counts
+
+    def compared(self, base: int, version: int) -> StagedVersion | None:
+        """The changes between two versions, if one comparison has found them."""
+        between = [record for each, record in list(self._records.items()) if base < each <= version]
+        return between[0] if len(between) == 1 and isinstance(between[0], StagedVersion) else None
 
     def prepared(self, base: int, version: int) -> Mapping[str, "Prepared"]:
         """The tensors whose changes from `base` to `version` are encoded already."""

@@ -47,15 +47,12 @@ class Copied:
 
 
 class Recheck:
-    """Chooses, copies and hashes live tensors of one publisher or rank. `expected` has the digest of each tensor's part
-    that is held there, at the last committed version.
-    """
+    """Chooses, copies and hashes live tensors of one publisher or rank."""
 
     def __init__(self, share: float) -> None:
         if not 0 <= share <= 1:
             raise ValueError(f"check_share is a share of the time between two versions, from 0 to 1, not {share}")
         self._share = share
-        self.expected: Digests = {}
         self._rate = FIRST_RATE
         self._credit = 0.0
         self._last: float | None = None

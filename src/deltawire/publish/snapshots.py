@@ -2,41 +2,27 @@
 
 import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from deltawire.errors import MissingDependency
 from deltawire.publish.history import History
+from deltawire.publish.settings import Settings
 from deltawire.publish.sources import ModuleWeights
 from deltawire.tensors.names import check_names
 from deltawire.tensors.weights import Tensor
 
-SNAPSHOTS = ("device", "host", None)
 
-
-def check_snapshot(snapshot: str | None) -> None:
-    if snapshot not in SNAPSHOTS:
-        raise ValueError(f"snapshot is 'device', 'host' or None, not {snapshot!r}")
-
-
-def new_history(
-    weights: Mapping[str, Tensor],
-    version: int,
-    tied: Mapping[str, str],
-    allowed: list[str],
-    snapshot: str | None,
-    scratch: Path | None,
-) -> History:
+def new_history(weights: Mapping[str, Tensor], version: int, tied: Mapping[str, str], settings: Settings) -> History:
     """A history that starts with the current weights; by default on their GPU, if they are on one."""
     check_names(weights)
-    if not _on_device(weights, snapshot):
-        return History(weights, version, tied=tied, scratch=scratch)
+    if not _on_device(weights, settings.snapshot):
+        return History(weights, version, tied=tied, scratch=settings.scratch)
     from deltawire.publish.device import DeviceHistory, is_kept
 
     assert isinstance(weights, ModuleWeights)
     if not any(is_kept(weights, name) for name in weights):
-        return History(weights, version, tied=tied, scratch=scratch)
-    return DeviceHistory(weights, version, allowed=allowed, tied=tied, scratch=scratch)
+        return History(weights, version, tied=tied, scratch=settings.scratch)
+    return DeviceHistory(weights, version, allowed=settings.allowed, tied=tied, scratch=settings.scratch)
 
 
 def _on_device(weights: Any, snapshot: str | None) -> bool:

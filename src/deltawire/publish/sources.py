@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from deltawire.errors import UnsupportedPlacement
+from deltawire.errors import UnknownParameter, UnsupportedPlacement
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.dtypes import Bits, DType, dtype_named
-from deltawire.tensors.names import plain_name
+from deltawire.tensors.names import check_names, plain_name, resolve_ties
 from deltawire.tensors.weights import (
     DTypeChoice,
     Tensor,
@@ -19,6 +19,7 @@ from deltawire.tensors.weights import (
     is_torch,
     tied_names,
     torch_view,
+    untied_name,
 )
 
 TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -301,6 +302,69 @@ def _returned(weights: Any) -> Weights:
     return weights
 
 
-def as_bits(weights: Weights, dtype: DTypeChoice, tied: Mapping[str, str]) -> Mapping[str, Tensor]:
-    """Weights as bits, for a history."""
-    return weights if isinstance(weights, ModuleWeights) else Viewed(weights, dtype, tied)
+class Taken(NamedTuple):
+    """The weights at one moment."""
+
+    live: Weights
+    """As the trainer has them."""
+    bits: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    fixed: frozenset[str]
+    """Names that need not be compared."""
+
+
+class Source:
+    """Reads what one rank publishes of a module with DTensor parameters."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+    def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
+        """The current weights, or others that were read before; `tied` has the ties that they must still have."""
+        weights = self.read() if weights is None else weights
+        if tied is not None and weights.tied != tied:
+            raise ValueError("other tensors than before are tied to each other: call publish(anchor=True) on all ranks")
+        return Taken(weights, weights, weights.tied, weights.fixed)
+
+
+class WholeSource(Source):
+    """Reads whole tensors, and finds which names are tied and which are frozen."""
+
+    def __init__(self, weights: Any, dtype: DTypeChoice, tied: Mapping[str, str] | None, frozen: Sequence[str]) -> None:
+        super().__init__(source_of(weights, dtype, frozen))
+        self._dtype, self._frozen = dtype, frozen
+        self._stated_ties = None if tied is None else dict(tied)
+        self._names: frozenset[str] = frozenset()
+
+    def check(self, weights: Weights) -> None:
+        """Refuse names, ties and patterns that do not fit, before anything is published."""
+        check_names(weights)
+        self._ties(weights)
+        self._fixed(weights)
+
+    def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
+        weights = self.read() if weights is None else weights
+        names = frozenset(getattr(weights, "live", weights))
+        if tied is None:
+            tied, self._names = self._ties(weights), names
+        elif gone := self._names - names:
+            raise UnknownParameter(
+                f"{min(gone)} is no longer among the published weights: call publish(anchor=True) to start over",
+                tensor=min(gone),
+            )
+        if (name := untied_name(weights, tied, self._dtype)) is not None:
+            raise ValueError(
+                f"{name} is tied to {tied[name]} and has other weights: call publish(anchor=True) where it was untied, "
+                "or leave it out of tied="
+            )
+        bits = weights if isinstance(weights, ModuleWeights) else Viewed(weights, self._dtype, tied)
+        if not bits:
+            raise ValueError("there are no tensors to publish: the mapping is empty; pass one with at least one tensor")
+        return Taken(weights, bits, tied, self._fixed(weights))
+
+    def _ties(self, weights: Weights) -> dict[str, str]:
+        return resolve_ties(tied_names(weights) if self._stated_ties is None else self._stated_ties, weights)
+
+    def _fixed(self, weights: Weights) -> frozenset[str]:
+        stated: frozenset[str] = getattr(weights, "fixed", frozenset())
+        return stated | matching_names(weights, self._frozen) if self._frozen else stated

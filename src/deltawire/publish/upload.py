@@ -1,97 +1,29 @@
 """Uploads deltas and anchors. Keys are never used twice, so nothing that others read is ever replaced."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from secrets import token_hex
 
-from deltawire.codec.tiled import tile_log2_for
 from deltawire.errors import ObjectMissing
-from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, anchor_info, index_bytes, split_shards
+from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, index_bytes
 from deltawire.format.container import header_bytes, lay_out, raw
-from deltawire.format.parts import part_names, split
-from deltawire.format.patches import encode_box
+from deltawire.format.parts import part_names
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
-from deltawire.publish.history import CHUNK, CHUNK_LOG2, History
+from deltawire.publish.history import CHUNK, History
 from deltawire.run.keys import ANCHORS, DELTAS, check_version, is_file_name
 from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
 from deltawire.store import Buffer, Pieces, Store
 from deltawire.store.transfer import Measured
-from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
+from deltawire.tensors.digest import Digest
 from deltawire.tensors.weights import TensorSpec
-from deltawire.workers import Workers
 
 PARALLEL = 4
 MOST_FILES = 1000
 
 # Files next to a checkpoint that no engine needs: the same weights in other formats.
 _OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".npz"}
-
-
-def encode_delta(
-    history: History, base: WeightVersion, version: int, allowed: list[str], workers: Workers
-) -> tuple[DeltaInfo, list[Entry], dict[str, Digest]]:
-    """The delta between two versions of a history: header, entries, and what each tensor's digest gains by it."""
-    entries, gains = encode_changes(history, base.version, version, allowed, workers)
-    changed = {entry.name for entry in entries}
-    info = DeltaInfo.after(
-        base,
-        version,
-        sum(gains.values(), Digest()),
-        num_changed=sum(entry.num_changed for entry in entries),
-        num_elements=history.num_elements,
-        tied={name: to for name, to in history.tied.items() if to in changed},
-    )
-    return info, entries, gains
-
-
-def encode_changes(
-    history: History, base: int, version: int, allowed: list[str], workers: Workers
-) -> tuple[list[Entry], dict[str, Digest]]:
-    """The entries for the boxes that changed between two versions, and what each adds to the digest."""
-    prepared = history.prepared(base, version)
-
-    def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
-        if name in prepared:
-            encoded, gain = prepared[name]
-            return Entry.of(name, history.specs[name][0], history.boxes[name], encoded), gain
-        old, new = history.at(name, base), history.at(name, version)
-        # No tile is larger than what a history reads at a time.
-        tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
-        return encode_box(name, history.specs[name][0], old, new, history.boxes[name], allowed, workers, tile_log2)
-
-    entries, gains = [], {}
-    num_changed = history.changed_since(base, version)
-    for name, (entry, gain) in workers.spread(sorted(num_changed), history.num_elements_of, encode):
-        gains[name] = gain
-        if entry is not None:
-            entries.append(entry)
-    return entries, gains
-
-
-def whole_digest(history: History, boxes: Mapping[str, Digest]) -> Digest:
-    """The digest of all weights, from the contributions of the boxes."""
-    constants = (tensor_key(name, dtype, shape).constant for name, (dtype, shape) in history.specs.items())
-    return sum(constants, sum(boxes.values(), Digest()))
-
-
-def box_digests(history: History, version: int, workers: Workers) -> dict[str, Digest]:
-    """The contribution of each tensor's box to the digest of a version, without the tensors' constants."""
-    return {name: history.digest_of(name, version, workers) for name in history.specs}
-
-
-def advanced(digests: Mapping[str, Digest], gains: Mapping[str, Digest]) -> dict[str, Digest]:
-    """The digests after adding the gains."""
-    return {name: each + gains.get(name, Digest()) for name, each in digests.items()}
-
-
-def put_delta(store: Store, info: DeltaInfo, entries: list[Entry], max_file_bytes: int) -> StoredHop:
-    """Upload a delta, and return it as a hop."""
-    groups = split(entries, max_file_bytes)
-    names = delta_names(info.version, info.base_version, len(groups))
-    return delta_hop(info, put_parts(store, info, groups, names), Counter(entry.encoding for entry in entries))
 
 
 def delta_names(version: int, base: int, num_parts: int) -> list[str]:
@@ -129,29 +61,15 @@ def delta_hop(info: DeltaInfo, objects: tuple[StoredObject, ...], encodings: Map
     )
 
 
-def put_anchor(
-    store: Store,
-    run: str,
-    history: History,
-    version: int,
-    state: Digest,
-    extra_files: Sequence[StoredObject],
-    max_file_bytes: int,
-) -> StoredHop:
-    """Upload all weights of a version as a checkpoint; `extra_files` are in the store already."""
-    specs = {name: (dtype.name, shape) for name, (dtype, shape) in history.specs.items()}
-    metadata = {"format": "pt"} | anchor_info(run, version, state, history.num_elements, history.tied)
-    shards = split_shards(specs, max_file_bytes)
-    check_count(len(shards))
-    folder = anchor_folder(version)
+def pieces_of(history: History, version: int) -> Callable[[str], Iterator[Buffer]]:
+    """A function that yields the bytes of a tensor at a version."""
 
     def pieces(name: str) -> Iterator[Buffer]:
         bits = history.at(name, version)
         for start in range(0, len(bits), CHUNK):
             yield raw(bits[start : start + CHUNK])
 
-    objects = put_shards(store, folder, shards, metadata, pieces)
-    return anchor_hop(version, state, (*objects, *put_index(store, folder, shards), *extra_files), specs)
+    return pieces
 
 
 def anchor_folder(version: int) -> str:

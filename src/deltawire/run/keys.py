@@ -8,6 +8,7 @@
     anchors/00000042-UPLOAD/FILE                          the files of an anchor
     replicas/NAME.json                                    the last heartbeat of a replica
     lease.json                                            who may write, on stores without conditional writes
+    latest.json                                           a version that existed lately, for readers that cannot list
 
 Any other key does not belong to the run and is ignored.
 """
@@ -18,7 +19,7 @@ from deltawire.format.checkpoint import STATE_NAME
 
 MOST_VERSION = 99_999_999
 
-RUN_KEY, LEASE_KEY = "run.json", "lease.json"
+RUN_KEY, LEASE_KEY, LATEST_KEY = "run.json", "lease.json", "latest.json"
 MANIFESTS, DELTAS, ANCHORS, REPLICAS = "manifests/", "deltas/", "anchors/", "replicas/"
 
 # Digits are [0-9] throughout: `\d` and int() accept those of every script.

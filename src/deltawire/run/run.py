@@ -1,12 +1,24 @@
 """A run in a store: reads and writes its documents, and lists its versions and hops."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
-from deltawire.errors import BrokenChain, ChainError, Conflict, CorruptObject, Fenced, ObjectMissing, RunMismatch
+from deltawire.errors import (
+    BrokenChain,
+    ChainError,
+    Conflict,
+    CorruptObject,
+    Fenced,
+    FormatError,
+    LimitExceeded,
+    MismatchError,
+    ObjectMissing,
+    RunMismatch,
+)
 from deltawire.redact import redacted
 from deltawire.run import keys
 from deltawire.run import manifest as documents
@@ -16,6 +28,10 @@ from deltawire.run.signing import signer, verifier
 from deltawire.store import Store, open_store
 
 READ_ATTEMPTS = 3
+
+# How often a reader that cannot list looks at `latest.json`: clean-up may have removed the version after its own.
+HINT_SECONDS = 60.0
+MOST_HINT_BYTES = 1 << 10
 
 Document = TypeVar("Document")
 
@@ -45,6 +61,7 @@ class Run:
         self._sign = None if sign_with is None else signer(sign_with)
         self._id: str | None = None
         self._manifests: dict[int, Manifest] = {}
+        self._hint_due = 0.0
         self.writer = token_hex(8)
         """Identifies the documents of this process."""
 
@@ -103,8 +120,53 @@ class Run:
 
     def latest(self, after: int = -1) -> int | None:
         """The newest version; None if none is later than `after`."""
+        if not self.listable:
+            return self._ask_latest(after)
         versions = self.versions(after)
         return versions[-1] if versions else None
+
+    @property
+    def listable(self) -> bool:
+        """Whether the store can list; else documents are asked for by name."""
+        return getattr(self.store, "listable", True)
+
+    def _ask_latest(self, after: int) -> int | None:
+        """The newest version, in steps that double and then halve: one request if nothing is new."""
+        low, step = after, 1
+        if self.id and (after < 0 or time.monotonic() >= self._hint_due):
+            self._hint_due = time.monotonic() + HINT_SECONDS
+            hint = self._hint()
+            low = hint if hint > after and self._has(hint) else after
+        while self._has(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._has(middle) else (low, middle)
+        return low if low > after else None
+
+    def _has(self, version: int) -> bool:
+        """Whether a version exists, by reading its manifest; a damaged one counts, since a listing has it too."""
+        try:
+            return version <= keys.MOST_VERSION and bool(self.manifest(version))
+        except ObjectMissing:
+            return False
+        except (FormatError, MismatchError):
+            return True
+
+    def _hint(self) -> int:
+        """The version in `latest.json`; -1 if it says none. It may be old or wrong, and is only where to begin."""
+        try:
+            version = json.loads(self.store.get(keys.LATEST_KEY, limit=MOST_HINT_BYTES))["version"]
+        except (ObjectMissing, LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
+            return -1
+        return version if type(version) is int and version <= keys.MOST_VERSION else -1
+
+    def write_hint(self) -> None:
+        """Write the newest version to `latest.json`. Needed before versions are removed: by name nobody finds a gap."""
+        latest = self.latest()
+        if latest is not None:
+            self.store.put(keys.LATEST_KEY, json.dumps({"version": latest}).encode())
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a version, cached."""

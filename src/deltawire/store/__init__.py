@@ -1,4 +1,4 @@
-"""Places for objects: a folder, memory, S3, Google, Azure and Hugging Face buckets, all behind one protocol.
+"""Places for objects: a folder, memory, S3, Google, Azure and Hugging Face buckets, web servers; one protocol.
 
 May import: errors, redact.
 Begin with `base.py` (the calls), then `object.py`; `retry.py` is the retry policy,
@@ -16,8 +16,8 @@ from deltawire.store.base import Buffer, Pieces, Stat, Store
 __all__ = ["Buffer", "Pieces", "Stat", "Store", "open_store"]
 
 SPECS = (
-    "a folder, file:///folder, memory:NAME, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix "
-    "or hf://buckets/owner/name/prefix"
+    "a folder, file:///folder, memory:NAME, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, "
+    "hf://buckets/owner/name/prefix or, to read only, https://host/run"
 )
 CLOUD_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}
 
@@ -32,10 +32,12 @@ def open_store(
 
     Args:
         url: A folder, `file:///folder`, `memory:NAME`, `s3://bucket/prefix`, `gs://bucket/prefix`,
-            `az://container/prefix` or `hf://buckets/owner/name/prefix`. A `Store` is returned unchanged.
-        timeout_seconds: How long a cloud store may be silent before a request fails.
+            `az://container/prefix`, `hf://buckets/owner/name/prefix`, or `https://host/run`, which can only be read. A
+            `Store` is returned unchanged.
+        timeout_seconds: How long a cloud store or web server may be silent before a request fails.
         retries: How often a failed request to a cloud store is repeated.
-        config: Settings for the client of the cloud, which take precedence over the environment.
+        config: Settings for the client of the cloud, which take precedence over the environment; for a web server
+            `headers`, one `Name: value` a line, and `redirect_hosts`, the other hosts that it may redirect to.
 
     Returns:
         The store.
@@ -54,7 +56,11 @@ def open_store(
         return _open_folder(url)
     if scheme == "memory":
         return _open_memory(str(url))
-    _refuse_credentials(str(url))
+    _refuse_credentials(str(url), query=scheme not in ("http", "https"))
+    if scheme in ("http", "https"):
+        from deltawire.store.web import open_web
+
+        return open_web(str(url), config or {}, timeout_seconds=timeout_seconds)
     if scheme == "hf":
         return _open_hub(str(url), config or {})
     if scheme in CLOUD_SCHEMES:
@@ -74,9 +80,10 @@ def _scheme(url: str | Path) -> str:
     return found[1].lower() if found else ""
 
 
-def _refuse_credentials(url: str) -> None:
-    """Reject URLs with credentials: URLs are shown and logged, and the credentials would not be used."""
-    if redacted(url) != url or "?" in url:
+def _refuse_credentials(url: str, *, query: bool) -> None:
+    """Reject URLs with credentials, or a query: URLs are shown and logged, and the credentials would not be used."""
+    checked = url if query else url.partition("?")[0]
+    if redacted(checked) != checked or "?" in checked:
         raise ValueError(
             f"{redacted(url)!r} has a password or a query: leave it out of the URL. Credentials come from the "
             "environment, where the cloud's own tools look for them"

@@ -36,6 +36,8 @@ class Store(Protocol):
     conditional: bool
     """Whether the store itself makes `create` conditional. If not, writers must not race (see `run/commits.py`)."""
 
+    # A store that can only be read, object by object, says so by `listable = False`: see `store/web.py`.
+
     def put(self, key: str, data: Buffer | Pieces) -> None:
         """Write an object, or replace it."""
 

@@ -109,7 +109,7 @@ def order_of(changed, ROWS: tl.constexpr):
 
 
 # A word for each lane: with wider loads all that is stored at scattered places would have to change lanes first.
-@triton.jit(do_not_specialize_on_alignment=["snapshot"])
+@triton.jit(do_not_specialize=["first_block", "pool"], do_not_specialize_on_alignment=["snapshot"])
 def find_changes(
     first_block, addresses, lengths, snapshot, taken, pool, changes, starts, begins,
     CAST: tl.constexpr, POOLS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
@@ -164,7 +164,7 @@ def find_changes(
             tl.store(here + at, new, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block"])
 def count_changes(first_block, stride, addresses, lengths, snapshot, total, CAST: tl.constexpr):
     """Add up how many elements of every so many blocks differ; nothing is changed."""
     block = first_block + tl.program_id(0) * stride
@@ -174,7 +174,7 @@ def count_changes(first_block, stride, addresses, lengths, snapshot, total, CAST
     tl.atomic_add(total, num_changed(difference).to(tl.int64), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block"])
 def take_all(first_block, addresses, lengths, snapshot, CAST: tl.constexpr):
     """Copy blocks of weights to the snapshot."""
     block = first_block + tl.program_id(0)

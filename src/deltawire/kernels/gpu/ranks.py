@@ -81,7 +81,7 @@ def choose_first(
     tl.store(firsts + tile, tl.maximum(top - (CLASSES - 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "origin"])
 def survey(
     tiles, block_tiles, first_block, begins, origin, starts, changes, snapshot, firsts, steps, members, totals, digests,
     SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr, BY_CLASS: tl.constexpr,
@@ -157,7 +157,7 @@ def in_sixteens(low, high, shift: tl.constexpr):
     return ((low >> shift) & LOW_BYTES).to(tl.int64) | (((high >> shift) & LOW_BYTES).to(tl.int64) << 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block"])
 def count_classes(
     block_tiles, first_block, firsts, snapshot, counters, SHIFT: tl.constexpr, MASK: tl.constexpr
 ):  # fmt: skip
@@ -201,7 +201,7 @@ def counter_of(words, group):
     return (words >> (16 * (group >> 2)).to(tl.int64)).to(tl.int32) & 0xFFFF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "origin"])
 def rank_changes(
     tiles, block_tiles, first_block, firsts, begins, origin, starts, changes, steps, snapshot, counters, totals,
     num_members, members, sorted_steps, SHIFT: tl.constexpr, MASK: tl.constexpr, SLOTS: tl.constexpr,
@@ -278,7 +278,7 @@ def rank_changes(
                 to_class += tl.histogram(group, CLASSES, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block"])
 def add_up_blocks(tiles, first_block, counters, totals, populations, num_members, ROWS: tl.constexpr):
     """Turn the totals of a tile's blocks into those of the blocks before each, with all elements; the tile's own."""
     tile = tl.program_id(0)

@@ -127,7 +127,7 @@ def rice_quotient_bits(numbers, codes, parameter, VECTOR: tl.constexpr):
     return tl.sum(bits.to(tl.int64), 0) + codes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["origin"])
 def make_rows(
     tiles, begins, origin, members, steps, num_members, populations, values, rows,
     C: tl.constexpr, VECTOR: tl.constexpr,
@@ -256,7 +256,7 @@ def measure(tiles, begins, rows, sizes, C: tl.constexpr, ROWS: tl.constexpr):
     tl.store(sizes + tile, tl.where(end > begin, (bits + 7) // 8, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["origin"])
 def write(
     tiles, begins, origin, steps, firsts, num_members, values, rows, offsets, out,
     REVERSE: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,

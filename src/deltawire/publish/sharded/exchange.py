@@ -8,7 +8,7 @@ whose connections are broken for good, does not affect later ones.
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
@@ -147,17 +147,6 @@ def slabs(full: tuple[int, ...]) -> list[Box]:
     starts = range(0, full[0] if prod(full) else 0, rows)
     rest = full[1:]
     return [Box(full, (at, *(0 for _ in rest)), (min(rows, full[0] - at), *rest)) for at in starts]
-
-
-def share_out(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Which rank writes which tensors: the largest first, each to the rank that has least to write."""
-    written: list[list[str]] = [[] for _ in range(num_ranks)]
-    filled = [0] * num_ranks
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = filled.index(min(filled))
-        written[rank].append(name)
-        filled[rank] += sizes[name]
-    return written
 
 
 def _first_line(error: Exception) -> str:

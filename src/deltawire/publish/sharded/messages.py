@@ -19,14 +19,12 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
-from deltawire import errors
-from deltawire.errors import DeltawireError, RankFailed
+from deltawire.errors import RankFailed
+from deltawire.publish.alone import Alone, Message, error_fields, error_from
 
 # Between two polls of the store: short at first, then longer.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 BEATS_IN_TIMEOUT, LONGEST_BEAT = 8, 5.0
-
-Message = dict[str, Any]
 
 # How many publishers each group has had: every rank counts the same, so they find each other.
 _numbers: Counter[str] = Counter()
@@ -41,13 +39,12 @@ class Beat:
     is_busy: bool = False
 
 
-class Ranks:
+class Ranks(Alone):
     """This rank among the others of a group. Rank 0 sends commands and collects answers; the others follow."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self.store = store
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.others = [other for other in range(size) if other != rank]
         self.beats: dict[int, Beat] = {}
         """The last heartbeats that were read from other ranks."""
         self._beaten_at: dict[int, float] = {}
@@ -81,8 +78,6 @@ class Ranks:
         return cls(prefixed, members.index(dist.get_rank()), len(members), timeout)
 
     def start(self, state: Callable[[], tuple[int, bool]]) -> None:
-        """Send heartbeats from now on, with `state`: how often this rank has published, and whether it has work."""
-
         def beat() -> None:
             number = 0
             while True:
@@ -103,14 +98,12 @@ class Ranks:
     # Rank 0
 
     def send(self, command: Mapping[str, Any], *, asks: bool = False) -> None:
-        """Send the next command to all others; `asks` if they have to answer."""
         self._number += 1
         self._sent.append(self._number)
         self._unanswered += [self._number] if asks else []
         self._set(f"command/{self._number}", command)
 
     def answers(self) -> list[Message]:
-        """The answers of the others to the last command, by rank; raises the error of the first that failed."""
         missing, found = set(self.others), {}
         pause = SHORTEST_PAUSE
         while missing:
@@ -218,32 +211,3 @@ class Ranks:
                 f"the store that the ranks talk through does not answer, rank 0 may be gone: {reason}",
                 rank=0, ranks=[0], reason=reason, is_lost=True,
             ) from None  # fmt: skip
-
-
-def error_fields(error: BaseException, rank: int | None = None) -> Message:
-    """An error as a message for other ranks; `rank` is where it happened, if that matters."""
-    where = "" if rank is None else f"rank {rank}: "
-    if not isinstance(error, DeltawireError):
-        reason = f"{type(error).__name__}: {error}"
-        return {"kind": "RankFailed", "message": where + reason, "fields": {"rank": rank or 0, "reason": reason}}
-    fields = {name: value for name, value in error.fields.items() if _is_plain(value)}
-    return {
-        "kind": type(error).__name__,
-        "message": where + error.message,
-        "fields": fields if rank is None else {"rank": rank, **fields},
-    }
-
-
-def error_from(message: Message) -> DeltawireError:
-    """The error that another rank has sent."""
-    kind = getattr(errors, message["kind"], RankFailed)
-    error: DeltawireError = kind(message["message"], **message["fields"])
-    return error
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -1,53 +1,25 @@
 """Publishing a sharded model: every rank uploads its own shard, and all shards together are one version."""
 
-import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from deltawire.codec import EncodingChoice, allowed_encodings
-from deltawire.errors import DeltawireError, Fenced, RankFailed, SnapshotMismatch
+from deltawire.errors import RankFailed
 from deltawire.format.parts import MAX_FILE_BYTES
-from deltawire.publish.publication import BasePublisher, Publication, check_cadence, refuse_arguments
-from deltawire.publish.recheck import CHECK_SHARE, Recheck
-from deltawire.publish.sharded.leader import Leader
-from deltawire.publish.sharded.messages import Message, Ranks, error_fields, error_from
-from deltawire.publish.sharded.worker import ShardWorker
-from deltawire.publish.snapshots import check_snapshot
-from deltawire.publish.sources import sharded_source
-from deltawire.publish.upkeep import Hops
-from deltawire.run.manifest import Manifest
-from deltawire.run.plain import plain_metadata, plain_step
-from deltawire.run.planner import SKIPS, check_skips
-from deltawire.run.run import Run
-from deltawire.run.signing import public_key_of
+from deltawire.publish.alone import Message, error_from, final
+from deltawire.publish.machine import ALL_CALLS, BasePublisher, own_run
+from deltawire.publish.recheck import CHECK_SHARE
+from deltawire.publish.settings import Settings
+from deltawire.publish.sharded.messages import Ranks
+from deltawire.publish.sharded.shard_worker import ShardWorker
+from deltawire.publish.sources import Source, sharded_source
+from deltawire.publish.upload import check_files
+from deltawire.run.planner import SKIPS
 from deltawire.store import Store
 from deltawire.tensors.weights import DTypeChoice
-
-# Skip deltas and anchors wait while versions do, but no more of them than this: each keeps older versions in memory.
-MOST_TASKS = 8
-
-# Also calls that are still being staged.
-ALL_CALLS = sys.maxsize
-
-
-@dataclass(slots=True)
-class Job:
-    """A call of `publish` that is neither committed nor failed yet."""
-
-    call: int
-    publication: Publication
-    is_anchor: bool
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    diff_seconds: float = 0.0
-    error: BaseException | None = None
-    """Why this rank could not stage it."""
-    staged_at: float = field(default_factory=time.monotonic)
 
 
 class ShardedPublisher(BasePublisher):
@@ -88,6 +60,8 @@ class ShardedPublisher(BasePublisher):
     ...     publisher.publish(step=1)
     """
 
+    _ranks: Ranks
+
     def __init__(
         self,
         store: str | Path | Store,
@@ -111,49 +85,24 @@ class ShardedPublisher(BasePublisher):
         max_file_bytes: int = MAX_FILE_BYTES,
         threads: int | None = None,
     ) -> None:
-        check_cadence(anchors, queue_size)
-        check_skips(skips)
+        allowed = allowed_encodings(encoding)
+        settings = Settings(
+            allowed, queue_size, anchors, skips, snapshot, scratch, check_share, max_file_bytes, threads
+        )
         if timeout <= 0:
             raise ValueError(f"timeout must be more than 0 s, got {timeout}")
-        allowed, recheck = allowed_encodings(encoding), Recheck(check_share)
-        self._ranks = ranks = Ranks.of(group, rank_store, timeout)
+        ranks = Ranks.of(group, rank_store, timeout)
         self.rank = ranks.rank
         # Only rank 0 signs.
-        check_snapshot(snapshot)
-        signs = sign_with if ranks.rank == 0 else None
-        super().__init__(Run(store, sign_with=signs, public_key=None if signs is None else public_key_of(signs)))
+        own = own_run(store, sign_with if ranks.rank == 0 else None)
         read = sharded_source(model, has_plain=ranks.rank == 0, dtype=dtype, frozen=frozen)
-        self._worker = ShardWorker(
-            read, self.run.store, ranks, allowed, max_file_bytes, snapshot, scratch, recheck, threads
-        )
-        self._queue_size = queue_size
-        self._pending: deque[Job] = deque()
-        self._leader: Leader | None = None
-        if ranks.rank == 0:
-            hops = Hops(skips, anchors)
-            self._leader = Leader(self.run, ranks, self._worker, hops, files, max_file_bytes)
-        self.resumed = False
-        """Whether the next version will be a delta, because the weights are, or were, those of the last version."""
-        self._refused: DeltawireError | None = None
-        self._resolved: tuple[int, BaseException | None] = 0, None
-        self._closing = self._is_writing = False
-        # Staging one call at a time; the queue has a lock of its own.
-        self._turn = threading.Lock()
-        self._changed = threading.Condition()
-        ranks.start(lambda: (self._worker.num_calls, self._is_busy))
-        try:
-            if self._leader is not None:
-                self._leader.start(run)
-                self.version, self.resumed = self._leader.version, self._leader.base is not None
-            else:
-                self._join_run()
-        except BaseException:
-            ranks.close()
-            raise
-        self._thread = threading.Thread(target=self._work, name="deltawire-publish", daemon=True)
-        self._thread.start()
+        worker = ShardWorker(Source(read), own.store, ranks, settings)
+        super().__init__(own, run, ranks, worker, settings, partial(check_files, files))
 
-    def _join_run(self) -> None:
+    def _start(self, name: str | None) -> None:
+        if self._leader is not None:
+            super()._start(name)
+            return
         while (command := self._ranks.wait_for_command())["kind"] not in ("started", "refused"):
             self._ranks.answer(lambda command=command: self._worker.do(command))  # type: ignore[misc]
         if command["kind"] == "refused":
@@ -162,189 +111,10 @@ class ShardedPublisher(BasePublisher):
         if not self.resumed:
             self._worker.start_over()
 
-    @property
-    def num_waiting(self) -> int:
-        """How many versions are staged and not committed yet."""
-        return len(self._pending)
-
-    @property
-    def _is_busy(self) -> bool:
-        return bool(self._pending) or self._is_writing or bool(self._leader is not None and self._leader.tasks)
-
-    def publish(
-        self,
-        *weights: Any,
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        anchor: bool = False,
-        **unknown: Any,
-    ) -> Publication:
-        """Publish the current weights as the next version. All ranks call this.
-
-        Returns after the diff; encode, upload and commit run in the background. The weights may change again as soon as
-        this returns.
-
-        Args:
-            step: The number of the optimizer step, the same on all ranks.
-            metadata: Anything that JSON can hold; that of rank 0 is published.
-            anchor: Upload all weights, as for the first version. Needed when names, shapes, dtypes or placements have
-                changed.
-
-        Returns:
-            A handle to wait for the commit with.
-
-        Raises:
-            UnknownParameter: A tensor was added or removed; call `publish(anchor=True)` on all ranks.
-            ShapeMismatch: A tensor has another shape, dtype or placement; call `publish(anchor=True)` on all ranks.
-            TypeError: Weights or an unknown option were passed; weights are given to the constructor.
-        """
-        refuse_arguments(self, weights, unknown)
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._pending) <= self._queue_size or self._closing)
-        with self._turn:
-            self._check_open()
-            version = (-1 if self.version is None else self.version) + 1 + len(self._pending)
-            job = Job(self._worker.num_calls + 1, Publication(version, step), anchor)
-            started = time.perf_counter()
-            try:
-                self._worker.stage(anchor, step)
-                # Only now: a rejected call counts too, or the ranks would count differently.
-                job.publication.step = plain_step(step)
-                job.metadata = plain_metadata(metadata)
-                job.diff_seconds = time.perf_counter() - started
-            except BaseException as error:
-                job.error = error
-                job.publication._is_seen = True
-                raise
-            finally:
-                # Also one that failed: the other ranks have to know.
-                self._add(job)
-        return job.publication
-
-    def _add(self, job: Job) -> None:
-        with self._changed:
-            call, error = self._resolved
-            if job.call > call:
-                self._pending.append(job)
-                self._changed.notify_all()
-                return
-        # This rank is late: the others have gone on without it, or the thread has ended.
-        job.publication._finish(error)
-        if error is not None:
-            self.num_failed += 1
-            self._failed([job.publication])
-
-    def _check_open(self) -> None:
-        if self._refused is not None:
-            raise type(self._refused)(self._refused.message, **self._refused.fields)
-        if self._closing:
-            raise ValueError("this publisher is closed: make a new one to publish again")
-
-    def _work(self) -> None:
-        """The background thread. However it ends, all pending calls are resolved."""
-        try:
-            if self._leader is None:
-                self._follow()
-            else:
-                self._lead(self._leader)
-        except Exception as error:
-            self._refused = error_from(error_fields(error, self.rank))
-        finally:
-            self._closing = True
-            self._fail_call(
-                ALL_CALLS, self._refused or ValueError("this publisher is closed: make a new one to publish again")
-            )
-            if self._leader is not None:
-                with suppress(RankFailed):
-                    self._ranks.send({"kind": "stop"}, asks=True)
-                    self._ranks.answers()
-
-    # Rank 0
-
-    def _lead(self, leader: Leader) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or leader.tasks or self._closing)
-                job = self._pending[0] if self._pending else None
-                if job is None and not leader.tasks:
-                    break
-            if job is not None and len(leader.tasks) <= MOST_TASKS:
-                self._publish_job(leader, job)
-            else:
-                self._write_hop(leader)
-        if self._refused is None:
-            # If it stays unknown whether a version exists, the next publisher of this run finds out.
-            with suppress(DeltawireError):
-                self._resolve_commit(leader)
-
-    def _publish_job(self, leader: Leader, job: Job) -> None:
-        try:
-            if self._refused is not None:
-                raise self._refused
-            self._resolve_commit(leader)
-            if job.error is not None:
-                leader.base = None if job.is_anchor else leader.base
-                raise job.error
-            manifest, seconds = leader.publish(job.call, job.publication.step, job.metadata, job.is_anchor)
-        except BaseException as error:
-            starts_over = leader.note_failure(job.call)
-            command = {"kind": "failed", "call": job.call, "starts_over": starts_over, "error": error_fields(error)}
-            self._send(command)
-            self._worker.do(command)
-            self._fail_call(job.call, error)
+    def _serve(self) -> None:
+        if self._leader is not None:
+            super()._serve()
             return
-        stats = {
-            **seconds,
-            "version": manifest.version,
-            "num_changed": manifest.hop.num_changed,
-            "num_elements": manifest.num_elements,
-            "density": manifest.hop.num_changed / max(manifest.num_elements, 1),
-            "num_bytes": manifest.hop.num_bytes,
-            "full_bytes": sum(leader.model.num_bytes.values()),
-        }
-        self._note(leader, manifest, job.call, stats)
-
-    def _resolve_commit(self, leader: Leader) -> None:
-        resolved = leader.resolve_commit()
-        if resolved is not None:
-            self._note(leader, *resolved, {})
-
-    def _note(self, leader: Leader, manifest: Manifest, call: int, stats: Mapping[str, Any]) -> None:
-        oldest = leader.note(manifest, call)
-        command = {"kind": "committed", "call": call, "oldest": oldest, "version": manifest.version, "stats": stats}
-        self._send(command)
-        self._finish_call(call, manifest.version, stats)
-        self._worker.do(command)
-
-    def _send(self, command: Message) -> None:
-        # A version stays committed even if others do not hear of it. But a rank that missed a command takes no more.
-        try:
-            self._ranks.send(command)
-        except RankFailed as error:
-            self._refused = self._refused or error
-
-    def _write_hop(self, leader: Leader) -> None:
-        self._is_writing = True
-        task = leader.tasks.popleft()
-        try:
-            leader.write_hop(task)
-            leader.hops.error = None
-        except Exception as error:
-            leader.hops.error = error
-            if isinstance(error, RankFailed):
-                # The only effect is that routes get longer.
-                leader.tasks.clear()
-        finally:
-            # No rank needs pieces from another any more.
-            self._send({"kind": "rest"})
-            self._worker.do({"kind": "rest"})
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-
-    # All others
-
-    def _follow(self) -> None:
         idle_since = time.monotonic()
         while True:
             try:
@@ -358,7 +128,7 @@ class ShardedPublisher(BasePublisher):
                     idle_since = time.monotonic()
             except Exception as error:
                 self._fail_call(self._worker.num_calls, error)
-                if self._closing or _is_lost(error):
+                if self._closing or final(error) is not None:
                     return
             if self._closing and not self._pending and time.monotonic() - idle_since > self._ranks.timeout:
                 return
@@ -393,69 +163,3 @@ class ShardedPublisher(BasePublisher):
             if job.call > self._ranks.beats[0].num_published:
                 reason = f"it has not called publish for the {job.call}. time within {self._ranks.timeout} s"
                 self._fail_call(job.call, RankFailed(f"rank 0: {reason}", rank=0, reason=reason))
-
-    # All
-
-    def _finish_call(self, call: int, version: int, stats: Mapping[str, Any]) -> None:
-        """Resolve a call that was committed, and all calls before it."""
-        self.version, self.resumed = version, True
-        self.num_published += 1
-        self._covered()
-        for job in self._take(call, None):
-            job.publication.version = version
-            job.publication.stats = {"diff_seconds": job.diff_seconds, **stats}
-            self.last = job.publication
-            job.publication._finish()
-
-    def _fail_call(self, call: int, error: BaseException) -> None:
-        if isinstance(error, (Fenced, SnapshotMismatch)) or _is_lost(error):
-            self._refused = error
-            call = max(call, self._worker.num_calls)
-        jobs = self._take(call, error)
-        self.num_failed += len(jobs)
-        for job in jobs:
-            job.publication._finish(error)
-        self._failed([job.publication for job in jobs])
-
-    def _take(self, call: int, error: BaseException | None) -> list[Job]:
-        with self._changed:
-            if call >= self._resolved[0]:
-                self._resolved = call, error
-            jobs = [job for job in self._pending if job.call <= call]
-            self._pending = deque(job for job in self._pending if job.call > call)
-            self._changed.notify_all()
-        return jobs
-
-    def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything published is committed; on rank 0 also until its skip deltas and anchors are written.
-
-        Args:
-            timeout: Seconds to wait; no limit by default.
-
-        Raises:
-            TimeoutError: It took longer than `timeout`.
-            Exception: Why a version failed, if nobody has seen that yet and no later version has covered it.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_busy, timeout):
-                raise TimeoutError(
-                    f"there is still something to publish after {timeout} s: wait longer, or call close()"
-                )
-        self._raise_failure()
-
-    def close(self) -> None:
-        """Commit what is staged, finish skip deltas and anchors, and stop. All ranks call this.
-
-        Raises what `flush` raises.
-        """
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._ranks.close()
-        self._raise_failure()
-
-
-def _is_lost(error: BaseException) -> TypeGuard[RankFailed]:
-    """Whether the ranks can no longer communicate, so that all later versions would fail too."""
-    return isinstance(error, RankFailed) and bool(error.fields.get("is_lost"))

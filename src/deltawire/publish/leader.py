@@ -1,15 +1,15 @@
-"""Rank 0's part in publishing a sharded model: it collects the results of all shard workers, and commits.
+"""The leader's part in publishing: it collects the results of all workers, of which there may be one, and commits.
 
     delta     encode: gains of the digest, sizes     upload: each rank its own parts, all with the same header
     anchor    measure: boxes, parts of the digest    write: each rank its own files, from the boxes of all
 
-Both end with a manifest that rank 0 commits, and with a command that reports the outcome to all ranks.
+Both end with a manifest that the leader commits, and with a command that reports the outcome to all ranks.
 """
 
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,20 +20,19 @@ from typing import Any
 from deltawire.errors import ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
 from deltawire.format.checkpoint import anchor_info, group_specs, name_shards
 from deltawire.format.wire import DeltaInfo
-from deltawire.publish.sharded.exchange import share_out
-from deltawire.publish.sharded.messages import Message, Ranks, error_fields
-from deltawire.publish.sharded.worker import ShardWorker, info_message, objects_from
+from deltawire.publish.alone import Alone, Message, error_fields
+from deltawire.publish.settings import Settings
 from deltawire.publish.upkeep import Hops
 from deltawire.publish.upload import (
     anchor_folder,
     anchor_hop,
     check_count,
-    check_files,
     delta_hop,
     delta_names,
     put_files,
     put_index,
 )
+from deltawire.publish.worker import Worker, info_message, objects_from
 from deltawire.run.commits import Commits
 from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.run import Run
@@ -41,17 +40,18 @@ from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import TensorSpec
 
-# After so many failed calls in a row the next version is an anchor: until then every rank keeps a file open for each of
-# them, with the old bits that lead back to the last version.
+# After so many failed calls in a row the next version is an anchor: until then a file is kept open for each of them,
+# with the old bits that lead back to the last version.
 MOST_FAILED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """A version that a delta starts from, and the call that staged it."""
+class Committed:
+    """A version that exists, and the call that staged it."""
 
     version: int
     call: int
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +72,30 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An extra hop to write, to a version that a call has staged: from a base or (None) as an anchor."""
+    """An extra hop to write, to a version that exists: from a base or (None) as an anchor."""
 
-    version: int
-    call: int
-    base: Base | None
+    target: Committed
+    base: Committed | None
     model: Model
-
-    @property
-    def oldest_call(self) -> int:
-        return self.call if self.base is None else self.base.call
 
 
 class Leader:
-    """Publishes what all ranks have staged as versions. Used by one thread at a time."""
+    """Publishes what all ranks have staged as versions. Extra hops may be written in a thread of their own."""
 
     def __init__(
-        self, run: Run, ranks: Ranks, worker: ShardWorker, hops: Hops, files: Sequence[str | Path], max_file_bytes: int
+        self, run: Run, ranks: Alone, worker: Worker, settings: Settings, find_files: Callable[[], list[Path]]
     ) -> None:
-        self._run, self._ranks, self._worker, self.hops = run, ranks, worker, hops
-        self._given_files, self._files, self._max_file_bytes = files, list[Path](), max_file_bytes
+        self._run, self._ranks, self._worker = run, ranks, worker
+        self._find_files, self._files = find_files, list[Path]()
+        self._max_file_bytes = settings.max_file_bytes
+        self.hops = Hops(settings.skips, settings.anchors)
         self.version: int | None = None
-        self.base: Base | None = None
+        self.base: Committed | None = None
         """The base of the next delta; None if the next version must be an anchor."""
         self.tasks: deque[Task] = deque()
         self.commits: Commits
         self._unresolved_call = 0
-        self._calls: dict[int, int] = {}
+        self._recent: dict[int, Committed] = {}
         self._num_failed = 0
         self._oldest_call = 0
         self.model = Model({}, {})
@@ -106,7 +103,7 @@ class Leader:
     def start(self, name: str | None) -> None:
         """Resume the run: continue with a delta if the weights are those of its last version, else with an anchor."""
         try:
-            self._files = check_files(self._given_files)
+            self._files = self._find_files()
             self._run.start(name)
             self.commits = Commits(self._run)
             self.version = self._run.latest()
@@ -124,9 +121,10 @@ class Leader:
         self.hops.note(*manifest.route, manifest.hop)
         self.hops.extra_files = tuple(each for hop in self.hops.route(self.version) for each in hop.extra_files)
         model, state = add_up(answers)
-        if state == manifest.digest:
+        if state == manifest.digest and model.tied == manifest.tied:
             self.model = model
-            self.base, self._calls = Base(self.version, 0), {self.version: 0}
+            self.base = Committed(self.version, 0, state)
+            self._recent = {self.version: self.base}
         else:
             self._worker.start_over()
 
@@ -148,15 +146,14 @@ class Leader:
     ) -> tuple[Manifest, dict[str, float]]:
         """Publish what a call has staged as the next version; returns the manifest and how long it took."""
         version = 0 if self.version is None else self.version + 1
-        started = time.perf_counter()
         route: tuple[StoredHop, ...] = ()
         if anchor or self.base is None:
             # Until it is committed, the next one must be an anchor too: ranks may hold other boxes now.
             self.base = None
-            hop, self.model = self._write_anchor(version, call)
+            hop, self.model, seconds = self._write_anchor(version, call)
         else:
             route = self.hops.route(self.base.version)
-            hop = self._write_delta(version, call, self.base, self.model)
+            hop, seconds = self._write_delta(version, call, self.base, self.model)
         manifest = Manifest(
             run=self._run.id,
             version=version,
@@ -169,10 +166,10 @@ class Leader:
             writer=self._run.writer,
             created=time.time(),
         )
-        uploaded = time.perf_counter()
+        started = time.perf_counter()
         self._unresolved_call = call
         self.commits.commit(manifest)
-        return manifest, {"upload_seconds": uploaded - started, "commit_seconds": time.perf_counter() - uploaded}
+        return manifest, {**seconds, "commit_seconds": time.perf_counter() - started}
 
     def resolve_commit(self) -> tuple[Manifest, int] | None:
         """Find out whether a commit whose response was lost has happened; the manifest and its call, if so."""
@@ -187,66 +184,86 @@ class Leader:
         if call < self._oldest_call:
             # Resolved too late: its weights were dropped meanwhile.
             return self._oldest_call
-        self.base = Base(version, call)
+        self.base = Committed(version, call, hop.digest)
         # An anchor starts a new history.
-        self._calls = {**({} if hop.base is None else self._calls), version: call}
+        self._recent = {**({} if hop.base is None else self._recent), version: self.base}
         coming = any(task.base is None for task in self.tasks)
-        for base in self.hops.due(hop, min(self._calls), anchor_is_coming=coming):
-            start = None if base is None else Base(base, self._calls[base])
-            self.tasks.append(Task(version, call, start, self.model))
+        for base in self.hops.due(hop, min(self._recent), anchor_is_coming=coming):
+            self.tasks.append(Task(self.base, None if base is None else self._recent[base], self.model))
         oldest = version - self.hops.longest_skip
-        self._calls = {each: number for each, number in self._calls.items() if each >= oldest}
-        needed = {*self._calls, *(task.version for task in self.tasks)}
-        needed |= {task.base.version for task in self.tasks if task.base is not None}
-        self.hops.digests = {each: state for each, state in self.hops.digests.items() if each in needed}
-        return min([*self._calls.values(), *(task.oldest_call for task in self.tasks)])
+        self._recent = {each: found for each, found in self._recent.items() if each >= oldest}
+        return min(each.call for each in (*self._recent.values(), *(task.base or task.target for task in self.tasks)))
 
     def note_failure(self, call: int) -> bool:
-        """Count a failed call; whether it was one too many, so that the next version is an anchor."""
+        """Count a failed call; whether the next version is an anchor that needs nothing from before.
+
+        That is so if it has to be one anyway, or if this was one failure too many.
+        """
         self._num_failed += 1
-        if self._num_failed < MOST_FAILED:
+        has_base = self.base is not None or self.commits.unresolved is not None
+        if self._num_failed < MOST_FAILED and has_base:
             return False
-        self._num_failed, self._oldest_call = 0, call
-        self.base, self._calls = None, {}
+        self._num_failed, self._oldest_call = 0, call + 1
+        self.base, self._recent = None, {}
         self.tasks.clear()
         return True
 
-    def write_hop(self, task: Task) -> None:
-        """Write an extra hop to a version."""
+    def write_hop(self, task: Task, threads: int | None = 1) -> StoredHop:
+        """Write an extra hop to a version: with one thread, nobody waits for it and the trainer needs its cores."""
+        version, call, digest = task.target.version, task.target.call, task.target.digest
         if task.base is None:
-            hop, _ = self._write_anchor(task.version, task.call)
+            hop, *_ = self._write_anchor(version, call, digest, threads)
         else:
-            # One thread: nobody waits for this, and the trainer needs its cores.
-            hop = self._write_delta(task.version, task.call, task.base, task.model, threads=1)
+            hop, _ = self._write_delta(version, call, task.base, task.model, digest, threads)
         self._run.commit_hop(hop)
         self.hops.note(hop)
+        return hop
 
-    def _write_delta(self, version: int, call: int, base: Base, model: Model, threads: int | None = None) -> StoredHop:
+    def _write_delta(
+        self,
+        version: int,
+        call: int,
+        base: Committed,
+        model: Model,
+        expected: Digest | None = None,
+        threads: int | None = None,
+    ) -> tuple[StoredHop, dict[str, float]]:
+        started = time.perf_counter()
         answers = self._round("encode", base=base.call, call=call, threads=threads)
+        encoded, check_seconds = time.perf_counter(), max(answer["check_seconds"] for answer in answers)
         check_steps(call, answers)
         info = DeltaInfo.after(
-            WeightVersion(self._run.id, base.version, self.hops.digests[base.version]),
+            WeightVersion(self._run.id, base.version, base.digest),
             version,
             sum((Digest.parse(answer["gain"]) for answer in answers), Digest()),
             num_changed=sum(answer["num_changed"] for answer in answers),
             num_elements=model.num_elements,
             tied={name: to for answer in answers for name, to in answer["tied"].items()},
         )
-        self._check_state(version, info.digest)
+        check_digest(version, info.digest, expected)
         num_parts = [answer["num_parts"] for answer in answers]
         names = delta_names(version, base.version, max(sum(num_parts), 1))
         first = list(accumulate(num_parts, initial=1))
         encodings: Counter[str] = Counter()
         for answer in answers:
             encodings.update(answer["encodings"])
-        answers = self._round("upload", info=info_message(info), names=names, first=first)
-        return delta_hop(info, objects_from(answers), encodings)
+        answers = self._round("upload", call=call, info=info_message(info), names=names, first=first)
+        seconds = {
+            "check_seconds": check_seconds,
+            "encode_seconds": encoded - started - check_seconds,
+            "upload_seconds": time.perf_counter() - encoded,
+        }
+        return delta_hop(info, objects_from(answers), encodings), seconds
 
-    def _write_anchor(self, version: int, call: int) -> tuple[StoredHop, Model]:
-        answers = self._round("measure", call=call)
+    def _write_anchor(
+        self, version: int, call: int, expected: Digest | None = None, threads: int | None = None
+    ) -> tuple[StoredHop, Model, dict[str, float]]:
+        started = time.perf_counter()
+        answers = self._round("measure", call=call, threads=threads)
+        measured = time.perf_counter()
         check_steps(call, answers)
         model, state = add_up(answers)
-        self._check_state(version, state)
+        check_digest(version, state, expected)
         if self._files and not self.hops.extra_files:
             self.hops.extra_files = put_files(self._run.store, version, self._files)
         folder = anchor_folder(version)
@@ -261,7 +278,8 @@ class Leader:
             metadata={"format": "pt"} | anchor_info(self._run.id, version, state, model.num_elements, model.tied),
         )
         objects = (*objects_from(answers), *put_index(self._run.store, folder, shards), *self.hops.extra_files)
-        return anchor_hop(version, state, objects, model.specs), model
+        seconds = {"encode_seconds": measured - started, "upload_seconds": time.perf_counter() - measured}
+        return anchor_hop(version, state, objects, model.specs), model, seconds
 
     def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
         """The files of an anchor with their tensors, and the files that each rank writes."""
@@ -277,10 +295,22 @@ class Leader:
             files[str(rank)][file] = list(tensors)
         return shards, files
 
-    def _check_state(self, version: int, state: Digest) -> None:
-        """Check that an extra hop leads to the digest of its version."""
-        if self.hops.digests.get(version, state) != state:
-            raise ChainError(f"an extra hop to version {version} would give other weights than it has", version=version)
+
+def check_digest(version: int, digest: Digest, expected: Digest | None) -> None:
+    """Check that an extra hop leads to the digest of its version."""
+    if expected not in (None, digest):
+        raise ChainError(f"an extra hop to version {version} would give other weights than it has", version=version)
+
+
+def share_out(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
+    """Which rank writes which tensors: the largest first, each to the rank that has least to write."""
+    written: list[list[str]] = [[] for _ in range(num_ranks)]
+    filled = [0] * num_ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = filled.index(min(filled))
+        written[rank].append(name)
+        filled[rank] += sizes[name]
+    return written
 
 
 def check_steps(call: int, answers: list[Message]) -> None:

@@ -1,0 +1,438 @@
+"""How all publishers work: `publish` stages the weights as a call, and a thread makes versions of calls.
+
+The worker stages, encodes and uploads what this process holds; the leader decides, collects and commits. A call that
+fails is not undone: the next version is a delta from the last committed call to a later one, and covers it. With many
+ranks each has a worker, rank 0 also the leader, and the others follow its commands (`sharded/`).
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from deltawire.errors import DeltawireError, RankFailed
+from deltawire.publish.alone import Alone, Message, error_fields, error_from, final
+from deltawire.publish.leader import Leader, Task
+from deltawire.publish.publication import Publication
+from deltawire.publish.settings import Settings
+from deltawire.publish.worker import Worker
+from deltawire.redact import redacted
+from deltawire.run.keys import check_version
+from deltawire.run.manifest import Manifest
+from deltawire.run.run import Run
+from deltawire.run.signing import public_key_of
+from deltawire.store import Store
+
+log = logging.getLogger("deltawire")
+
+# With many ranks, skip deltas and anchors wait while versions do, but no more of them than this: each keeps older
+# versions in memory.
+MOST_TASKS = 8
+
+# Also calls that are still being staged.
+ALL_CALLS = sys.maxsize
+
+
+@dataclass(slots=True)
+class Job:
+    """A call of `publish` that is neither committed nor failed yet."""
+
+    call: int
+    publications: list[Publication]
+    """Those of earlier calls that it has taken in, and its own."""
+    is_anchor: bool
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+    """Why this rank could not stage it."""
+    staged_at: float = field(default_factory=time.monotonic)
+
+
+class BasePublisher:
+    """What Publisher and ShardedPublisher have in common."""
+
+    def __init__(
+        self,
+        run: Run,
+        name: str | None,
+        ranks: Alone,
+        worker: Worker,
+        settings: Settings,
+        find_files: Callable[[], list[Path]],
+        *,
+        coalesces: bool = False,
+    ) -> None:
+        self.run = run
+        self.version: int | None = None
+        """The last version that was committed."""
+        self.resumed = False
+        """Whether the next version will be a delta, because the weights are, or were, those of the last version."""
+        self.last: Publication | None = None
+        self.num_published = self.num_failed = 0
+        self._failures: list[Publication] = []
+        """The failed versions since the last commit."""
+        self._ranks, self._worker = ranks, worker
+        self._leader = Leader(run, ranks, worker, settings, find_files) if ranks.rank == 0 else None
+        self._queue_size, self._coalesces = settings.queue_size, coalesces
+        self._pending: deque[Job] = deque()
+        self._refused: DeltawireError | None = None
+        self._resolved: tuple[int, BaseException | None] = 0, None
+        self._closing = False
+        # Staging one call at a time; the queue has a lock of its own.
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()
+        self._upkeep: threading.Thread | None = None
+        ranks.start(lambda: (worker.num_calls, self._is_busy))
+        try:
+            self._start(name)
+        except BaseException:
+            ranks.close()
+            raise
+        self._thread = threading.Thread(target=self._work, name="deltawire-publish", daemon=True)
+        self._thread.start()
+
+    def _start(self, name: str | None) -> None:
+        if self._leader is not None:
+            self._leader.start(name)
+            self.version, self.resumed = self._leader.version, self._leader.base is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """How many versions are staged and not committed yet."""
+        return len(self._pending)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._pending) or bool(self._leader is not None and self._leader.tasks)
+
+    def publish(
+        self, *weights: Any, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False,
+        **unknown: Any,
+    ) -> Publication:  # fmt: skip
+        """Publish the current weights as the next version. Where there are ranks, all call this.
+
+        Returns after the diff, when the weights may change again; encode, upload and commit run in the background.
+
+        Args:
+            step: The number of the optimizer step, for readers; the same on all ranks.
+            metadata: Anything that JSON can hold, for readers; that of rank 0 is published.
+            anchor: Upload all weights, as for the first version. Needed when names, shapes, dtypes or placements have
+                changed.
+
+        Returns:
+            A handle to wait for the commit with.
+
+        Raises:
+            UnknownParameter: A tensor was added or removed; call `publish(anchor=True)`.
+            ShapeMismatch: A tensor has another shape, dtype or placement; call `publish(anchor=True)`.
+            TypeError: Weights or an unknown option were passed; weights are given to the constructor.
+        """
+        if weights:
+            kind = type(self).__name__
+            raise TypeError(f"publish() takes no weights: they were given to {kind}(...); call publish(step=...)")
+        if unknown:
+            wrong = min(unknown)
+            raise TypeError(f"publish() has no option {wrong!r}: call publish(step=..., metadata=..., anchor=...)")
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    len(self._pending) <= self._queue_size or (self._coalesces and self._queue_size) or self._closing
+                )
+            )
+        with self._turn:
+            self._check_open()
+            waiting = [] if anchor else self._take_waiting()
+            with self._changed:
+                publication = Publication((-1 if self.version is None else self.version) + 1 + len(self._pending), step)
+            job = Job(self._worker.num_calls + 1, [*waiting, publication], anchor)
+            started = time.perf_counter()
+            try:
+                check_version(publication.version)
+                publication.step, job.metadata = self._worker.stage(anchor, step, metadata)
+                job.stats = {"diff_seconds": time.perf_counter() - started, "coalesced": len(waiting)}
+            except BaseException as error:
+                job.error, publication._is_seen = error, True
+                raise
+            finally:
+                self._add(job)
+        return publication
+
+    def _check_open(self) -> None:
+        if self._refused is not None:
+            raise type(self._refused)(self._refused.message, **self._refused.fields)
+        if self._closing:
+            raise ValueError("this publisher is closed: make a new one to publish again")
+
+    def _take_waiting(self) -> list[Publication]:
+        """Take back the last call that waits if the queue is full: the new one will hold both."""
+        with self._changed:
+            if not self._coalesces or len(self._pending) <= max(self._queue_size, 1):
+                return []
+            if self._pending[-1].is_anchor:
+                return []
+            job = self._pending.pop()
+        self._worker.take_back(job.call)
+        return job.publications
+
+    def _add(self, job: Job) -> None:
+        """Queue a call, also one that could not be staged: the other ranks have to know."""
+        if job.error is not None and not self._ranks.others:
+            for publication in job.publications:
+                publication._finish(job.error)
+            return
+        with self._changed:
+            call, error = self._resolved
+            if job.call > call:
+                self._pending.append(job)
+                self._changed.notify_all()
+                return
+        # This rank is late: the others have gone on without it, or the thread has ended.
+        self._end([job], error)
+
+    def _work(self) -> None:
+        """The background thread. However it ends, all pending calls are resolved."""
+        try:
+            self._serve()
+        except Exception as error:
+            self._refused = error_from(error_fields(error, self._ranks.rank if self._ranks.others else None))
+        finally:
+            self._closing = True
+            self._fail_call(
+                ALL_CALLS, self._refused or ValueError("this publisher is closed: make a new one to publish again")
+            )
+            if self._leader is not None:
+                with suppress(RankFailed):
+                    self._ranks.send({"kind": "stop"}, asks=True)
+                    self._ranks.answers()
+
+    def _serve(self) -> None:
+        """Make versions of calls until closed."""
+        leader = self._leader
+        assert leader is not None
+        # Ranks follow one command at a time, so their extra hops are written in between.
+        hops: deque[Task] = leader.tasks if self._ranks.others else deque()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or hops or self._closing)
+                job = self._pending[0] if self._pending else None
+                if job is None and not hops:
+                    break
+            if job is not None and len(hops) <= MOST_TASKS:
+                self._publish_job(leader, job)
+            else:
+                self._write_hop(leader, hops[0])
+        if self._refused is None:
+            # If it stays unknown whether a version exists, the next publisher of this run finds out.
+            with suppress(DeltawireError):
+                self._resolve_commit(leader)
+
+    def _publish_job(self, leader: Leader, job: Job) -> None:
+        try:
+            if self._refused is not None:
+                raise self._refused
+            self._resolve_commit(leader)
+            if job.error is not None:
+                leader.base = None if job.is_anchor else leader.base
+                raise job.error
+            manifest, seconds = leader.publish(job.call, job.publications[-1].step, job.metadata, job.is_anchor)
+        except BaseException as error:
+            with self._changed:
+                starts_over = leader.note_failure(job.call)
+            command = {"kind": "failed", "call": job.call, "starts_over": starts_over, "error": error_fields(error)}
+            self._send(command)
+            self._worker.do(command)
+            self._fail_call(job.call, error)
+            return
+        stats = {
+            **seconds,
+            "version": manifest.version,
+            "num_changed": manifest.hop.num_changed,
+            "num_elements": manifest.num_elements,
+            "density": manifest.hop.num_changed / max(manifest.num_elements, 1),
+            "num_bytes": manifest.hop.num_bytes,
+            "full_bytes": sum(leader.model.num_bytes.values()),
+        }
+        self._note(leader, manifest, job.call, stats)
+
+    def _resolve_commit(self, leader: Leader) -> None:
+        """Find out whether a commit whose response was lost has happened."""
+        resolved = leader.resolve_commit()
+        if resolved is not None:
+            self._note(leader, *resolved, {})
+
+    def _note(self, leader: Leader, manifest: Manifest, call: int, stats: Mapping[str, Any]) -> None:
+        """Tell everybody of a commit. Nothing from here on can make the version fail."""
+        with self._changed:
+            oldest = leader.note(manifest, call)
+        command = {"kind": "committed", "call": call, "oldest": oldest, "version": manifest.version, "stats": stats}
+        self._send(command)
+        self._finish_call(call, manifest.version, stats)
+        self._worker.do(command)
+        with self._changed:
+            if leader.tasks and self._upkeep is None and not self._ranks.others:
+                self._upkeep = threading.Thread(
+                    target=self._write_hops, args=(leader,), name="deltawire-upkeep", daemon=True
+                )
+                self._upkeep.start()
+
+    def _send(self, command: Message) -> None:
+        # A version stays committed even if others do not hear of it. But a rank that missed a command takes no more.
+        try:
+            self._ranks.send(command)
+        except RankFailed as error:
+            self._refused = self._refused or error
+
+    def _write_hops(self, leader: Leader) -> None:
+        """The thread that writes extra hops next to versions, as long as there are any."""
+        while True:
+            with self._changed:
+                if not leader.tasks:
+                    self._upkeep = None
+                    return
+                task = leader.tasks[0]
+            self._write_hop(leader, task)
+
+    def _write_hop(self, leader: Leader, task: Task) -> None:
+        try:
+            leader.write_hop(task)
+            leader.hops.error = None
+        except Exception as error:
+            leader.hops.error = error
+            if isinstance(error, RankFailed):
+                # The only effect is that routes get longer.
+                leader.tasks.clear()
+        finally:
+            # No rank needs pieces from another any more.
+            rest = {"kind": "rest", "call": task.target.call}
+            self._send(rest)
+            self._worker.do(rest)
+            with self._changed:
+                if task in leader.tasks:
+                    leader.tasks.remove(task)
+                self._changed.notify_all()
+
+    def _finish_call(self, call: int, version: int, stats: Mapping[str, Any]) -> None:
+        """Resolve a call that was committed, and all calls before it."""
+        with self._changed:
+            self.version, self.resumed = version, True
+            jobs = self._take(call, None)
+        self.num_published += 1
+        # The version holds what those before it could not deliver.
+        self._failures = []
+        for job in jobs:
+            for publication in job.publications:
+                publication.version, publication.stats = version, {**job.stats, **stats}
+                self.last = publication
+        self._end(jobs, None)
+
+    def _fail_call(self, call: int, error: BaseException) -> None:
+        if final(error) is not None:
+            self._refused = final(error)
+            call = max(call, self._worker.num_calls)
+        self._end(self._take(call, error), error)
+
+    def _take(self, call: int, error: BaseException | None) -> list[Job]:
+        """Take the calls up to this one from the queue."""
+        with self._changed:
+            if call >= self._resolved[0]:
+                self._resolved = call, error
+            jobs = [job for job in self._pending if job.call <= call]
+            self._pending = deque(job for job in self._pending if job.call > call)
+            self._changed.notify_all()
+        return jobs
+
+    def _end(self, jobs: Sequence[Job], error: BaseException | None) -> None:
+        publications = [publication for job in jobs for publication in job.publications]
+        failed = [] if error is None else [each for each in publications if not each._is_seen]
+        self.num_failed += 0 if error is None else len(jobs)
+        for publication in publications:
+            publication._finish(error)
+        if failed and not self._failures:
+            log.warning("publishing version %s failed: %s", failed[0].version, error)
+        self._failures += failed
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything published is committed; where versions are committed, also for skip deltas and anchors.
+
+        Args:
+            timeout: Seconds to wait; no limit by default.
+
+        Raises:
+            TimeoutError: It took longer than `timeout`.
+            Exception: Why a version failed, if nobody has seen that yet and no later version has covered it.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._is_busy, timeout):
+                raise TimeoutError(
+                    f"there is still something to publish after {timeout} s: wait longer, or call close()"
+                )
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Commit what is staged, finish skip deltas and anchors, and stop. Where there are ranks, all call this.
+
+        Raises what `flush` raises.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        upkeep = self._upkeep
+        if upkeep is not None:
+            upkeep.join()
+        self._ranks.close()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise a failure that nobody has seen, once."""
+        failures, self._failures = self._failures, []
+        if failures and not any(each._is_seen for each in failures) and failures[0].error is not None:
+            raise failures[0].error
+
+    def attach(self, optimizer: Any, *, every: int = 1) -> Any:
+        """Publish after every `every`-th step of a torch optimizer, with the count of steps as the step.
+
+        A step that a gradient scaler skips does not count. Returns the handle of the hook; call its `remove()` to stop.
+        """
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        steps = count(1)
+
+        def publish(*_: object) -> None:
+            step = next(steps)
+            if step % every == 0:
+                self.publish(step=step)
+
+        return optimizer.register_step_post_hook(publish)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts, sizes and seconds as a flat dictionary, for W&B, TensorBoard and the like."""
+        values = {"published": self.num_published, "failed": self.num_failed, "waiting": self.num_waiting}
+        last = {} if self.last is None else self.last.stats
+        return {f"deltawire/publish/{name}": value for name, value in {**values, **last}.items() if value is not None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({redacted(self.run.store.url)!r}, version={self.version})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # The error that ended the block goes first; a failed version was logged.
+        with suppress(Exception):
+            self.close()
+
+
+def own_run(store: str | Path | Store, sign_with: str | Path | None) -> Run:
+    """A run to publish to, whose documents must have the signature that they are given."""
+    return Run(store, sign_with=sign_with, public_key=None if sign_with is None else public_key_of(sign_with))

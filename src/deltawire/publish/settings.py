@@ -1,0 +1,36 @@
+"""The options that all publishers have, checked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltawire.run.planner import check_skips
+
+SNAPSHOTS = ("device", "host", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How versions are encoded, kept and cut into files; see `Publisher`."""
+
+    allowed: list[str]
+    """The encodings to choose from."""
+    queue_size: int
+    anchors: int | str | None
+    skips: Sequence[int]
+    snapshot: str | None
+    scratch: Path | None
+    check_share: float
+    max_file_bytes: int
+    threads: int | None
+
+    def __post_init__(self) -> None:
+        if (
+            type(self.queue_size) is not int
+            or not (self.anchors in ("auto", None) or (isinstance(self.anchors, int) and self.anchors > 0))
+            or self.queue_size < 0
+        ):
+            raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")
+        check_skips(self.skips)
+        if self.snapshot not in SNAPSHOTS:
+            raise ValueError(f"snapshot is 'device', 'host' or None, not {self.snapshot!r}")

@@ -35,8 +35,8 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @click.option("--url", "address", metavar="URL", required=True, help="The server, such as http://127.0.0.1:8000.")
 @click.option("--from", "url", metavar="URL", required=True, help="The store that holds the run.")
 @click.option("--mirror", type=options.PATH, metavar="FOLDER|none", help="A folder for the mirror, the copy of the "
-              "weights that deltas are decoded against; it survives restarts. With none the server decodes against its own "
-              "weights.  [default: none if it can do that on a GPU, else host memory]")  # fmt: skip
+              "weights that deltas are decoded against; it survives restarts. With none the server decodes against its "
+              "own weights.  [default: none if it can do that on a GPU, else host memory]")  # fmt: skip
 @click.option("--shared-folder", type=options.PATH, help="A folder that the server can read too, to hand changes over."
               "  [default: shared memory]")  # fmt: skip
 @click.option("--mode", type=click.Choice(["patch", "disk"]),

@@ -6,8 +6,8 @@ A Qwen3 of 128 M bf16 weights on the CPU, 1 % of them changed at a time. "deltaw
 in place; "patch API" is vLLM's own `load_checkpoint_weight_patches`, its patches read before the pause; "reload" loads
 the whole checkpoint by vLLM's layerwise reload. All three run in the same server, one after the other in each round;
 the weights are compared after each by vLLM's own checker. The pause of the patch API is the time from sending /pause to
-the answer of /resume; deltawire's and the reload's are one request in the server's own process, timed there from the end
-of the step that was running. Memory is how far the worker's resident memory rose.
+the answer of /resume; deltawire's and the reload's are one request in the server's own process, timed there from the
+end of the step that was running. Memory is how far the worker's resident memory rose.
 """
 
 import argparse

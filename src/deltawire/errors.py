@@ -1,38 +1,13 @@
 """All exceptions of deltawire. Wrong arguments raise ValueError or TypeError instead.
 
 DeltawireError
-├── StoreError
-│   ├── ObjectMissing           a file or object does not exist
-│   ├── Conflict                it exists already and must not be replaced
-│   ├── StoreUnavailable        the store did not answer, or refused
-│   └── ReadOnlyStore           the store can be read by name, and neither written to nor listed
-├── FormatError
-│   ├── UnsupportedFormat       a newer format, or not a deltawire file
-│   ├── CorruptObject           damaged or contradictory bytes
-│   └── LimitExceeded           a size or count above the limit
-├── ChainError
-│   ├── MissingAnchor           no anchor to start from
-│   ├── BrokenChain             a hop on the route is missing
-│   └── Fenced                  another publisher has taken over the run
-├── MismatchError
-│   ├── BaseMismatch            the weights are not the base of the delta
-│   ├── DigestMismatch          the weights do not have the stated digest
-│   ├── SnapshotMismatch        what would be published is not what the trainer holds
-│   ├── SignatureMismatch       not signed with the expected key
-│   └── RunMismatch             the store holds another run than the one being followed
-├── EngineError
-│   ├── UnknownParameter        a tensor that the target does not have
-│   ├── ShapeMismatch           a tensor has another shape or dtype in the target
-│   ├── EngineRejected          the engine refused the update and is unchanged
-│   ├── EngineUnavailable       the engine does not answer
-│   ├── EngineBroken            the engine holds a mix of versions and must be restarted
-│   └── EnginesBehind           engines lag further behind than the trainer allows
-├── TrainerError
-│   ├── UnsupportedPlacement    a parameter is sharded in a way that boxes cannot describe
-│   └── RankFailed              a rank of a sharded trainer failed or stopped responding
-├── AddressUnavailable          the agent cannot listen on this address
-├── NotEnoughMemory             a tensor does not fit into memory
-└── MissingDependency           an optional package is not installed
+├── StoreError: ObjectMissing, Conflict, StoreUnavailable, ReadOnlyStore
+├── FormatError: UnsupportedFormat, CorruptObject, LimitExceeded
+├── ChainError: MissingAnchor, BrokenChain, Fenced
+├── MismatchError: BaseMismatch, DigestMismatch, SnapshotMismatch, SignatureMismatch, RunMismatch
+├── EngineError: UnknownParameter, ShapeMismatch, EngineRejected, EngineUnavailable, EngineBroken, EnginesBehind
+├── TrainerError: UnsupportedPlacement, RankFailed
+└── AddressUnavailable, NotEnoughMemory, MissingDependency
 """
 
 from typing import Any

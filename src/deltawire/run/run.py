@@ -20,30 +20,9 @@ from deltawire.errors import (
     RunMismatch,
 )
 from deltawire.redact import redacted
-from deltawire.run.keys import (
-    ANCHORS,
-    DELTAS,
-    LATEST_KEY,
-    MANIFESTS,
-    MOST_VERSION,
-    RUN_KEY,
-    hop_key,
-    manifest_key,
-    read_document_key,
-    read_object_key,
-)
-from deltawire.run.manifest import (
-    MOST_BYTES,
-    Manifest,
-    StoredHop,
-    Verify,
-    hop_bytes,
-    manifest_bytes,
-    read_hop,
-    read_manifest,
-    read_run,
-    run_bytes,
-)
+from deltawire.run import keys
+from deltawire.run import manifest as documents
+from deltawire.run.manifest import MOST_BYTES, Manifest, StoredHop, Verify
 from deltawire.run.planner import ListedHop, hop_text
 from deltawire.run.signing import signer, verifier
 from deltawire.store import Store, open_store
@@ -94,7 +73,7 @@ class Run:
         """The run's id, from `run.json`."""
         if self._id is None:
             try:
-                found = self._read(RUN_KEY, read_run)
+                found = self._read(keys.RUN_KEY, documents.read_run)
             except ObjectMissing:
                 raise ObjectMissing(
                     f"there is no run at {self.store.url}: publish to it first, or check the URL", url=self.store.url
@@ -124,9 +103,10 @@ class Run:
         """Write `run.json`, or continue the run that exists."""
         if name is not None and not isinstance(name, str):
             raise TypeError(f"a run's id is a text, not {type(name).__name__}")
-        data = run_bytes(f"run-{token_hex(4)}" if name is None else name, self.writer, time.time(), self._sign)
+        run = f"run-{token_hex(4)}" if name is None else name
+        data = documents.run_bytes(run, self.writer, time.time(), self._sign)
         try:
-            self.store.create(RUN_KEY, data)
+            self.store.create(keys.RUN_KEY, data)
         except Conflict:
             if name is not None and self.id != name:
                 raise Conflict(
@@ -135,8 +115,8 @@ class Run:
 
     def versions(self, after: int = -1) -> list[int]:
         """All versions later than `after`, in order."""
-        documents = (read_document_key(key) for key in self._document_keys(after))
-        return [document[0] for document in documents if document is not None and document[2]]
+        found = (keys.read_document_key(key) for key in self._document_keys(after))
+        return [about[0] for about in found if about is not None and about[2]]
 
     def latest(self, after: int = -1) -> int | None:
         """The newest version; None if none is later than `after`."""
@@ -168,7 +148,7 @@ class Run:
     def _has(self, version: int) -> bool:
         """Whether a version exists, by reading its manifest; a damaged one counts, since a listing has it too."""
         try:
-            return version <= MOST_VERSION and bool(self.manifest(version))
+            return version <= keys.MOST_VERSION and bool(self.manifest(version))
         except ObjectMissing:
             return False
         except (FormatError, MismatchError):
@@ -177,16 +157,16 @@ class Run:
     def _hint(self) -> int:
         """The version in `latest.json`; -1 if it says none. It may be old or wrong, and is only where to begin."""
         try:
-            version = json.loads(self.store.get(LATEST_KEY, limit=MOST_HINT_BYTES))["version"]
+            version = json.loads(self.store.get(keys.LATEST_KEY, limit=MOST_HINT_BYTES))["version"]
         except (ObjectMissing, LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
             return -1
-        return version if type(version) is int and version <= MOST_VERSION else -1
+        return version if type(version) is int and version <= keys.MOST_VERSION else -1
 
     def write_hint(self) -> None:
         """Write the newest version to `latest.json`. Needed before versions are removed: by name nobody finds a gap."""
         latest = self.latest()
         if latest is not None:
-            self.store.put(LATEST_KEY, json.dumps({"version": latest}).encode())
+            self.store.put(keys.LATEST_KEY, json.dumps({"version": latest}).encode())
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of a version, cached."""
@@ -194,13 +174,13 @@ class Run:
         if known is not None:
             return known
         try:
-            manifest = self._read(manifest_key(version), read_manifest)
+            manifest = self._read(keys.manifest_key(version), documents.read_manifest)
         except ObjectMissing:
             raise ObjectMissing(
                 f"version {version} does not exist in {self.store.url}, or was removed", version=version
             ) from None
         if (manifest.run, manifest.version) != (self.id, version):
-            if manifest.run != self.id and self._read(RUN_KEY, read_run) == manifest.run:
+            if manifest.run != self.id and self._read(keys.RUN_KEY, documents.read_run) == manifest.run:
                 raise RunMismatch(
                     f"{self.store.url} held run {self.id}, and holds run {manifest.run} now: to follow that, start "
                     "again with fresh weights or an empty folder",
@@ -231,7 +211,7 @@ class Run:
     def hop(self, version: int, base: int | None) -> StoredHop:
         """The hop from a base to a version; BrokenChain if no document confirms it."""
         try:
-            run, hop = self._read(hop_key(version, base), read_hop)
+            run, hop = self._read(keys.hop_key(version, base), documents.read_hop)
         except ObjectMissing:
             run, hop = self.id, self.manifest(version).hop
         if (run, hop.version, hop.base) != (self.id, version, base):
@@ -244,9 +224,9 @@ class Run:
         If an upload that was never committed exists next to a committed one, the larger size is given; `hop` has the
         right one.
         """
-        documents = {document for key in self._document_keys(after) if (document := read_document_key(key))}
-        own = {version for version, _, is_manifest in documents if is_manifest}
-        further = {(version, base) for version, base, is_manifest in documents if not is_manifest}
+        found = {about for key in self._document_keys(after) if (about := keys.read_document_key(key))}
+        own = {version for version, _, is_manifest in found if is_manifest}
+        further = {(version, base) for version, base, is_manifest in found if not is_manifest}
         sizes: dict[tuple[int, int | None], dict[str, int]] = {}
         for version, base, upload, num_bytes in self._uploads(after):
             if version in own or (version, base) in further:
@@ -258,19 +238,19 @@ class Run:
         )
 
     def _uploads(self, after: int) -> Iterator[tuple[int, int | None, str, int]]:
-        for folder in (DELTAS, ANCHORS):
+        for folder in (keys.DELTAS, keys.ANCHORS):
             for stat in self.store.list(folder, after=f"{folder}{after + 1:08}"):
-                if about := read_object_key(stat.key):
+                if about := keys.read_object_key(stat.key):
                     yield *about, stat.num_bytes
 
     def _document_keys(self, after: int) -> Iterator[str]:
-        for stat in self.store.list(MANIFESTS, after=manifest_key(after) if after >= 0 else ""):
+        for stat in self.store.list(keys.MANIFESTS, after=keys.manifest_key(after) if after >= 0 else ""):
             yield stat.key
 
     def commit(self, data: bytes, manifest: Manifest) -> None:
         """Make a version exist, or raise Fenced if another writer has published it first."""
         try:
-            self.store.create(manifest_key(manifest.version), data)
+            self.store.create(keys.manifest_key(manifest.version), data)
         except Conflict:
             raise Fenced(
                 f"another writer has published version {manifest.version} of run {self.id}: this one must stop. "
@@ -281,13 +261,13 @@ class Run:
 
     def sign(self, manifest: Manifest) -> bytes:
         """The bytes of a manifest, signed if there is a key."""
-        return manifest_bytes(manifest, self._sign)
+        return documents.manifest_bytes(manifest, self._sign)
 
     def commit_hop(self, hop: StoredHop) -> None:
         """Commit an additional hop. If another writer has committed it first, theirs stays."""
-        data = hop_bytes(self.id, hop, self.writer, time.time(), self._sign)
+        data = documents.hop_bytes(self.id, hop, self.writer, time.time(), self._sign)
         try:
-            self.store.create(hop_key(hop.version, hop.base), data)
+            self.store.create(keys.hop_key(hop.version, hop.base), data)
         except Conflict:
             if self.hop(hop.version, hop.base).digest != hop.digest:
                 raise ChainError(f"two hops to version {hop.version} lead to different weights") from None

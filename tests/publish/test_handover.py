@@ -86,6 +86,19 @@ def test_tensors_made_on_access_are_not_tied_by_an_address_that_was_freed():
         assert all_equal(copy, {name: cast_of(value) for name, value in mapping.tensors.items()})
 
 
+def test_a_name_that_is_tied_later_is_not_left_out():
+    model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    with Publisher(url := fresh_url(), model) as publisher:
+        publisher.publish().wait(PATIENCE)
+        model.register_parameter("alias", model.weight)
+        with pytest.raises(UnknownParameter, match="alias is not among the published weights"):
+            publisher.publish()
+        publisher.publish(anchor=True).wait(PATIENCE)
+    with Replica(url, copy := {}, heartbeat_seconds=None) as replica:
+        replica.pull()
+    assert copy.keys() == {"weight", "alias"}
+
+
 def test_a_transposed_view_is_not_tied():
     weight = np.arange(16, dtype=np.float32).reshape(4, 4)
     for w in (weight, torch.from_numpy(weight)):

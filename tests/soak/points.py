@@ -174,6 +174,7 @@ def install_trainer(points: Points) -> None:
 
 
 def install_replica(points: Points) -> None:
+    import deltawire.follow.fetch
     import deltawire.follow.mirror
     import deltawire.follow.target
     from deltawire.follow.fetch import Fetcher
@@ -182,7 +183,7 @@ def install_replica(points: Points) -> None:
     from deltawire.format.replay import Replay
 
     install_store(points)
-    points.around(Fetcher, "_one", "fetch: before an object", "fetch: after an object")
+    points.around(deltawire.follow.fetch, "download_object", "fetch: before an object", "fetch: after an object")
     fetch = Fetcher.fetch
 
     @contextmanager

@@ -29,7 +29,7 @@ from deltawire.workers import SERIAL
 # Of a piece that is not contiguous so many elements are gathered at a time.
 GATHERED = 1 << 24
 # So many elements are decoded at a time, which bounds the memory that it takes.
-DECODED = 1 << 27
+DECODED = 1 << 29
 
 
 class DeviceChange(NamedTuple):
@@ -65,16 +65,17 @@ class DeviceMemory(Memory):
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         changes: dict[int, DeviceChange] = {}
         batches: dict[tuple[str, str, int], list[int]] = {}
+        boxes: dict[int, EncodedBox] = {}
         for i, (entry, piece) in enumerate(entries):
             if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype):
-                # Boxes with tiles of about one size go together: all of them get as much memory as the largest.
-                size = min(entry.box.num_elements, 1 << int(entry.arrays[entry.encoding][0] % 32))
-                batches.setdefault((entry.dtype.name, entry.encoding, size.bit_length()), []).append(i)
+                boxes[i] = self._box(entry, piece)
+                # Those with tiles of about one size go together: all of them get as much memory as the largest.
+                largest = max((tile.stop - tile.start for tile in boxes[i].tiles), default=1)
+                batches.setdefault((entry.dtype.name, entry.encoding, largest.bit_length()), []).append(i)
             else:
                 changes[i] = self._decode_on_host(entry, piece)
         for (dtype, encoding, _), numbers in batches.items():
-            boxes = [self._box(*entries[i]) for i in numbers]
-            found = decode_boxes(boxes, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
+            found = decode_boxes([boxes[i] for i in numbers], DTYPES[dtype], encoding == CONTEXT.name, DECODED)
             _check_statuses([entries[i][0].name for i in numbers], found)
             for i, each in zip(numbers, found, strict=True):
                 changes[i] = DeviceChange(_in_tensor(entries[i][0].box, each.positions), each.old, each.new)
@@ -90,7 +91,7 @@ class DeviceMemory(Memory):
 
     def _decode_on_host(self, entry: Entry, piece: Piece) -> DeviceChange:
         """For small tensors, and those that changed nearly everywhere."""
-        host = HostMemory({"": grid(self._bits[piece.storage], piece).cpu()}, SERIAL)
+        host = HostMemory({"": grid(self._bits[piece.storage], piece).to("cpu", copy=True)}, SERIAL)
         whole = Piece(piece.tensor, "", piece.rows, piece.columns, 0, piece.stride, (0, piece.columns, 1))
         return self.take(*host.decode([(entry, whole)]))
 

@@ -105,7 +105,9 @@ class EngineTarget(Target):
     def weights(self) -> Weights:
         if self.mirror is not None:
             return self.mirror.weights()
-        return _OnlyInEngine(self._opened[1] if self._bind() and self._opened else {})
+        if self._opened is None:
+            self._bind()
+        return _OnlyInEngine({} if self._opened is None else self._opened[1])
 
     @property
     def decodes(self) -> bool:

@@ -373,10 +373,12 @@ class WholeSource(Source):
         names = frozenset(getattr(weights, "live", weights))
         if tied is None:
             tied, self._names = self._ties(weights), names
-        elif gone := self._names - names:
+        elif names != self._names:
+            # Also a name that is tied to another one, which a history does not know of.
+            name = min(names ^ self._names)
+            where = "no longer" if name in self._names else "not"
             raise UnknownParameter(
-                f"{min(gone)} is no longer among the published weights: call publish(anchor=True) to start over",
-                tensor=min(gone),
+                f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
             )
         if (name := untied_name(weights, tied, self._dtype)) is not None:
             raise ValueError(

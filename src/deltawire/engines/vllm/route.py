@@ -41,6 +41,7 @@ class Route:
         self._lock: asyncio.Lock | None = None
         self._held = False
         """The scheduler is held because of an update that failed."""
+        self._dropping: asyncio.Task[Any] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
@@ -72,8 +73,10 @@ class Route:
             raise Refused("this is asked for with POST")
         client = scope["app"].state.engine_client
         if name == "status":
-            version, paused = await client.get_weight_version(), await client.is_paused()
-            answers = await _ask(client, "status", {})
+            # Each would wait for a step to end; together they wait for one.
+            version, paused, answers = await asyncio.gather(
+                client.get_weight_version(), client.is_paused(), _ask(client, "status", {})
+            )
             return {"weight_version": version, "paused": paused, "held": self._held, "workers": answers}
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
@@ -107,7 +110,8 @@ class Route:
             await client.update_weight_version(body["version"])
         await self._resume(client, resumes)
         seconds = time.perf_counter() - started
-        await _ask(client, "drop", {})
+        # Nobody has to wait until memory is given back.
+        self._dropping = asyncio.create_task(_ask(client, "drop", {}))
         return {"problem": problem, "seconds": seconds}
 
     async def _load(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -127,11 +131,13 @@ class Route:
         """Let the running step end and begin no other. Returns whether to go on afterwards: not if someone else has
         paused the server.
         """
-        resumes = self._held or not await client.is_paused()
         if clears:
             await client.renderer.clear_mm_cache_async()
-        await client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clears)
-        return resumes
+        # In this order, and without a step between them.
+        paused, _ = await asyncio.gather(
+            client.is_paused(), client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clears)
+        )
+        return self._held or not paused
 
     async def _keep_held(self, client: Any) -> None:
         """The weights are a mix: nothing is computed from them until others were loaded."""

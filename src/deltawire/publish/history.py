@@ -192,12 +192,12 @@ class History:
         self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         """Move the snapshot to new weights, as the next version, and record the old bits. `fixed` is not compared."""
-        from deltawire.kernels.cpu.blocks import changed_positions
-
         self._check(weights)
         record = StagedVersion()
 
         def stage_tensor(name: str, workers: Workers) -> None:
+            from deltawire.kernels.cpu.blocks import changed_positions
+
             bits, fresh = self._snapshot[name], weights[name].bits
 
             def stage_chunk(index: int) -> None:

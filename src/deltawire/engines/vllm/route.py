@@ -133,11 +133,10 @@ class Route:
         """
         if clears:
             await client.renderer.clear_mm_cache_async()
-        # In this order, and without a step between them.
-        paused, _ = await asyncio.gather(
-            client.is_paused(), client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clears)
-        )
-        return self._held or not paused
+        # One after the other: asked together, the engine may hear of its own pause first.
+        resumes = self._held or not await client.is_paused()
+        await client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clears)
+        return resumes
 
     async def _keep_held(self, client: Any) -> None:
         """The weights are a mix: nothing is computed from them until others were loaded."""

@@ -141,7 +141,7 @@ and the publisher needs {memory} % of the model's size beyond weights and snapsh
 Measuring live weights again takes {check_percent} % of the time where {check_weights:.0f} M weights are published every
 {check_seconds:.1f} s, and has seen all of them after {check_versions} versions
 ([`recheck.csv`](../benchmarks/results/recheck.csv), `python benchmarks/recheck.py --versions 25`).
-{vllm}{gpu}{grpo}
+{vllm}{vllm_gpu}{gpu}{grpo}
 ## Where it does not help
 
 - **On a fast, shared network** (NVLink, 400 Gb/s InfiniBand) broadcasting all weights takes a second or two for models
@@ -167,6 +167,20 @@ of the model.
 
 From the call of `publish` until the server serves the new version {served} ms pass, store, checks and decoding
 included. Made by `benchmarks/vllm_updates.py`.
+"""
+
+VLLM_GPU = """
+## In a live vLLM server on a GPU
+
+vLLM {vllm} on an {gpu} serves eight streams with random weights of a Qwen3's shapes while a trainer on the same GPU
+changes 1 % of them and publishes from a mapping of CUDA tensors, through a folder. Workers decode on the GPU against
+the weights that they serve, and no mirror is kept. After each update every parameter's SHA-256 was equal to one that
+was computed from the trainer's tensors. "Blocked" is how long `publish` holds the trainer, "served" the time from that
+call until the server serves the version, "gap" the longest between two tokens of any stream, with the context of
+running requests computed again. Made by `benchmarks/vllm_gpu.py`; all rows are in
+[`vllm_gpu.csv`](../benchmarks/results/vllm_gpu.csv).
+
+{table}
 """
 
 GPU = """
@@ -300,6 +314,25 @@ def vllm_section() -> str:
     )  # fmt: skip
 
 
+def vllm_gpu_section() -> str:
+    """The same on a GPU: for each model its rounds after the first, which also loads kernels."""
+    notes, rows = read("vllm_gpu.csv")
+    lines = []
+    for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in rows):
+        some = [row for row in rows if (row["model"], row["mode"]) == (model, mode) and row["round"] != "0"]
+
+        def spread(column: str, some: list[dict[str, str]] = some, times: int = 1) -> str:
+            values = sorted(times * float(row[column]) for row in some)
+            return f"{values[0]:.0f} - {values[-1]:.0f}"
+
+        lines.append([
+            f"Qwen3-{model.upper()}, {mode}", spread("pause_ms"), spread("gap_ms"), spread("blocked_ms"),
+            spread("committed_s", times=1000), spread("served_s", times=1000), f"{int(some[0]['bytes']) / 1e6:.1f} MB",
+        ])  # fmt: skip
+    header = ["shape", "pause, ms", "gap, ms", "blocked, ms", "committed, ms", "served, ms", "delta"]
+    return VLLM_GPU.format(vllm=notes["vllm"], gpu=notes["gpu"], table=markdown_table(header, lines))
+
+
 def publish_section() -> str:
     if not (RESULTS / "gpu_publish.csv").exists():
         return ""
@@ -359,6 +392,7 @@ def performance_page() -> str:
     ]
     return PERFORMANCE.format(
         vllm=vllm_section(),
+        vllm_gpu=vllm_gpu_section(),
         gpu=gpu_section(),
         grpo=grpo_section(),
         chain_weights=f"{int(chain[0]['weights']):,}",

@@ -412,3 +412,19 @@ def test_what_is_forgotten_is_gone():
     assert history.changed_since(2, 3) == {"a": 1}
     with pytest.raises(ValueError, match="version 1 "):
         history.at("a", 1)
+
+
+def test_what_is_being_staged_is_not_packed(small_chunks, monkeypatch):
+    """A rank hears that a call has failed while it only just stages it."""
+    weights, rng = make_weights(1), np.random.default_rng(0)
+    history, states = History(weights, 0), {0: copy_of(weights)}
+    step(weights, rng, 0.1)
+    found = blocks.changed_positions
+    monkeypatch.setattr(blocks, "changed_positions", lambda *given: history.pack_until(1, SERIAL) or found(*given))
+    history.stage(1, weights, SERIAL)
+    monkeypatch.undo()
+    monkeypatch.setattr(history_module, "CHUNK", 1000)
+    states[1] = copy_of(weights)
+    check(history, states)
+    history.pack_until(1, SERIAL)
+    check(history, states)

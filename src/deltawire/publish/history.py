@@ -251,8 +251,8 @@ class History:
         self._records[version] = packed
 
     def pack_until(self, version: int, workers: Workers) -> None:
-        """Pack the old bits of all versions up to this one."""
-        for each in [each for each in list(self._records) if each <= version]:
+        """Pack the old bits of all versions up to this one, but not of one that is being staged."""
+        for each in [each for each in list(self._records) if each <= min(version, self.version)]:
             self.pack(each, workers)
 
     def _packed(self, staged: StagedVersion, version: int, workers: Workers) -> PackedVersion:

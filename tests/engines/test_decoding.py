@@ -16,7 +16,7 @@ from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected, ShapeMismatch, UnknownParameter
 from deltawire.format.delta import Delta
-from deltawire.tensors.digest import WeightVersion, digest
+from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import Tensor
 from support.chains import fresh_url
@@ -195,6 +195,15 @@ def test_wrong_deltas_are_refused():
     delta = deltawire.diff(old, other, run="run")
     with pytest.raises(EngineRejected, match="use a mirror"):
         process.live.stage_delta("t", delta, version(0, old), version(1, other))
+
+
+def test_kernels_are_tried_before_anybody_is_served(monkeypatch):
+    from deltawire.engines import device_memory
+
+    device_memory.warm_up_decoding(torch.device(DEVICE), {"BF16", "F16", "F32", "I8"})
+    monkeypatch.setattr(device_memory, "_digest", lambda sums: Digest(1, 2))
+    with pytest.raises(RuntimeError, match="wrong results"):
+        device_memory.warm_up_decoding(torch.device(DEVICE), {"BF16"})
 
 
 # A whole replica

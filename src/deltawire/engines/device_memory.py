@@ -3,7 +3,7 @@
 In addition to the weights it holds the indices, old and new bits of what is staged: 8 bytes per bf16 change.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -143,32 +143,27 @@ class DeviceMemory(Memory):
         )
 
 
-def warm_up_decoding(device: torch.device) -> None:
-    """Compile and load what updates need, before anybody is served: for the dtypes that weights usually have."""
+def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
+    """Compile and load what updates of weights of these dtypes need, before anybody is served."""
     size = 3000
-    for kind in ("BF16", "F16"):
-        dtype, key = DTYPES[kind], tensor_key("", DTYPES[kind], (size,))
-        flat = np.arange(size + 8, dtype=np.uint16) * 5
-        # A tensor that begins at an odd place of its storage takes other code.
-        for first in (0, 1):
-            memory = DeviceMemory({"": torch.from_numpy(flat.view(np.int16)).to(device)})
-            piece = Piece("", "", 1, size, 0, size, (first, size, 1))
-            old = flat[first : first + size]
-            new = np.where(old % 19 == 0, old + 3, old)
-            before = memory.digest(piece, key)
-            for encoding in (GAP.name, CONTEXT.name):
-                entry, gain = encode_box("", dtype, old, new, Box.whole((size,)), [encoding])
-                if entry is None:
-                    continue
-                items = [Item(0, piece, key, *memory.decode([(entry, piece)]))]
-                found = [memory.put(items, writes=False), memory.put(items), memory.put(items, undo=True)]
-                memory.drop()
-                if found[0] != [Written(0, gain)] or found[1] != found[0] or memory.digest(piece, key) != before:
-                    raise RuntimeError("the kernels for this GPU give wrong results")
-    for itemsize in (1, 4, 8):
-        memory = DeviceMemory({"": torch.zeros(64, dtype=SIGNED[itemsize], device=device)})
-        piece, key = Piece("", "", 1, 64, 0, 64, (0, 64, 1)), tensor_key("", DTYPES["F32"], (64,))
-        memory.warm_up(piece, key, np.dtype(f"u{itemsize}").type)
+    flat = np.arange(size, dtype=np.uint16) * 5
+    piece = Piece("", "", 1, size, 0, size, (0, size, 1))
+    for dtype in (DTYPES[name] for name in dtypes if is_decodable(DTYPES[name])):
+        key = tensor_key("", dtype, (size,))
+        memory = DeviceMemory({"": torch.from_numpy(flat.view(np.int16)).to(device)})
+        before = memory.digest(piece, key)
+        for encoding in (GAP.name, CONTEXT.name):
+            new = np.where(flat % 19 == 0, flat + 3, flat)
+            entry, gain = encode_box("", dtype, flat, new, Box.whole((size,)), [encoding])
+            items = [Item(0, piece, key, change) for change in memory.decode([(entry, piece)] if entry else [])]
+            found = [memory.put(items, writes=False), memory.put(items), memory.put(items, undo=True)]
+            memory.drop()
+            if found[0] != [Written(0, gain)] or found[1] != found[0] or memory.digest(piece, key) != before:
+                raise RuntimeError("the kernels for this GPU give wrong results")
+    for dtype in (DTYPES[name] for name in dtypes if not is_decodable(DTYPES[name])):
+        key = tensor_key("", dtype, (size,))
+        memory = DeviceMemory({"": torch.zeros(size, dtype=SIGNED[dtype.itemsize], device=device)})
+        memory.warm_up(piece, key, dtype.unsigned)
         memory.digest(piece, key)
 
 

@@ -32,6 +32,7 @@ from deltawire.format.container import Container
 from deltawire.format.delta import Delta
 from deltawire.format.parts import merge
 from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.dtypes import ALIASES
 from deltawire.tensors.weights import TensorSpec
 
 
@@ -54,7 +55,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             from deltawire.engines.device_memory import warm_up_decoding
 
             self._stream = torch.cuda.Stream(self.device)
-            warm_up_decoding(self.device)
+            kinds = {str(value.dtype).removeprefix("torch.") for value in self.model.parameters()}
+            warm_up_decoding(self.device, [ALIASES[kind] for kind in kinds if kind in ALIASES])
 
     @property
     def index(self) -> int:

@@ -271,6 +271,14 @@ def test_a_closed_replica_pulls_no_more():
             call()
 
 
+def test_pairs_of_names_and_tensors():
+    made = {"a": np.arange(4, dtype=np.float32), "b": torch.arange(3)}
+    assert all_equal(arrive(lambda: iter(made.items()), {}), made)
+    assert all_equal(arrive(lambda: [list(pair) for pair in made.items()], {}), made)
+    with pytest.raises(ValueError, match="a twice"):
+        Publisher(fresh_url(), lambda: [("a", np.ones(2)), ("a", np.zeros(2))])
+
+
 def test_a_function_that_returns_no_mapping():
     with pytest.raises(TypeError, match="by name, or as pairs of a name and a tensor, not list"):
         Publisher(fresh_url(), lambda: [np.ones(2)])

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 
@@ -121,11 +122,11 @@ def change_document(data, rng, documents):
             del at[last]
         elif kind == 1:
             other = pick(rng, documents)
-            at[last] = value_at(other, pick(rng, list(places(other))))
+            at[last] = deepcopy(value_at(other, pick(rng, list(places(other)))))
         elif kind == 2 and type(at[last]) is int:
             at[last] += int(rng.integers(-2, 3))
         else:
-            at[last] = pick(rng, ODD_VALUES)
+            at[last] = deepcopy(pick(rng, ODD_VALUES))
     return reseal(fields) if rng.random() < 0.8 else json.dumps(fields).encode()
 
 

@@ -113,7 +113,9 @@ class EngineTarget(Target):
     def decodes(self) -> bool:
         return self.mirror is None
 
-    def apply_delta(self, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
+    def apply_delta(self, delta: Delta) -> None:
+        base = WeightVersion(delta.run, delta.base_version, delta.base_digest)
+        state = WeightVersion(delta.run, delta.version, delta.digest)
         if not self._bind() or not self._is_at(base, state):
             raise BaseMismatch(f"the engine does not serve version {base.version}, or another program changed it")
         if self.state() == state:
@@ -173,16 +175,14 @@ class EngineTarget(Target):
 
     def _load_decoding(self, anchor: Replay, state: WeightVersion) -> None:
         """Load an anchor, and then delta after delta."""
-        deltas = anchor.deltas
         first = state
-        if deltas:
-            first = WeightVersion(state.run, deltas[0].base_version, deltas[0].base_digest)
+        if anchor.deltas:
+            first = WeightVersion(state.run, anchor.deltas[0].base_version, anchor.deltas[0].base_digest)
         checkpoint = anchor.base
         folder = checkpoint.path if isinstance(checkpoint, Checkpoint) and checkpoint.path.is_dir() else None
         self._load(checkpoint, folder, first)
-        for delta in deltas:
-            after = WeightVersion(state.run, delta.version, delta.digest)
-            self.apply_delta(delta, WeightVersion(state.run, delta.base_version, delta.base_digest), after)
+        for delta in anchor.deltas:
+            self.apply_delta(delta)
 
     def _folder(self) -> Path | None:
         return self.mirror.folder if isinstance(self.mirror, Mirror) else None

@@ -314,10 +314,8 @@ class Replica:
         )
 
     def _apply_delta(self, hop: StoredHop, delta: Delta) -> None:
-        base = WeightVersion(self.run.id, delta.base_version, delta.base_digest)
-        state = WeightVersion(self.run.id, delta.version, delta.digest)
         try:
-            self.target.apply_delta(delta, base, state)
+            self.target.apply_delta(delta)
         except FormatError as error:
             raise blaming(hop, error) from error
 

@@ -64,8 +64,8 @@ class Target(Protocol):
         """Whether deltas are given to `apply_delta` as they were fetched, instead of to `apply` as patches."""
         return False
 
-    def apply_delta(self, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
-        """Decode a delta and write it, where the target `decodes`. Raises BaseMismatch if the weights are not `base`,
+    def apply_delta(self, delta: Delta) -> None:
+        """Decode a delta and write it, where the target `decodes`. Raises BaseMismatch if the weights are not its base,
         CorruptObject if they are and it cannot be decoded.
         """
         raise ValueError("this target takes patches")

@@ -74,10 +74,8 @@ class Route:
         client = scope["app"].state.engine_client
         if name == "status":
             # Each would wait for a step to end; together they wait for one.
-            version, paused, answers = await asyncio.gather(
-                client.get_weight_version(), client.is_paused(), _ask(client, "status", {})
-            )
-            return {"weight_version": version, "paused": paused, "held": self._held, "workers": answers}
+            version, answers = await asyncio.gather(client.get_weight_version(), _ask(client, "status", {}))
+            return {"weight_version": version, "held": self._held, "workers": answers}
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if name in COMMANDS:

@@ -17,7 +17,7 @@ import torch
 
 import gpu_receive
 from deltawire import Publisher, Replica
-from deltawire.codec.tiled import read_tiles
+from deltawire.codec.tiled import stream_edges
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.kernels.gpu.compare import BLOCK
@@ -157,7 +157,7 @@ def check_large(size: float) -> None:
         assert box_digests(history, 1, workers) == advanced(box_digests(before, 0, workers), gains)
         del before
     payload = entry.encoded.arrays["context"]
-    table = tile_table(read_tiles(payload, len(old)), len(payload))
+    table = tile_table(*stream_edges(payload, len(old)), len(old))
     found = decode(torch.from_numpy(payload).cuda(), table, old, entry.dtype, True)
     assert not found.statuses.any()
     assert len(found.positions) == entry.num_changed

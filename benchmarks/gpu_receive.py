@@ -14,7 +14,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from deltawire.codec.tiled import encode_payload, read_tiles
+from deltawire.codec.tiled import encode_payload, stream_edges
 from deltawire.kernels.gpu.decode import MOST_ELEMENTS, Decoded, apply, decode, tile_table
 from deltawire.kernels.gpu.sums import Runs, box_sum, change_sum
 from deltawire.tensors.boxes import Box
@@ -100,7 +100,7 @@ def check(vectors: dict[str, npt.NDArray[np.generic]]) -> list[Row]:
         where = torch.nonzero(old != new).squeeze(1)
         for encoding in ENCODINGS:
             payload = vectors[f"{case.name}|{encoding}"]
-            table = tile_table(read_tiles(payload, len(case.old)), len(payload))
+            table = tile_table(*stream_edges(payload, len(case.old)), len(case.old))
             for most_elements in (1 << 28, 1 << 16):
                 found = decode(on_device(payload), table, old, case.dtype, encoding == "context", most_elements)
                 assert not found.statuses.any(), (case.name, encoding)
@@ -186,7 +186,7 @@ def measure_encoding(
     encoding: str, payload: Bits, old: torch.Tensor, new: torch.Tensor, weights: torch.Tensor, timer: Timer
 ) -> None:
     weights.copy_(old)
-    table = tile_table(read_tiles(payload, LARGE), len(payload))
+    table = tile_table(*stream_edges(payload, LARGE), LARGE)
     on_host, streams = torch.from_numpy(payload).pin_memory(), on_device(payload)
 
     def run(source: torch.Tensor = streams, most_elements: int = MOST_ELEMENTS) -> Decoded:

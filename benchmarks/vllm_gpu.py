@@ -6,7 +6,10 @@ For each case one server is started with random weights of a Qwen3's shapes. Str
 their own, which notes every gap between two tokens. Then in each round some weights change, are published from a
 mapping, an iterator or a module in turn, pulled through a folder store, and served. After each round every parameter's
 SHA-256 in the server is compared with one that is computed here from the trainer's tensors, without deltawire's code;
-at the end log probabilities with those of a server that was started with these weights.
+at the end log probabilities with those of a server that was started with these weights. With `--own` the same server
+is then updated in vLLM's own ways, between `/pause` and `/resume`: `patches` applies changed positions and values with
+what its `sparse_nccl` calls, from a file in shared memory instead of NCCL, `reload` loads a whole checkpoint from
+there, and `pause` does nothing in between: what running requests cost if their context is computed again.
 
 Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
 the longest of four seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
@@ -15,15 +18,16 @@ took for a while, kept_mb what of it was left, host_mb by how much the agent's m
 """
 
 import argparse
-import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -35,8 +39,9 @@ sys.path.append(str(Path(__file__).parent))
 
 from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
-from deltawire.engines.vllm.adapter import EXTENSION, ROUTE, VllmEngine
+from deltawire.engines.vllm.adapter import ROUTE, VllmEngine
 from measure import write_csv
+from vllm_extension import sha256
 
 SHAPES = {
     "tiny": (512, 4, 8, 4, 64, 32_000, 1536, False),
@@ -131,8 +136,7 @@ def checksums(weights):
     """SHA-256 of what vLLM fuses and calls otherwise, by its parameter names."""
 
     def of(*names):
-        value = torch.cat([weights[name] for name in names]).contiguous().view(-1).view(torch.uint8)
-        return hashlib.sha256(value.cpu().numpy()).hexdigest()
+        return sha256(torch.cat([weights[name] for name in names]))
 
     found = {}
     with ThreadPoolExecutor(8) as pool:
@@ -149,7 +153,10 @@ def checksums(weights):
 
 
 class Server:
-    def __init__(self, folder, out, *, eager, memory, port, extension=EXTENSION):
+    def __init__(self, folder, out, *, eager, memory, extension="vllm_extension.Extension"):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=600, trust_env=False)
         command = [
@@ -179,8 +186,8 @@ class Server:
             time.sleep(0.2)
 
     def checksums(self):
-        answer = self.client.post("/weight_checker", json={"action": "checksum"}).raise_for_status().json()
-        return {name.split(":")[-1]: value for name, value in answer["checksums"].items()}
+        answer = self.client.post("/collective_rpc", json={"method": "sha256s"}).raise_for_status().json()
+        return answer["results"][0]
 
     def logprobs(self):
         body = {"model": "m", "prompt": list(range(40, 90)), "max_tokens": 8, "temperature": 0, "logprobs": 3}
@@ -236,6 +243,34 @@ def source_of(kind, weights):
     return weights if kind == "mapping" else lambda: iter(weights.items())
 
 
+def update_own(kind, server, weights, before, clears):
+    """Update the server with vLLM's own code; seconds to make the file, its size, and seconds of the pause."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "model.safetensors"
+        if kind == "patches":
+            arrays = {}
+            for name, value in weights.items():
+                changed = (value.view(-1).view(torch.int16) != before[name].view(-1).view(torch.int16)).nonzero()[:, 0]
+                arrays[f"{name}.indices"] = changed.int().cpu()
+                arrays[f"{name}.values"] = value.view(-1)[changed].cpu()
+                arrays[f"{name}.shape"] = torch.tensor(value.shape)
+        elif kind == "reload":
+            arrays = {name: value.cpu() for name, value in weights.items()}
+        else:
+            arrays = {}
+        save_file(arrays, path, {"format": "pt"})
+        made, num_bytes = time.perf_counter() - started, path.stat().st_size
+        clock = time.perf_counter()
+        server.client.post(f"/pause?mode=keep&clear_cache={str(clears).lower()}").raise_for_status()
+        if kind != "pause":
+            method, where = ("patch", path) if kind == "patches" else ("reload", folder)
+            body = {"method": method, "args": [str(where)]}
+            server.client.post("/collective_rpc", json=body).raise_for_status()
+        server.client.post("/resume").raise_for_status()
+        return made, num_bytes, time.perf_counter() - clock
+
+
 def used_mb():
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e6
@@ -264,88 +299,134 @@ class Watch:
         return self.most - self.first, used_mb() - self.first
 
 
-def case(folder, out, options, model, mode, density, number):
-    """One server and its rounds; rows."""
-    config = dict(zip(FIELDS, SHAPES[model], strict=True))
-    started = time.time()
+class Case:
+    """One server, and what was measured with it."""
 
-    def say(*words):
-        print(f"[{time.time() - started:6.1f}] {model} {mode} {density:g} {number}:", *words, flush=True)
+    def __init__(self, folder, out, options, model, mode):
+        self.folder, self.out, self.options, self.model, self.mode = folder, out, options, model, mode
+        self.started, self.rows, self.seed = time.time(), [], 0
+        self.weights = make_model(folder / "base", dict(zip(FIELDS, SHAPES[model], strict=True)))
+        self.server = self.start()
 
-    weights = make_model(folder / "base", config)
-    rows = []
-    server = Server(folder / "base", out, eager=mode == "eager", memory=options.memory, port=8123)
-    streams = None
-    try:
-        server.wait()
-        say("up")
-        for source, running in product(options.sources, options.running_requests):
-            url = str(folder / f"run-{source}-{running}")
-            target = EngineTarget(VllmEngine(server.url, running_requests=running))
-            with (
-                Publisher(
-                    url, source_of(source, weights), run=f"{source}-{running}", anchors=None, skips=(), check_share=0
-                ) as publisher,
-                # By name: the server has followed another run before.
-                Replica(url, target, run=f"{source}-{running}", heartbeat_seconds=None) as replica,
-            ):
-                publisher.publish().wait()
+    def start(self):
+        memory = self.options.memory
+        return Server(self.folder / "base", self.out, eager=self.mode == "eager", memory=memory)
+
+    def say(self, *words):
+        print(f"[{time.time() - self.started:6.1f}] {self.model} {self.mode}:", *words, flush=True)
+
+    def run(self):
+        options = self.options
+        try:
+            self.server.wait()
+            self.say("up")
+            for source in options.sources:
+                run = str(self.folder / f"run-{source}")
+                with Publisher(
+                    run, source_of(source, self.weights), run=source, anchors=None, skips=(), check_share=0
+                ) as publisher:
+                    publisher.publish().wait()
+                    self.follow(source, run, publisher)
+            for kind in options.own:
+                with self.streaming(options.densities[0], options.streams[0]) as about:
+                    for number in range(options.few):
+                        self.update_own(kind, about, number)
+            if options.fresh:
+                self.compare_with_fresh()
+        finally:
+            self.server.close()
+        return self.rows
+
+    def follow(self, source, url, publisher):
+        """All cases for the first source, and one for the others."""
+        options = self.options
+        cases = list(product(options.running_requests, options.streams, options.densities))
+        for case in cases if source == options.sources[0] else cases[:1]:
+            running, streams, density = case
+            target = EngineTarget(VllmEngine(self.server.url, running_requests=running))
+            # By name: the server may have followed another run before.
+            with Replica(url, target, run=source, heartbeat_seconds=None) as replica:
                 replica.pull()
-                say(source, "follows; mirror:", target.mirror)
-                streams = Streams(server.url, number, out / f"gaps-{model}-{mode}-{density}-{source}.jsonl")
-                time.sleep(4)
-                quiet = time.time()
-                time.sleep(4)
-                idle = streams.longest_ms(quiet, time.time())
-                for round_number in range(options.rounds):
-                    change(weights, density, round_number)
-                    host = memory_mb()
-                    since, clock = time.time(), time.perf_counter()
-                    handle = publisher.publish()
-                    blocked = time.perf_counter() - clock
-                    handle.wait()
-                    committed = time.perf_counter() - clock
-                    watch = Watch()
-                    pulled = replica.pull()
-                    served = time.perf_counter() - clock
-                    time.sleep(0.5)
-                    gap = streams.longest_ms(since, time.time())
-                    staging, kept = watch.end()
-                    wanted = {}
-                    if options.check == "all" or round_number == options.rounds - 1:
-                        wanted, found = checksums(weights), server.checksums()
-                    wrong = [name for name in wanted if found.get(name) != wanted[name]]
-                    if wrong:
-                        raise SystemExit(f"{len(wrong)} of {len(wanted)} tensors differ: {wrong[:3]}")
-                    row = {
-                        "model": model, "mode": mode, "changed": density, "streams": number, "source": source,
-                        "requests": running, "round": round_number, "tensors": len(wanted), "bytes": pulled.num_bytes,
-                        "idle_ms": round(idle, 1), "gap_ms": round(gap, 1),
-                        "pause_ms": round(1000 * target.pause_seconds, 2), "blocked_ms": round(1000 * blocked, 1),
-                        "committed_s": round(committed, 3), "fetch_s": round(pulled.fetch_seconds, 3),
-                        "decode_s": round(pulled.decode_seconds, 3), "apply_s": round(pulled.apply_seconds, 3),
-                        "served_s": round(served, 3), "staging_mb": round(staging), "kept_mb": round(kept),
-                        "host_mb": round(memory_mb() - host),
-                    }  # fmt: skip
-                    rows.append(row)
-                    say(json.dumps(row))
-                streams.close()
-                streams = None
-        if options.fresh:
-            ours = server.logprobs()
-            save_file(
-                {name: value.cpu() for name, value in weights.items()}, folder / "base/model.safetensors",
-                {"format": "pt"},
-            )  # fmt: skip
-            server.close()
-            server = Server(folder / "base", out, eager=mode == "eager", memory=options.memory, port=8124)
-            theirs = server.wait().logprobs()
-            say("log probabilities equal to a fresh server's:", ours == theirs, ours[:3], theirs[:3])
-    finally:
-        if streams is not None:
-            streams.close()
-        server.close()
-    return rows
+                with self.streaming(density, streams) as about:
+                    about |= {"source": source, "requests": running}
+                    is_first = source == options.sources[0] and case == cases[0]
+                    for number in range(options.rounds if is_first else options.few):
+                        self.update(publisher, replica, target, about, number)
+
+    @contextmanager
+    def streaming(self, density, number):
+        path = self.out / f"gaps-{len(self.rows)}.jsonl"
+        self.streams = Streams(self.server.url, number, path)
+        try:
+            # The first requests of a server compile.
+            time.sleep(4 if self.rows else 12)
+            quiet = time.time()
+            time.sleep(4)
+            idle = round(self.streams.longest_ms(quiet, time.time()), 1)
+            yield {"model": self.model, "mode": self.mode, "changed": density, "streams": number, "idle_ms": idle}
+        finally:
+            self.streams.close()
+
+    def change(self, density):
+        self.seed += 1
+        change(self.weights, density, self.seed)
+
+    def update(self, publisher, replica, target, about, number):
+        self.change(about["changed"])
+        host = memory_mb()
+        since, clock = time.time(), time.perf_counter()
+        handle = publisher.publish()
+        blocked = time.perf_counter() - clock
+        handle.wait()
+        committed = time.perf_counter() - clock
+        watch = Watch()
+        pulled = replica.pull()
+        served = time.perf_counter() - clock
+        self.add(about, number, since, {
+            "bytes": pulled.num_bytes, "pause_ms": round(1000 * target.pause_seconds, 2),
+            "blocked_ms": round(1000 * blocked, 1), "encode_s": round(handle.stats["encode_seconds"], 3),
+            "committed_s": round(committed, 3), "fetch_s": round(pulled.fetch_seconds, 3),
+            "apply_s": round(pulled.apply_seconds, 3), "served_s": round(served, 3),
+        }, watch, host)  # fmt: skip
+
+    def update_own(self, kind, about, number):
+        before = {name: value.clone() for name, value in self.weights.items()} if kind == "patches" else {}
+        if kind != "pause":
+            self.change(about["changed"])
+        host, since, clock = memory_mb(), time.time(), time.perf_counter()
+        watch = Watch()
+        running = self.options.running_requests[0]
+        made, num_bytes, pause = update_own(kind, self.server, self.weights, before, running == "recompute")
+        self.add(about | {"source": f"vLLM {kind}", "requests": running}, number, since, {
+            "bytes": num_bytes, "pause_ms": round(1000 * pause, 2), "blocked_ms": round(1000 * made, 1),
+            "encode_s": "", "committed_s": round(made, 3), "fetch_s": "", "apply_s": round(pause, 3),
+            "served_s": round(time.perf_counter() - clock, 3),
+        }, watch, host)  # fmt: skip
+
+    def add(self, about, number, since, measured, watch, host):
+        """A row, after looking at what streams saw until half a second later, and at every parameter."""
+        time.sleep(0.5)
+        gap = self.streams.longest_ms(since, time.time())
+        staging, kept = watch.end()
+        wanted, found = checksums(self.weights), self.server.checksums()
+        wrong = [name for name in wanted if found.get(name) != wanted[name]]
+        if wrong:
+            raise SystemExit(f"{len(wrong)} of {len(wanted)} tensors differ: {wrong[:3]}")
+        row = about | {
+            "round": number, "tensors": len(wanted), "gap_ms": round(gap, 1), **measured, "staging_mb": round(staging),
+            "kept_mb": round(kept), "host_mb": round(memory_mb() - host),
+        }  # fmt: skip
+        self.rows.append(row)
+        self.say(json.dumps(row))
+
+    def compare_with_fresh(self):
+        ours = self.server.logprobs()
+        path = self.folder / "base/model.safetensors"
+        save_file({name: value.cpu() for name, value in self.weights.items()}, path, {"format": "pt"})
+        self.server.close()
+        self.server = self.start()
+        theirs = self.server.wait().logprobs()
+        self.say("log probabilities equal to a fresh server's:", ours == theirs, ours[:3], theirs[:3])
 
 
 def main():
@@ -357,31 +438,31 @@ def main():
     parser.add_argument("--sources", nargs="+", default=["mapping", "iterator", "module"])
     parser.add_argument("--running-requests", nargs="+", default=["recompute"], choices=["recompute", "keep", "abort"])
     parser.add_argument(
-        "--check", default="all", choices=["all", "last"], help="the rounds whose checksums are compared"
+        "--own", nargs="*", default=[], choices=["pause", "patches", "reload"], help="vLLM's own ways, too"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of the first case")
+    parser.add_argument("--few", type=int, default=3, help="rounds of each other case")
     parser.add_argument("--memory", default="0.4")
     parser.add_argument("--fresh", action="store_true", help="compare with a server that is started at the end")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     rows = []
-    for model in options.models:
-        for mode in options.modes:
-            for density in options.densities:
-                for number in options.streams:
-                    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as logs:
-                        out = Path(logs)
-                        try:
-                            rows += case(Path(folder), out, options, model, mode, density, number)
-                        finally:
-                            log = out / "vllm.log"
-                            if log.exists():
-                                (options.out / f"vllm-{model}-{mode}.log").write_bytes(log.read_bytes()[-200_000:])
-                    torch.cuda.empty_cache()
-                    header = list(rows[0])
-                    write_csv(
-                        "vllm_gpu.csv", header, [[row[each] for each in header] for row in rows], folder=options.out
-                    )
+    for model, mode in product(options.models, options.modes):
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as logs:
+            case = None
+            try:
+                case = Case(Path(folder), Path(logs), options, model, mode)
+                case.run()
+            finally:
+                log = Path(logs) / "vllm.log"
+                if log.exists():
+                    (options.out / f"vllm-{model}-{mode}.log").write_bytes(log.read_bytes()[-200_000:])
+                rows += case.rows if case is not None else []
+                if rows:
+                    table = [[row[each] for each in rows[0]] for row in rows]
+                    write_csv("vllm_gpu.csv", list(rows[0]), table, folder=options.out)
+        del case
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from deltawire.codec import allowed_encodings
-from deltawire.codec.tiled import encode_payload, read_tiles
+from deltawire.codec.tiled import encode_payload, stream_edges
 from deltawire.engines.device_memory import DeviceMemory
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import Item
@@ -96,7 +96,7 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
     new = old ^ (old % 7 == 0)
     for contextual in (False, True):
         payload = encode_payload(old, new, dtype_named("BF16"), contextual, SERIAL).payload
-        table = tile_table(read_tiles(payload, len(old)), len(payload))
+        table = tile_table(*stream_edges(payload, len(old)), len(old))
         weights = torch.from_numpy(old.view(np.int16).copy())
         found = decode(torch.from_numpy(payload), table, weights, dtype_named("BF16"), contextual)
         apply(weights, found.positions, found.old, found.new, 1)

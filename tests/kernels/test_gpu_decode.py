@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.codec.tiled import encode_payload, kernel_layout, read_tiles
+from deltawire.codec.tiled import encode_payload, kernel_layout, stream_edges
 from deltawire.kernels.cpu.decode import count_changes, decode_tile
 from deltawire.kernels.gpu import decode as gpu
 from deltawire.kernels.gpu.sums import Runs, box_sum, change_sum
@@ -32,7 +32,7 @@ def digest_of(sums):
 
 
 def decoded(payload, old, dtype, contextual, before=0, **options):
-    table = gpu.tile_table(read_tiles(payload, len(old)), len(payload))
+    table = gpu.tile_table(*stream_edges(payload, len(old)), len(old))
     return gpu.decode(torch.from_numpy(payload), table, on_device(old, before), dtype, contextual, **options)
 
 

@@ -14,6 +14,7 @@ Both split the box into tiles, for parallel work and so that a reader can decode
 The streams are specified in docs/format.md.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -142,8 +143,8 @@ def encode_payload(
     return Payload(None if over_limit else payload, num_changed, gap_bytes)
 
 
-def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
-    """The tiles that have changes, from an untrusted payload."""
+def stream_edges(payload: Bits, num_elements: int) -> tuple[int, npt.NDArray[np.int64]]:
+    """The size of a tile, and where the stream of each begins in an untrusted payload, and the last one ends."""
     if len(payload) < HEAD_BYTES or payload[1:HEAD_BYTES].any() or payload[0] > MOST_TILE_LOG2:
         raise CorruptObject("a payload does not start with its tile size")
     size = 1 << int(payload[0])
@@ -154,11 +155,16 @@ def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
     ends = streams + np.cumsum(payload[HEAD_BYTES:streams].view("<u4"), dtype=np.int64)
     if (num_tiles and int(ends[-1]) != len(payload)) or (not num_tiles and len(payload) != streams):
         raise CorruptObject("a payload's tiles do not add up to its size")
-    starts = [streams, *map(int, ends)]
+    return size, np.concatenate([[streams], ends])
+
+
+def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
+    """The tiles that have changes, from an untrusted payload."""
+    size, edges = stream_edges(payload, num_elements)
     return [
-        Tile(i * size, min((i + 1) * size, num_elements), payload[starts[i] : starts[i + 1]])
-        for i in range(num_tiles)
-        if starts[i] < starts[i + 1]
+        Tile(i * size, min((i + 1) * size, num_elements), payload[start:stop])
+        for i, (start, stop) in enumerate(pairwise(edges.tolist()))
+        if start < stop
     ]
 
 

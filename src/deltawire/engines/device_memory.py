@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deltawire.codec import CONTEXT, GAP
-from deltawire.codec.tiled import check_status, read_tiles
+from deltawire.codec.tiled import check_status, stream_edges
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import HostMemory, Item, Memory, Written, grid
 from deltawire.engines.staged import PieceChange
@@ -18,8 +18,9 @@ from deltawire.errors import CorruptObject
 from deltawire.format.patches import encode_box
 from deltawire.format.wire import Entry
 from deltawire.kernels.gpu.decode import Box as EncodedBox
-from deltawire.kernels.gpu.decode import Decoded, decode_boxes, is_decodable
+from deltawire.kernels.gpu.decode import decode_boxes, is_decodable, tile_table
 from deltawire.kernels.gpu.live import Launch
+from deltawire.kernels.gpu.streams import TILE_SIZE
 from deltawire.kernels.gpu.sums import SIGNED, Runs, box_sum, signed
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, TensorKey, tensor_key
@@ -66,28 +67,33 @@ class DeviceMemory(Memory):
         changes: dict[int, DeviceChange] = {}
         batches: dict[tuple[str, str, int], list[int]] = {}
         boxes: dict[int, EncodedBox] = {}
+        gathered: list[torch.Tensor] = []
         for i, (entry, piece) in enumerate(entries):
             if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype):
-                boxes[i] = self._box(entry, piece)
+                boxes[i] = self._box(entry, piece, gathered)
                 # Those with tiles of about one size go together: all of them get as much memory as the largest.
-                largest = max((tile.stop - tile.start for tile in boxes[i].tiles), default=1)
+                largest = int(boxes[i].tiles[:, TILE_SIZE.value].max(initial=1))
                 batches.setdefault((entry.dtype.name, entry.encoding, largest.bit_length()), []).append(i)
             else:
                 changes[i] = self._decode_on_host(entry, piece)
         for (dtype, encoding, _), numbers in batches.items():
-            found = decode_boxes([boxes[i] for i in numbers], DTYPES[dtype], encoding == CONTEXT.name, DECODED)
-            _check_statuses([entries[i][0].name for i in numbers], found)
-            for i, each in zip(numbers, found, strict=True):
-                changes[i] = DeviceChange(_in_tensor(entries[i][0].box, each.positions), each.old, each.new)
+            near = next(iter(self._bits.values()))
+            found = decode_boxes([boxes[i] for i in numbers], near, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
+            for i, (status, positions, old, new) in zip(numbers, found, strict=True):
+                _check_status(entries[i][0].name, status)
+                changes[i] = DeviceChange(_in_tensor(entries[i][0].box, positions), old, new)
         return [changes[i] for i in range(len(entries))]
 
-    def _box(self, entry: Entry, piece: Piece) -> EncodedBox:
-        old = grid(self._bits[piece.storage], piece)
-        if not entry.box.is_whole:
-            old = old.view(entry.box.full)[entry.box.slices].contiguous().view(-1)
+    def _box(self, entry: Entry, piece: Piece, gathered: list[torch.Tensor]) -> EncodedBox:
+        """An entry as kernels take it. Old bits that do not lie in sequence are copied, and kept in `gathered`."""
+        flat, size = self._bits[piece.storage], entry.box.num_elements
+        offset, *steps = piece.place
+        address = flat.data_ptr() + flat.itemsize * offset
+        if steps != [piece.columns, 1] or not entry.box.is_whole:
+            gathered.append(grid(flat, piece).view(entry.box.full)[entry.box.slices].contiguous())
+            address = gathered[-1].data_ptr()
         payload = entry.arrays[entry.encoding]
-        tiles = read_tiles(payload, len(old))
-        return EncodedBox(torch.from_numpy(np.require(payload, requirements="W")), tiles, old, entry.num_changed)
+        return EncodedBox(payload, tile_table(*stream_edges(payload, size), size), address, size, entry.num_changed)
 
     def _decode_on_host(self, entry: Entry, piece: Piece) -> DeviceChange:
         """For small tensors, and those that changed nearly everywhere."""
@@ -167,14 +173,11 @@ def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
         memory.digest(piece, key)
 
 
-def _check_statuses(names: Sequence[str], found: Sequence[Decoded]) -> None:
-    """Wait for what decoding has to say."""
-    whose = [name for name, each in zip(names, found, strict=True) for _ in range(len(each.statuses))]
-    for name, status in zip(whose, torch.cat([each.statuses for each in found]).tolist(), strict=True):
-        try:
-            check_status(status)
-        except CorruptObject as error:
-            raise CorruptObject(f"{name}: {error.message}", tensor=name) from None
+def _check_status(name: str, status: int) -> None:
+    try:
+        check_status(status)
+    except CorruptObject as error:
+        raise CorruptObject(f"{name}: {error.message}", tensor=name) from None
 
 
 def _in_tensor(box: Box, positions: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,10 @@ class Engine(Protocol):
     def commit(self, change: EngineChange | EngineDelta) -> float:
         """Pause, write what was staged, check the digest, set the version, resume; returns the seconds of the pause."""
 
+    def after_commit(self) -> Served:
+        """What the engine serves after a commit: as its answer said, or as `status` does."""
+        return self.status()
+
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         """Replace all weights with the engine's own loading code, and check; returns the seconds of the pause.
 

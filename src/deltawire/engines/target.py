@@ -100,13 +100,15 @@ class EngineTarget(Target):
     def digest(self, tied: Mapping[str, str]) -> Digest | None:
         if self.mirror is not None:
             return self.mirror.digest(tied)
-        return self.engine.digest() if self._bind() else None
+        self.refresh()
+        return self.engine.digest() if self._is_bound() else None
 
     def weights(self) -> Weights:
         if self.mirror is not None:
             return self.mirror.weights()
         if self._opened is None:
-            self._bind()
+            self.refresh()
+            self._is_bound()
         return _OnlyInEngine({} if self._opened is None else self._opened[1])
 
     @property
@@ -116,7 +118,7 @@ class EngineTarget(Target):
     def apply_delta(self, delta: Delta) -> None:
         base = WeightVersion(delta.run, delta.base_version, delta.base_digest)
         state = WeightVersion(delta.run, delta.version, delta.digest)
-        if not self._bind() or not self._is_at(base, state):
+        if not self._is_bound() or not self._is_at(base, state):
             raise BaseMismatch(f"the engine does not serve version {base.version}, or another program changed it")
         if self.state() == state:
             self.engine.mark(state)
@@ -129,7 +131,7 @@ class EngineTarget(Target):
     ) -> None:
         if self.mirror is None:
             # Without patches: the weights are there, and the engine does not say so yet.
-            if patches or not self._bind() or self.engine.digest() != state.digest:
+            if patches or not self._is_bound() or self.engine.digest() != state.digest:
                 raise BaseMismatch(f"the engine does not have the weights of version {state.version}")
             self.engine.mark(state)
             self.refresh()
@@ -202,40 +204,45 @@ class EngineTarget(Target):
     def _open(self, mirror: Target) -> bool:
         """Bind the engine to the mirror's tensors. False if it takes no changes in place."""
         weights = mirror.weights()
-        return self.engine.in_place and self._bind({name: spec(weights, name) for name in weights})
+        if self.engine.in_place:
+            self._bind({name: spec(weights, name) for name in weights})
+        return self.engine.in_place
 
-    def _bind(self, specs: Mapping[str, TensorSpec] | None = None) -> bool:
-        """Have the engine find its places, after it was restarted or when the tensors have changed.
-
-        Without `specs` those that it was bound to before; False if it was not.
-        """
-        self.refresh()
+    def _is_bound(self) -> bool:
+        """Whether the engine has found its places since its start, for this agent or for one before it."""
         boot = self._now.boot if self._now else ""
-        if specs is None:
-            if self._opened is None or self._opened[0] != boot:
-                bound = self.engine.specs()
-                self._opened = None if bound is None else (boot, dict(bound))
-            return self._opened is not None
-        wanted = boot, dict(specs)
+        if self._opened is None or self._opened[0] != boot:
+            bound = self.engine.specs()
+            self._opened = None if bound is None else (boot, dict(bound))
+        return self._opened is not None
+
+    def _bind(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Have the engine find its places, after it was restarted or when the tensors have changed."""
+        self.refresh()
+        wanted = self._now.boot if self._now else "", dict(specs)
         if self._opened != wanted:
             self._opened = None
             self.engine.bind(wanted[1])
             self._opened = wanted
             self.refresh()
-        return True
 
     def _switch(self, change: EngineChange | EngineDelta) -> bool:
         """Write a change into the engine; False where its weights turn out to be others than it says."""
+        now = None
         try:
             self.engine.stage(change)
             self._paused(self.engine.commit(change))
+            now = self.engine.after_commit()
             return True
         except (EngineRejected, CorruptObject):
             if self.engine.digest() == change.base.digest:
                 raise
             return False
         finally:
-            self.refresh()
+            if now is None:
+                self.refresh()
+            else:
+                self._now = now
 
     def _load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> None:
         """Give the engine these weights, whatever it has now."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -27,8 +27,8 @@ from deltawire.tensors.weights import torch_view
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 # How much is encoded at a time: shares of all changes and of all blocks, and the least that is worth a launch.
-SHARE = 24
-LEAST_CHANGES, LEAST_BLOCKS = 1 << 20, 1 << 12
+SHARE = 16
+LEAST_CHANGES, LEAST_BLOCKS = 1 << 22, 1 << 15
 
 # Tensors of at most so many elements are read all at once: one copy for each would be dominated by its latency.
 SMALL = 1 << 14
@@ -292,10 +292,14 @@ class _Batch:
         rows = {GAP.name: self._encoder.gap_rows(tiles, surveyed)}
         if self._contextual:
             rows[CONTEXT.name] = self._encoder.context_rows(tiles, surveyed)
-        # One wait for all numbers.
-        numbers = torch.cat([surveyed.digests.view(-1), *(each.sizes for each in rows.values())]).cpu().numpy()
-        gains, *lengths = np.split(numbers, len(split.rows) * np.arange(2, 2 + len(rows)))
-        sizes = dict(zip(rows, lengths, strict=True))
+        back = tiles, surveyed, rows[GAP.name]
+        if len(split.rows) != len(chunks.rows):
+            whole = kernels.tile_table(chunks.rows, origin, num_changes, self._device)
+            back = whole, (found := self._encoder.survey(whole, False)), self._encoder.gap_rows(whole, found)
+        # One wait for all numbers, and one for all streams: each is long if others use the device.
+        numbers = [surveyed.digests.view(-1), *(each.sizes for each in rows.values()), back[2].sizes]
+        gains, *lengths = np.split(torch.cat(numbers).cpu().numpy(), np.cumsum([*map(len, numbers)])[:-1])
+        sizes = dict(zip(rows, lengths, strict=False))
         for tensor, some in split.by_tensor():
             self.gains[tensor] += as_digest(gains.reshape(-1, 2)[some].sum(0))
             for each, streams in self.streams.items():
@@ -306,29 +310,28 @@ class _Batch:
             for tensor, some in split.by_tensor()
             if self._allowed
         }
-        for each in set(best.values()):
-            host, edges = self._written(tiles, surveyed, rows[each], sizes[each], False)
+        used = [each for each in self._allowed if each in best.values()]
+        wanted = [(sizes[each], (tiles, surveyed, rows[each])) for each in used]
+        *written, reverse = self._written([*wanted, (lengths[-1], back)])
+        for each, pieces in zip(used, written, strict=True):
             for tensor, some in split.by_tensor():
-                self.streams[each][tensor].pieces.append(host[edges[some.start] : edges[some.stop]])
-        gap, back_sizes = rows[GAP.name], sizes[GAP.name]
-        if len(split.rows) != len(chunks.rows):
-            del rows
-            tiles = kernels.tile_table(chunks.rows, origin, num_changes, self._device)
-            surveyed = self._encoder.survey(tiles, False)
-            gap = self._encoder.gap_rows(tiles, surveyed)
-            back_sizes = gap.sizes.cpu().numpy()
-        host, edges = self._written(tiles, surveyed, gap, back_sizes, True)
-        return [host[start:end] for start, end in pairwise(edges)]
+                self.streams[each][tensor].pieces += pieces[some]
+        return reverse
 
     def _written(
-        self, tiles: kernels.Tiles, surveyed: kernels.Surveyed, rows: kernels.Rows, sizes: Numbers, back: bool
-    ) -> tuple[Bits, list[int]]:
-        """Streams, concatenated on the host, and where they begin and end; `back` for reverse streams."""
-        edges = np.concatenate([[0], np.cumsum(sizes)])
-        offsets = torch.from_numpy(edges[:-1]).to(self._device)
+        self, wanted: Sequence[tuple[Numbers, tuple[kernels.Tiles, kernels.Surveyed, kernels.Rows]]]
+    ) -> list[list[Bits]]:
+        """The streams of each of several kinds, of known sizes; the last of them are reverse streams."""
+        edges = np.cumsum(np.concatenate([[0], *(sizes for sizes, _ in wanted)]))
         out = torch.zeros(int(edges[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
-        self._encoder.write(tiles, surveyed, rows, offsets, out, back)
-        return torch_view(out).view(np.uint8), edges.tolist()
+        offsets = torch.from_numpy(edges).to(self._device)
+        first = 0
+        for number, (sizes, (tiles, surveyed, rows)) in enumerate(wanted, 1):
+            self._encoder.write(tiles, surveyed, rows, offsets[first:], out, number == len(wanted))
+            first += len(sizes)
+        host = torch_view(out).view(np.uint8)
+        streams = (host[start:end] for start, end in pairwise(edges.tolist()))
+        return [list(islice(streams, len(sizes))) for sizes, _ in wanted]
 
 
 def single_stride(box: Box) -> Runs | None:

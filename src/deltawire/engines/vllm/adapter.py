@@ -41,17 +41,16 @@ class VllmEngine(HttpEngine):
     def __init__(self, url: str, *, api_key: str | None = None, **options: Any) -> None:
         super().__init__(url, api_key=engine_token() if api_key is None else api_key, **options)
         self._on_gpu = False
+        self._after = Served("", ())
 
     def status(self) -> Served:
         answer = self._ask("status")
-        workers = answer["workers"]
-        refuse(workers, "the server cannot be driven")
-        return Served(
-            boot="-".join(each["boot"] for each in workers),
-            states=tuple(version_of(each) for each in workers),
-            version=answer["weight_version"],
-            interrupted=answer["held"],
-        )
+        refuse(answer["workers"], "the server cannot be driven")
+        return self._served(answer["workers"], answer["weight_version"], answer["held"])
+
+    def _served(self, workers: Answers, version: str | None, held: bool = False) -> Served:
+        boot = "-".join(each["boot"] for each in workers)
+        return Served(boot, tuple(version_of(each) for each in workers), version, interrupted=held)
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> None:
         self._take_layout(specs, self._ask("bind", specs=spec_fields(specs))["workers"])
@@ -147,7 +146,11 @@ class VllmEngine(HttpEngine):
             )
         if answer["problem"]:
             raise EngineRejected(f"the update to version {change.state.version} was taken back: {answer['problem']}")
+        self._after = self._served(answer["workers"], str(change.state.version))
         return float(answer["seconds"])
+
+    def after_commit(self) -> Served:
+        return self._after
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         with self._shared.checkpoint(weights, folder, state) as source:

@@ -97,7 +97,8 @@ class Route:
         holds = clears or body["num_workers"] > 1
         resumes = await self._hold(client, mode, clears) if holds else False
         started = time.perf_counter()
-        problem = _problem(await _ask(client, "write", {"token": body["token"]}), body["after"])
+        workers = await _ask(client, "write", {"token": body["token"]})
+        problem = _problem(workers, body["after"])
         failed = None
         if problem is not None:
             failed = _problem(await _ask(client, "undo", {"token": body["token"]}), body["before"])
@@ -108,9 +109,12 @@ class Route:
             await client.update_weight_version(body["version"])
         await self._resume(client, resumes)
         seconds = time.perf_counter() - started
+        if not holds and problem is None:
+            # All else went on between steps.
+            seconds = max(each["result"] for each in workers)
         # Nobody has to wait until memory is given back.
         self._dropping = asyncio.create_task(_ask(client, "drop", {}))
-        return {"problem": problem, "seconds": seconds}
+        return {"problem": problem, "seconds": seconds, "workers": workers}
 
     async def _load(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
         """Load all weights from a folder, with vLLM's own code."""
@@ -131,10 +135,10 @@ class Route:
         """
         if clears:
             await client.renderer.clear_mm_cache_async()
-        # One after the other: asked together, the engine may hear of its own pause first.
-        resumes = self._held or not await client.is_paused()
-        await client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clears)
-        return resumes
+        # Both are sent at once, and in this order: waiting for each would be waiting for a step to end.
+        ask = client.engine_core.call_utility_all_async
+        paused, _ = await asyncio.gather(ask("is_scheduler_paused"), ask("pause_scheduler", mode, clears))
+        return self._held or not any(paused)
 
     async def _keep_held(self, client: Any) -> None:
         """The weights are a mix: nothing is computed from them until others were loaded."""

@@ -8,6 +8,7 @@ once, and its answer is a file that the agent waits for.
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -93,8 +94,10 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             live.measure(self._counted)
             return [str(live.sum_of(numbers)) for numbers in copies]
         if name == "write":
+            started = time.perf_counter()
             self._write(arguments["token"])
-        elif name == "undo":
+            return time.perf_counter() - started
+        if name == "undo":
             live.write(arguments["token"], undo=True)
         elif name == "load":
             self._reload(Path(arguments["folder"]))

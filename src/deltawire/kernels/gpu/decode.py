@@ -7,8 +7,7 @@ waits once, for what the headers say, to know how much memory that is.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,15 +78,7 @@ BLOCK = place.BLOCK.value
 BITMAP_WORDS = place.BLOCK_BITMAP_WORDS.value
 
 
-class Tile(Protocol):
-    """A tile that holds changes, as `codec.tiled.read_tiles` finds it."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def stream(self) -> Any: ...
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +89,7 @@ class Decoded:
     old: torch.Tensor
     new: torch.Tensor
     statuses: torch.Tensor
-    before: npt.NDArray[np.int64]
+    before: Numbers
     """How many changes the tiles before each have, and all have."""
 
 
@@ -201,15 +192,14 @@ def write_changes(
     store_sums(sums, program, low, high)
 
 
-def tile_table(tiles: Sequence[Tile], payload_bytes: int) -> torch.Tensor:
-    """The tiles of a payload, whose streams it ends with, as `decode` takes them: where each begins in the old weights,
-    its size, where its stream begins and ends in bits, and its first position.
+def tile_table(size: int, edges: Numbers, num_elements: int) -> Numbers:
+    """The tiles of a payload that have changes, as `decode` takes them, from what `codec.tiled.stream_edges` returns.
+
+    Where each begins in the old weights, its size, where its stream begins and ends in bits, and its first position.
     """
-    sizes = torch.tensor([len(tile.stream) for tile in tiles], dtype=torch.int64)
-    starts = torch.tensor([tile.start for tile in tiles], dtype=torch.int64)
-    stops = torch.tensor([tile.stop for tile in tiles], dtype=torch.int64)
-    ends = payload_bytes - sizes.sum() + sizes.cumsum(0)
-    return torch.stack([starts, stops - starts, 8 * (ends - sizes), 8 * ends, starts], 1)
+    starts = size * np.arange(len(edges) - 1)
+    rows = np.stack([starts, np.minimum(size, num_elements - starts), 8 * edges[:-1], 8 * edges[1:], starts], 1)
+    return rows[edges[:-1] < edges[1:]]
 
 
 def is_decodable(dtype: "DType") -> bool:
@@ -218,58 +208,45 @@ def is_decodable(dtype: "DType") -> bool:
 
 
 class Box(NamedTuple):
-    """A box to decode: its payload, on the host, its tiles, its old bits, and how many changes there should be."""
+    """A box to decode: its payload, on the host, its tile table, the address of its old bits on the device, how many
+    elements it has, and how many changes there should be.
+    """
 
-    payload: torch.Tensor
-    tiles: Sequence[Tile]
-    old: torch.Tensor
+    payload: npt.NDArray[np.uint8]
+    tiles: Numbers
+    address: int
+    num_elements: int
     num_changed: int
 
 
 def decode_boxes(
-    boxes: Sequence[Box], dtype: "DType", contextual: bool, most_elements: int = MOST_ELEMENTS
-) -> list[Decoded]:
-    """The same for many boxes of one encoding, with about as many launches as for one.
+    boxes: Sequence[Box], near: torch.Tensor, dtype: "DType", contextual: bool, most_elements: int = MOST_ELEMENTS
+) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The worst status, positions, old and new bits of many boxes of one encoding, with as many launches as for one.
 
-    Tiles are addressed from the first box's old bits, wherever the others lie.
+    Old bits are addressed from `near`, any tensor of 16-bit elements on the device. Torch is called for all boxes
+    together: next to a thread that serves, each call may have to wait for the interpreter.
     """
-    if not boxes:
-        return []
-    base = boxes[0].old
-    size = sum(_aligned(box.payload.numel()) for box in boxes)
-    payload = torch.empty(size, dtype=torch.uint8)
-    tables, offset, edges = [], 0, [0]
-    for box in boxes:
-        payload[offset : offset + box.payload.numel()] = box.payload
-        table = tile_table(box.tiles, box.payload.numel())
-        table[:, TILE_BITS.value : TILE_END.value + 1] += 8 * offset
-        table[:, TILE_START.value] += (box.old.data_ptr() - base.data_ptr()) // 2
-        tables.append(table)
-        offset += _aligned(box.payload.numel())
-        edges.append(edges[-1] + len(table))
-    largest = max(boxes, key=lambda box: box.old.numel()).old
-    decoded = decode(payload, torch.cat(tables), base, dtype, contextual, most_elements, most_positions=len(largest))
-    results = []
-    for box, (first, last) in zip(boxes, pairwise(edges), strict=True):
-        begin, end = (int(decoded.before[edge]) for edge in (first, last))
-        if end - begin != box.num_changed:
-            raise CorruptObject(f"the tiles hold {end - begin} changes, the header says {box.num_changed}")
-        some = slice(begin, end)
-        results.append(
-            Decoded(
-                decoded.positions[some], decoded.old[some], decoded.new[some], decoded.statuses[first:last],
-                decoded.before[first : last + 1],
-            )
-        )  # fmt: skip
-    return results
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // WORD_BYTES) * WORD_BYTES
+    offsets = np.cumsum([0, *(len(box.payload) for box in boxes)])
+    places = [(box.address - near.data_ptr()) // 2 for box in boxes]
+    num_tiles = [len(box.tiles) for box in boxes]
+    table = np.concatenate([box.tiles for box in boxes])
+    table[:, TILE_BITS.value : TILE_END.value + 1] += 8 * np.repeat(offsets[:-1], num_tiles)[:, None]
+    table[:, TILE_START.value] += np.repeat(places, num_tiles)
+    payload = torch.from_numpy(np.concatenate([box.payload for box in boxes]))
+    most_positions = max(box.num_elements for box in boxes)
+    decoded = decode(payload, table, near, dtype, contextual, most_elements, most_positions)
+    counts = np.diff(decoded.before[np.cumsum([0, *num_tiles])]).tolist()
+    for box, count in zip(boxes, counts, strict=True):
+        if count != box.num_changed:
+            raise CorruptObject(f"the tiles hold {count} changes, the header says {box.num_changed}")
+    statuses = np.maximum.reduceat(decoded.statuses.cpu().numpy(), np.cumsum([0, *num_tiles[:-1]])).tolist()
+    parts = (each.split(counts) for each in (decoded.positions, decoded.old, decoded.new))
+    return list(zip(statuses, *parts, strict=True))
 
 
 def decode(
-    payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool,
+    payload: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
     most_elements: int = MOST_ELEMENTS, most_positions: int | None = None,
 ) -> Decoded:  # fmt: skip
     """The changes of a box of 16-bit floats, from the payload of `gap` or `context` and the old bits.
@@ -291,18 +268,18 @@ class _Batch:
     """A payload on its way: its words, the tables of its tiles, and its changes as far as they are known."""
 
     def __init__(
-        self, payload: torch.Tensor, tiles: torch.Tensor, old: torch.Tensor, dtype: "DType", contextual: bool,
+        self, payload: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
         most_positions: int,
     ) -> None:  # fmt: skip
         self.old, self.device, self._most_positions = old, old.device, most_positions
         self.classes = place.CLASSES.value if contextual else 1
         self.words = self._new(payload.numel() // WORD_BYTES + SPARE_WORDS, torch.int32)
         self.words.view(torch.uint8)[: payload.numel()].copy_(payload, non_blocking=True)
-        largest = int(tiles[:, TILE_SIZE.value].max()) if len(tiles) else 1
+        largest = int(tiles[:, TILE_SIZE.value].max(initial=1))
         self.tile_blocks = triton.next_power_of_2(triton.cdiv(largest, BLOCK))
         aligned = old.data_ptr() % 16 == 0 and not (tiles[:, TILE_START.value] % 8).any()
         self.layout = {"SHIFT": dtype.exponent_shift, "MASK": dtype.exponent_mask, "ALIGNED": bool(aligned)}
-        self.tiles = tiles.to(self.device, non_blocking=True)
+        self.tiles = torch.from_numpy(tiles).to(self.device, non_blocking=True)
         self._read_headers()
 
     def _new(self, size: int, kind: torch.dtype) -> torch.Tensor:

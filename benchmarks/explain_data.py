@@ -9,6 +9,7 @@ that is not in this file or computed from it.
 import argparse
 import base64
 import json
+import statistics
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +36,7 @@ from support.recorded import RECORDINGS, recorded_steps
 
 OUTPUT = Path(__file__).parent.parent / "src/deltawire/pages/static/explain/recorded.json"
 BF16 = DTYPES["BF16"]
+GPU_MODELS = {"0.6b": 596_049_920, "8b": 8_190_735_360}
 LEARNING_RATES = {"rl-lr1e-6": 1e-6, "rl-lr3e-6": 3e-6}
 COLUMNS = 64
 FIELD = COLUMNS * COLUMNS
@@ -193,17 +195,20 @@ def measured():
         }  # fmt: skip
 
     vllm, notes = {row["way"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
-    publishes = {(row["model"], row["method"]): row for row in read_csv("gpu_publish.csv")}
-    devices = {row["work"]: float(row["milliseconds"]) / 1000 for row in read_csv("gpu.csv")}
+    on_gpu = read_csv("vllm_gpu.csv")
     demo = json.loads((RESULTS / "demo.json").read_text())["runs"][0]
-    coo_bytes = 6
 
-    def publish(model):
-        own, other = publishes[model, "deltawire"], publishes[model, "torch nonzero"]
+    def median(column, model, source="mapping"):
+        """Of the rounds with 1 % and eight streams, after the first."""
+        conditions = {"model": model, "source": source, "changed": "0.01", "streams": "8"}
+        rows = [row for row in on_gpu if conditions.items() <= row.items() and row["round"] != "0"]
+        return statistics.median(float(row[column]) for row in rows if row["requests"] == rows[0]["requests"])
+
+    def gpu_model(model):
         return {
-            "model": model, "weights": round(int(other["payload_bytes"]) / coo_bytes / float(other["density"])),
-            "blocked": float(own["blocked_ms"]) / 1000, "in_host_memory": float(own["in_host_memory_ms"]) / 1000,
-            "bytes": int(own["payload_bytes"]), "density": float(own["density"]),
+            "model": model, "weights": GPU_MODELS[model], "blocked": median("blocked_ms", model) / 1000,
+            "encode": median("encode_s", model), "apply": median("apply_s", model),
+            "pause": median("pause_ms", model) / 1000, "served": median("served_s", model),
         }  # fmt: skip
 
     return {
@@ -216,10 +221,12 @@ def measured():
             "reload": float(vllm["reload"]["pause_ms"]) / 1000,
         },
         "gpu": {
-            "name": notes_of("gpu.csv")["gpu"], "weights": 1 << 30, "density": 0.0115,
-            "decode": devices["context: decode, payload from the host"],
-            "write": devices["context: apply with check and digest"],
-            "publishes": [publish("Qwen3-0.6B"), publish("Qwen3-8B")],
+            "name": notes_of("vllm_gpu.csv")["gpu"], "density": 0.01,
+            "models": [gpu_model(model) for model in GPU_MODELS],
+            "reload": {
+                "weights": GPU_MODELS["0.6b"], "stop": median("pause_ms", "0.6b", "vLLM pause") / 1000,
+                "seconds": median("pause_ms", "0.6b", "vLLM reload") / 1000,
+            },
         },
         "density": [
             {name: float(row[name]) for name in ("density", "bytes_per_change", "encode_ratio", "decode_ratio")}

@@ -12,7 +12,7 @@ what its `sparse_nccl` calls, from a file in shared memory instead of NCCL, `rel
 there, and `pause` does nothing in between: what running requests cost if their context is computed again.
 
 Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
-the longest of four seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
+the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
 until the server served the version; pause_ms how long no step was computed; staging_mb how much GPU memory the pull
 took for a while, kept_mb what of it was left, host_mb by how much the agent's memory grew.
 """
@@ -28,6 +28,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
@@ -359,9 +360,9 @@ class Case:
         self.streams = Streams(self.server.url, number, path)
         try:
             # The first requests of a server compile.
-            time.sleep(4 if self.rows else 12)
+            time.sleep(2 if self.rows else 12)
             quiet = time.time()
-            time.sleep(4)
+            time.sleep(3)
             idle = round(self.streams.longest_ms(quiet, time.time()), 1)
             yield {"model": self.model, "mode": self.mode, "changed": density, "streams": number, "idle_ms": idle}
         finally:
@@ -370,6 +371,8 @@ class Case:
     def change(self, density):
         self.seed += 1
         change(self.weights, density, self.seed)
+        # Until streams have got over the checksums of the round before.
+        time.sleep(0.3)
 
     def update(self, publisher, replica, target, about, number):
         self.change(about["changed"])
@@ -460,7 +463,10 @@ def main():
                 rows += case.rows if case is not None else []
                 if rows:
                     table = [[row[each] for each in rows[0]] for row in rows]
-                    write_csv("vllm_gpu.csv", list(rows[0]), table, folder=options.out)
+                    notes = {
+                        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": version("vllm"),
+                    }  # fmt: skip
+                    write_csv("vllm_gpu.csv", list(rows[0]), table, folder=options.out, notes=notes)
         del case
         torch.cuda.empty_cache()
 

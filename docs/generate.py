@@ -172,13 +172,15 @@ included. Made by `benchmarks/vllm_updates.py`.
 VLLM_GPU = """
 ## In a live vLLM server on a GPU
 
-vLLM {vllm} on an {gpu} serves eight streams with random weights of a Qwen3's shapes while a trainer on the same GPU
-changes 1 % of them and publishes from a mapping of CUDA tensors, through a folder. Workers decode on the GPU against
-the weights that they serve, and no mirror is kept. After each update every parameter's SHA-256 was equal to one that
-was computed from the trainer's tensors. "Blocked" is how long `publish` holds the trainer, "served" the time from that
-call until the server serves the version, "gap" the longest between two tokens of any stream, with the context of
-running requests computed again. Made by `benchmarks/vllm_gpu.py`; all rows are in
-[`vllm_gpu.csv`](../benchmarks/results/vllm_gpu.csv).
+vLLM {vllm} on an {gpu} serves streams with random weights of a Qwen3's shapes while a trainer on the same GPU changes
+some of them and publishes a mapping, an iterator or a module of CUDA tensors, through a folder. Workers decode on the
+GPU against the weights that they serve, and no mirror is kept. After each update every parameter's SHA-256 was equal to
+one that was computed from the trainer's tensors. "Blocked" is how long `publish` holds the trainer, "served" the time
+from that call until the server serves the version, "gap" the longest between two tokens of any stream, first update
+included, and "idle" the same without updates. "Recompute" computes the context of running requests again, "keep" does
+not. Below each shape are vLLM's own ways in the same server: `pause` and resume around nothing, its patch API (which
+`sparse_nccl` uses) and its reload, both from files in shared memory; there "blocked" is making the file. Milliseconds.
+Made by `benchmarks/vllm_gpu.py`; all rows are in [`vllm_gpu.csv`](../benchmarks/results/vllm_gpu.csv).
 
 {table}
 """
@@ -315,22 +317,26 @@ def vllm_section() -> str:
 
 
 def vllm_gpu_section() -> str:
-    """The same on a GPU: for each model its rounds after the first, which also loads kernels."""
+    """The same on a GPU: least and most of the rounds of each case."""
     notes, rows = read("vllm_gpu.csv")
+    cases: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        case = (row["model"], row["mode"], row["source"], row["requests"], row["changed"], row["streams"])
+        cases.setdefault(case, []).append(row)
     lines = []
-    for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in rows):
-        some = [row for row in rows if (row["model"], row["mode"]) == (model, mode) and row["round"] != "0"]
+    for (model, mode, source, requests, changed, streams), some in cases.items():
 
         def spread(column: str, some: list[dict[str, str]] = some, times: int = 1) -> str:
-            values = sorted(times * float(row[column]) for row in some)
-            return f"{values[0]:.0f} - {values[-1]:.0f}"
+            values = sorted(round(times * float(row[column])) for row in some)
+            return f"{values[0]:,}" if values[0] == values[-1] else f"{values[0]:,} - {values[-1]:,}"
 
         lines.append([
-            f"Qwen3-{model.upper()}, {mode}", spread("pause_ms"), spread("gap_ms"), spread("blocked_ms"),
-            spread("committed_s", times=1000), spread("served_s", times=1000), f"{int(some[0]['bytes']) / 1e6:.1f} MB",
+            f"Qwen3-{model.upper()}, {mode}", source, requests, f"{100 * float(changed):g} %", streams, str(len(some)),
+            spread("idle_ms"), spread("gap_ms"), spread("pause_ms"), spread("blocked_ms"),
+            spread("served_s", times=1000), f"{int(some[0]['bytes']) / 1e6:,.1f} MB",
         ])  # fmt: skip
-    header = ["shape", "pause, ms", "gap, ms", "blocked, ms", "committed, ms", "served, ms", "delta"]
-    return VLLM_GPU.format(vllm=notes["vllm"], gpu=notes["gpu"], table=markdown_table(header, lines))
+    header = ["shape", "from", "requests", "changed", "streams", "rounds", "idle", "gap", "pause", "blocked", "served"]
+    return VLLM_GPU.format(vllm=notes["vllm"], gpu=notes["gpu"], table=markdown_table([*header, "sent"], lines))
 
 
 def publish_section() -> str:

@@ -21,7 +21,7 @@ export function rates({ chain, vllm, gpu, density }) {
   const bytesPerSecond = loopback.full_bytes / loopback.full_seconds;
   const { apply, ...before } = loopback.phases;
   const sum = Object.values(before).reduce((total, seconds) => total + seconds, 0);
-  const [small, large] = gpu.publishes;
+  const [small, large] = gpu.models;
   const slope = (of) => (of(large) - of(small)) / (large.weights - small.weights);
   const line = (of) => ({ slope: slope(of), start: of(small) - slope(of) * small.weights });
   return {
@@ -32,7 +32,9 @@ export function rates({ chain, vllm, gpu, density }) {
     // What is left of the time from publish to served, when all that was measured apart is taken away.
     stage: vllm.served - vllm.pause - (sum * vllm.weights) / loopback.weights,
     gpuDiff: line((each) => each.blocked),
-    gpuEncode: line((each) => each.in_host_memory - each.blocked),
+    gpuEncode: line((each) => each.encode),
+    gpuDecode: line((each) => each.apply - each.pause),
+    gpuPause: line((each) => each.pause),
     density,
   };
 }
@@ -73,13 +75,15 @@ export function costs(measured, input) {
       formula: `${times(seconds, size, weightsText(of))} × ${trim(factor)} for a density of ${percentText(density)}`,
     };
   };
-  const onGpu = (name, { slope, start }) => ({
+  // By two models that were measured at one density: what depends on changes is like that of a larger or smaller model.
+  const onGpu = (name, where, { slope, start }, as = weights) => ({
     name,
-    where: "trainer",
-    seconds: start + slope * weights,
-    source: "gpu_publish.csv",
-    formula: `${secondsText(start)} + ${secondsText(slope * 1e9)} × ${trim(weights / 1e9)} B, by two models`,
+    where,
+    seconds: Math.max(start + slope * as, 0),
+    source: "vllm_gpu.csv",
+    formula: `${secondsText(start)} + ${secondsText(slope * 1e9)} × ${trim(as / 1e9)} B, by two models`,
   });
+  const byChanges = (weights * density) / gpu.density;
   const plain = (name, where, seconds, by, of, source) => ({
     name,
     where,
@@ -91,8 +95,10 @@ export function costs(measured, input) {
   const phases = chain.loopback.phases;
   const diff = onCpu
     ? plain("diff", "trainer", phases.diff, weights, chain.loopback.weights, "chain.csv")
-    : onGpu("diff", rate.gpuDiff);
-  const encode = onCpu ? scaled("encode", "trainer", phases.encode, "encode_ratio") : onGpu("encode", rate.gpuEncode);
+    : onGpu("diff", "trainer", rate.gpuDiff);
+  const encode = onCpu
+    ? scaled("encode", "trainer", phases.encode, "encode_ratio")
+    : onGpu("encode", "trainer", rate.gpuEncode, byChanges);
   const upload = transfer("upload", deltaBytes, rate.requestUp);
   const commit = {
     name: "commit",
@@ -104,36 +110,37 @@ export function costs(measured, input) {
   const fetch = transfer("fetch", deltaBytes, rate.requestDown);
   const decode = onCpu
     ? scaled("verify and decode", "replica", phases.decode, "decode_ratio")
-    : plain("verify and decode", "replica", gpu.decode, weights, gpu.weights, "gpu.csv");
+    : onGpu("verify and decode", "replica", rate.gpuDecode, byChanges);
   const stage = onCpu
     ? { ...plain("stage", "replica", rate.stage, weights, vllm.weights, "vllm.csv"), rest: true }
     : {
         name: "stage",
         where: "replica",
         seconds: 0,
-        formula: "decoded on the device: nothing to bring there",
-        source: "gpu.csv",
+        formula: "decoded where the weights are: a part of decoding",
+        source: "vllm_gpu.csv",
       };
-  const bench = onCpu ? vllm : gpu;
-  const write = (bench.write * weights * density) / (bench.weights * bench.density);
-  const pause = {
-    name: "pause and write",
-    where: "pause",
-    seconds: rate.pauseRequests + write,
-    source: onCpu ? "vllm.csv" : "vllm.csv, gpu.csv",
-    write,
-    formula:
-      `${secondsText(rate.pauseRequests)} for the requests + ${secondsText(write)} to write ` +
-      `${weightsText(weights * density)} changes`,
-  };
+  const write = (vllm.write * weights * density) / (vllm.weights * vllm.density);
+  const pause = onCpu
+    ? {
+        name: "pause and write",
+        where: "pause",
+        seconds: rate.pauseRequests + write,
+        source: "vllm.csv",
+        formula:
+          `${secondsText(rate.pauseRequests)} for the requests + ${secondsText(write)} to write ` +
+          `${weightsText(weights * density)} changes`,
+      }
+    : onGpu("pause and write", "pause", rate.gpuPause, byChanges);
   const delta = [diff, encode, upload, commit, fetch, decode, stage, pause];
 
+  const { reload } = gpu;
   const stop = {
     name: "pause",
     where: "pause",
-    seconds: rate.pauseRequests,
+    seconds: onCpu ? rate.pauseRequests : reload.stop,
     formula: "the requests, as measured",
-    source: "vllm.csv",
+    source: onCpu ? "vllm.csv" : "vllm_gpu.csv",
   };
   const whole =
     full === "broadcast"
@@ -153,13 +160,7 @@ export function costs(measured, input) {
           { ...transfer("fetch", fullBytes, rate.requestDown), where: "pause" },
           onCpu
             ? plain("reload", "pause", vllm.reload, weights, vllm.weights, "vllm.csv")
-            : {
-                name: "reload",
-                where: "pause",
-                seconds: 0,
-                formula: "not measured on a GPU: counted as nothing",
-                source: "",
-              },
+            : plain("reload", "pause", reload.seconds - reload.stop, weights, reload.weights, "vllm_gpu.csv"),
         ];
   const total = (list) => list.reduce((sum, phase) => sum + phase.seconds, 0);
   return {

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from deltawire.format.checkpoint import Checkpoint as Checkpoint
     from deltawire.format.checkpoint import save_anchor as save_anchor
     from deltawire.format.delta import Delta as Delta
-    from deltawire.format.delta import apply as apply
     from deltawire.format.delta import diff as diff
     from deltawire.format.patches import Patch as Patch
+    from deltawire.format.replay import apply as apply
     from deltawire.publish.publication import Publication as Publication
     from deltawire.publish.publisher import Publisher as Publisher
     from deltawire.publish.sharded.publisher import ShardedPublisher as ShardedPublisher
@@ -43,7 +43,7 @@ _HOMES = {
     "Pull": "follow.replica",
     "Replica": "follow.replica",
     "ShardedPublisher": "publish.sharded.publisher",
-    "apply": "format.delta",
+    "apply": "format.replay",
     "diff": "format.delta",
     "digest": "tensors.digest",
     "open_store": "store",

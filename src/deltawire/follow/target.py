@@ -9,7 +9,7 @@ import numpy as np
 
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.delta import Delta
-from deltawire.format.patches import Patch
+from deltawire.format.patches import Patch, write_patches
 from deltawire.format.replay import Replay
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import ALIASES, DType, dtype_named, empty_bits
@@ -128,9 +128,7 @@ class MemoryTarget(Target):
     ) -> None:
         targets = writables(self._read(), [patch.name for patch in patches], tied)
         self._state = None
-        for patch in patches:
-            for value in targets[patch.name]:
-                write(value, patch.where, patch.bits)
+        write_patches(targets, patches)
         self._become(state, tied)
 
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:

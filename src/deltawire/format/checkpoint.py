@@ -3,24 +3,24 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 from deltawire.disk import read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
-from deltawire.format.container import MOST_HEADER_BYTES, Container, header_bytes, lay_out, raw, replacing, temp_path
-from deltawire.format.wire import FORMAT_VERSION, read_number, read_tied, tied_metadata
+from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes, replacing, temp_path
+from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
+from deltawire.format.wire import metadata_fields, read_number, read_tied
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
 from deltawire.tensors.names import PREFIX, check_names, resolve_ties
-from deltawire.tensors.weights import DTypeChoice, Tensor, TensorSpec, Weights, mapping_of, view
+from deltawire.tensors.weights import DTypeChoice, Tensor, TensorSpec, Viewed, Weights, mapping_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Next to the weights of a mirror: their current version, since their own headers are not updated.
 STATE_NAME = "deltawire.json"
 MOST_STATE_BYTES = 16_000_000
-MAX_SHARD_BYTES = 5_000_000_000
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -140,7 +140,7 @@ def save_anchor(
     version: int = 0,
     dtype: DTypeChoice = None,
     tied: Mapping[str, str] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_FILE_BYTES,
     threads: int | None = None,
 ) -> Digest:
     """Write all weights as a checkpoint that states its version and digest.
@@ -165,57 +165,35 @@ def save_anchor(
     tied = resolve_ties(tied or {}, weights)
     check_names(weights)
     state = digest(weights, dtype=dtype, tied=tied, threads=threads)
-    specs = {}
-    for name in weights:
-        if name not in tied:
-            tensor = view(name, weights[name], dtype)
-            specs[name] = tensor.dtype.name, tensor.shape
+    own = Viewed(weights, dtype, tied)
+    specs = {name: own.spec(name) for name in own}
     num_elements = sum(prod(shape) for _, shape in specs.values())
     metadata = {"format": "pt"} | anchor_info(run, version, state, num_elements, tied)
-    single = path.suffix == ".safetensors"
-    shards = split_shards(specs, None if single else max_shard_bytes)
-    write_checkpoint(path, shards, metadata, lambda name: view(name, weights[name], dtype).bits)
+    shards = name_shards(group_specs(specs, inf if path.suffix == ".safetensors" else max_shard_bytes))
+    write_checkpoint(path, shards, metadata, lambda name: own[name].bits)
     return state
 
 
 def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: Mapping[str, str]) -> dict[str, str]:
     """The metadata that makes a checkpoint an anchor."""
-    info = {
-        "format": str(FORMAT_VERSION),
-        "kind": "anchor",
-        "run": run,
-        "version": str(version),
-        "digest": str(state),
-        "total": str(num_elements),
-    }
-    return {PREFIX + key: value for key, value in info.items()} | tied_metadata(tied)
+    stated = {"run": run, "version": str(version), "digest": str(state), "total": str(num_elements)}
+    return metadata_fields("anchor", tied, **stated)
 
 
-def split_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int | None) -> dict[str, dict[str, TensorSpec]]:
-    """Assign tensors to files: all to one, or to as many as the size limit requires."""
-    return name_shards(group_specs(specs, max_shard_bytes))
+def group_specs(specs: Mapping[str, TensorSpec], max_shard_bytes: float) -> list[dict[str, TensorSpec]]:
+    """Group tensors by a size limit; there is at least one group."""
+    groups = grouped(sorted(specs), lambda name: num_bytes_of(specs[name]), max_shard_bytes)
+    return [{name: specs[name] for name in group} for group in groups]
 
 
-def group_specs(specs: Mapping[str, TensorSpec], max_shard_bytes: int | None) -> list[dict[str, TensorSpec]]:
-    """Group tensors by a size limit, or all in one group; there is at least one group."""
-    groups: list[dict[str, TensorSpec]] = [{}]
-    filled = 0
-    for name in sorted(specs):
-        dtype, shape = specs[name]
-        size = prod(shape) * DTYPES[dtype].itemsize
-        if max_shard_bytes is not None and groups[-1] and filled + size > max_shard_bytes:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = specs[name]
-        filled += size
-    return groups
+def num_bytes_of(spec: TensorSpec) -> int:
+    dtype, shape = spec
+    return prod(shape) * DTYPES[dtype].itemsize
 
 
 def name_shards(groups: list[dict[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
     """File names for groups of tensors, as in any Hugging Face checkpoint."""
-    if len(groups) == 1:
-        return {SINGLE_NAME: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+    return dict(zip(part_names("model", len(groups)), groups, strict=True))
 
 
 def write_checkpoint(
@@ -231,7 +209,7 @@ def write_checkpoint(
     if path.suffix == ".safetensors":
         (specs,) = shards.values()
         with replacing(path) as file:
-            file.writelines(_shard_bytes(specs, metadata, bits_of))
+            file.writelines(file_bytes(specs, metadata, bits_of))
             check()
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -241,7 +219,7 @@ def write_checkpoint(
     try:
         for name, specs in shards.items():
             with replacing(temporary / name) as file:
-                file.writelines(_shard_bytes(specs, metadata, bits_of))
+                file.writelines(file_bytes(specs, metadata, bits_of))
         if len(shards) > 1:
             with replacing(temporary / INDEX_NAME) as file:
                 file.write(index_bytes(shards))
@@ -254,17 +232,8 @@ def write_checkpoint(
         raise
 
 
-def _shard_bytes(
-    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
-) -> Iterator[bytes | memoryview]:
-    slots = lay_out(specs)
-    yield header_bytes(slots, metadata)
-    for name in slots:
-        yield raw(bits_of(name))
-
-
 def index_bytes(shards: Mapping[str, Mapping[str, TensorSpec]]) -> bytes:
-    size = sum(prod(shape) * DTYPES[dtype].itemsize for specs in shards.values() for dtype, shape in specs.values())
+    size = sum(num_bytes_of(spec) for specs in shards.values() for spec in specs.values())
     weight_map = {name: file for file, specs in shards.items() for name in specs}
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2) + "\n").encode()

@@ -6,7 +6,7 @@ numpy. Here tensors are read and written one at a time, as bit patterns, and eve
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -117,14 +117,11 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
 def _slot(name: str, entry: Any, corrupt: Any) -> Slot:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        well_formed = isinstance(dtype, str) and all(map(_is_count, [*shape, start, stop]))
+        counts = [*shape, start, stop]
+        well_formed = isinstance(dtype, str) and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)
     except (KeyError, TypeError, ValueError):
         well_formed = False
     if not well_formed:
@@ -165,6 +162,16 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
     if len(text) > MOST_HEADER_BYTES:
         raise ValueError(f"{len(slots)} tensors need a header of {len(text)} bytes, {MOST_HEADER_BYTES} are read")
     return len(text).to_bytes(8, "little") + text
+
+
+def file_bytes(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a whole file, tensor by tensor."""
+    slots = lay_out(tensors)
+    yield header_bytes(slots, metadata)
+    for name in slots:
+        yield raw(bits_of(name))
 
 
 @contextmanager

@@ -1,27 +1,26 @@
-"""Deltas without a store: `diff` computes one from two sets of weights, `apply` applies it in place."""
+"""Deltas without a store: `diff` computes one from two sets of weights; `replay.py` applies it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltawire.codec import EncodingChoice, allowed_encodings
-from deltawire.errors import BaseMismatch, DigestMismatch, ShapeMismatch, UnknownParameter
+from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format import parts
 from deltawire.format.container import Container
-from deltawire.format.patches import Patch, decode_entry, decode_part, describe, encode_box, matching, patch_digest
+from deltawire.format.patches import (
+    Patch,
+    check_known,
+    check_spec,
+    decode_entry,
+    decode_part,
+    describe,
+    encode_box,
+)
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
 from deltawire.tensors.boxes import Box
-from deltawire.tensors.digest import Digest, WeightVersion, digest, tensor_digest
+from deltawire.tensors.digest import Digest, WeightVersion, tensor_digest
 from deltawire.tensors.names import check_names, resolve_ties
-from deltawire.tensors.weights import (
-    DTypeChoice,
-    Weights,
-    mapping_of,
-    num_elements,
-    untied_name,
-    view,
-    writables,
-    write,
-)
+from deltawire.tensors.weights import DTypeChoice, Viewed, Weights, mapping_of, num_elements, view
 from deltawire.workers import Workers
 
 # Called with the name and the number of elements of each tensor that is done.
@@ -83,12 +82,16 @@ class Delta:
             ShapeMismatch: A tensor has another shape or dtype than in the delta.
             ValueError: An encoding needs weights that were not given.
         """
+        base = None if weights is None else Viewed(weights, dtype)
 
         def decode_one(entry: Entry, workers: Workers) -> Patch | None:
             if boxes is not None and entry.name in boxes:
-                shard = None if weights is None else view(entry.name, weights[entry.name], dtype)
-                return decode_part(entry, boxes[entry.name], shard, workers)
-            return decode_entry(entry, None if weights is None else matching(entry, weights, dtype), workers)
+                return decode_part(entry, boxes[entry.name], None if base is None else base[entry.name], workers)
+            if base is None:
+                return decode_entry(entry, None, workers)
+            check_known(entry, base)
+            check_spec(entry, base.spec(entry.name))
+            return decode_entry(entry, base[entry.name], workers)
 
         with Workers(threads) as workers:
             for _, patch in workers.spread(self.entries, lambda entry: entry.box.num_elements, decode_one):
@@ -119,16 +122,12 @@ class Delta:
             ObjectMissing: There is no such file.
             FormatError: It is not a delta, is damaged, or parts of it are missing.
         """
-        return cls._of(parts.find(Path(path)))
+        return cls.open(parts.find(Path(path)))
 
     @classmethod
     def open(cls, files: Sequence[Path]) -> "Delta":
         """The same for a delta whose parts are all known."""
-        return cls._of([Container(file) for file in files])
-
-    @classmethod
-    def _of(cls, containers: list[Container]) -> "Delta":
-        return cls(*parts.merge(containers), [each.source for each in containers if isinstance(each.source, Path)])
+        return cls(*parts.merge([Container(file) for file in files]), files)
 
 
 def diff(
@@ -200,10 +199,11 @@ def diff_into(
     def compare(name: str, workers: Workers) -> tuple[Entry | None, Digest, Digest, int]:
         before, after = view(name, old[name], dtype), view(name, new[name], dtype)
         if (before.dtype, before.shape) != (after.dtype, after.shape):
+            expected, actual = describe(before.dtype, before.shape), describe(after.dtype, after.shape)
             raise ShapeMismatch(
-                f"{name} is {describe(before)} in the old weights and {describe(after)} in the new ones: "
+                f"{name} is {expected} in the old weights and {actual} in the new ones: "
                 "a delta keeps shapes and dtypes, publish an anchor instead",
-                tensor=name, expected=describe(before), actual=describe(after),
+                tensor=name, expected=expected, actual=actual,
             )  # fmt: skip
         was = tensor_digest(name, before, workers)
         entry, gain = encode_box(name, before.dtype, before.bits, after.bits, Box.whole(before.shape), allowed, workers)
@@ -230,83 +230,6 @@ def diff_into(
         num_elements=total,
         tied={name: to for name, to in tied.items() if to in changed_names},
     )
-
-
-def apply(
-    delta: Delta,
-    weights: Weights,
-    *,
-    base_digest: Digest | None = None,
-    dtype: DTypeChoice = None,
-    threads: int | None = None,
-) -> Digest:
-    """Apply a delta to weights in place, or raise and leave them unchanged.
-
-    Everything is decoded and checked before the first write: names, shapes and dtypes, the digest of the weights, and
-    the digest that they will have.
-
-    Args:
-        delta: The delta to apply.
-        weights: The weights at its base version: arrays or tensors by name, or a torch module.
-        base_digest: The digest of the weights, if known. Saves a scan of all weights.
-        dtype: What the bits of integer arrays mean, as for `diff`.
-        threads: Number of threads (default: all available cores).
-
-    Returns:
-        The digest of the weights after the delta.
-
-    Raises:
-        BaseMismatch: The weights are not the base of the delta.
-        DigestMismatch: The delta does not lead to the digest that it states: it is damaged.
-        UnknownParameter: The weights lack a tensor that the delta changes.
-        ShapeMismatch: A tensor has another shape or dtype than in the delta.
-        ValueError: A tensor cannot be changed in place, or a tied name has other weights.
-    """
-    weights = mapping_of(weights)
-    for entry in delta.entries:
-        matching(entry, weights, dtype)
-    targets = writables(weights, [entry.name for entry in delta.entries], delta.tied)
-    differing = untied_name(weights, delta.tied, dtype)
-    if differing is not None:
-        raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, and has other weights here")
-    if base_digest is None:
-        base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
-    check_base(delta.info, base_digest)
-
-    def prepare(entry: Entry, workers: Workers) -> tuple[Patch, Digest]:
-        old = matching(entry, weights, dtype)
-        patch = decode_entry(entry, old, workers)
-        return patch, patch_digest(patch, old, workers)
-
-    patches = []
-    reached = base_digest
-    with Workers(threads) as workers:
-        for _, (patch, gain) in workers.spread(delta.entries, lambda entry: entry.box.num_elements, prepare):
-            patches.append(patch)
-            reached += gain
-    check_reached(delta.info, reached)
-    for patch in patches:
-        for value in targets[patch.name]:
-            write(value, patch.where, patch.bits)
-    return reached
-
-
-def check_base(info: DeltaInfo, actual: Digest) -> None:
-    if actual != info.base_digest:
-        raise BaseMismatch(
-            f"these are not the weights of version {info.base_version} that the delta was made for: "
-            f"their digest is {actual}, not {info.base_digest}",
-            version=info.base_version, expected=str(info.base_digest), actual=str(actual),
-        )  # fmt: skip
-
-
-def check_reached(info: DeltaInfo, actual: Digest) -> None:
-    if actual != info.digest:
-        raise DigestMismatch(
-            f"the delta leads to digest {actual}, not to {info.digest} as it states for version {info.version}: "
-            "it is damaged, get it again",
-            version=info.version, expected=str(info.digest), actual=str(actual),
-        )  # fmt: skip
 
 
 def _check_names(old: list[str], new: list[str]) -> None:

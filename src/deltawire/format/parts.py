@@ -3,10 +3,11 @@
 import os
 import re
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -18,20 +19,27 @@ from deltawire.tensors.names import PREFIX
 
 MAX_FILE_BYTES = 5_000_000_000
 
+Item = TypeVar("Item")
+
 _PART_NAME = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
-def split(entries: list[Entry], max_file_bytes: int) -> list[list[Entry]]:
-    """Assign entries to files."""
-    groups: list[list[Entry]] = [[]]
+def grouped(items: Iterable[Item], num_bytes: Callable[[Item], int], max_file_bytes: float) -> list[list[Item]]:
+    """Assign items to files by a size limit, in order; there is at least one file."""
+    groups: list[list[Item]] = [[]]
     room = max_file_bytes
-    for entry in entries:
-        if entry.num_bytes > room and groups[-1]:
+    for item in items:
+        if num_bytes(item) > room and groups[-1]:
             groups.append([])
             room = max_file_bytes
-        groups[-1].append(entry)
-        room -= entry.num_bytes
+        groups[-1].append(item)
+        room -= num_bytes(item)
     return groups
+
+
+def split(entries: list[Entry], max_file_bytes: float) -> list[list[Entry]]:
+    """Assign entries to files."""
+    return grouped(entries, lambda entry: entry.num_bytes, max_file_bytes)
 
 
 def part_names(stem: str, num_parts: int) -> list[str]:
@@ -62,16 +70,14 @@ def is_delta(path: Path) -> bool:
     return bool(_part_files(path))
 
 
-def find(path: Path) -> list[Container]:
+def find(path: Path) -> list[Path]:
     """All files of the delta that was saved to `path`, which may be one of several parts."""
-    if path.is_file():
-        first = Container(path)
-        if read_part(first)[2] == (1, 1):
-            return [first]
+    if path.is_file() and read_part(Container(path))[2] == (1, 1):
+        return [path]
     files = _part_files(path)
     if not files:
         raise ObjectMissing(f"{path} does not exist", path=str(path))
-    return [Container(file) for file in files]
+    return files
 
 
 def _part_files(path: Path) -> list[Path]:

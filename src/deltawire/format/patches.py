@@ -1,6 +1,8 @@
 """Patches: encode one box of a tensor as an entry, and decode it to positions and new bits."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ from deltawire.format.wire import Entry
 from deltawire.tensors.boxes import Box, Positions
 from deltawire.tensors.digest import Digest, box_digest, change_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, Elements
-from deltawire.tensors.weights import DTypeChoice, Tensor, Weights, view
+from deltawire.tensors.weights import Tensor, TensorSpec, Weights, write
 from deltawire.workers import SERIAL, Workers
 
 
@@ -93,7 +95,8 @@ def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers 
         )  # fmt: skip
     if shard is not None and (shard.dtype, shard.shape) != (entry.dtype, part.shape):
         raise ShapeMismatch(
-            f"the shard of {entry.name} is {describe(shard)}, expected {entry.dtype.name} {list(part.shape)}",
+            f"the shard of {entry.name} is {describe(shard.dtype, shard.shape)}, "
+            f"expected {describe(entry.dtype, part.shape)}",
             tensor=entry.name, expected=list(part.shape), actual=list(shard.shape),
         )  # fmt: skip
     shared = entry.box.intersection(part)
@@ -120,6 +123,13 @@ def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers 
     return Patch(entry.name, entry.dtype.name, shared, bits[keep], absolute[keep])
 
 
+def write_patches(targets: Mapping[str, Iterable[Any]], patches: Iterable[Patch]) -> None:
+    """Write patches into the arrays or tensors of their names."""
+    for patch in patches:
+        for value in targets[patch.name]:
+            write(value, patch.where, patch.bits)
+
+
 def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest:
     """What the digest gains when a patch is applied to the old tensor."""
     key = tensor_key(patch.name, old.dtype, old.shape)
@@ -130,31 +140,23 @@ def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest
     return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
 
 
-def matching(entry: Entry, weights: Weights, dtype: DTypeChoice = None) -> Tensor:
-    """The tensor that an entry changes, checked for shape and dtype."""
-    check_known(entry, weights)
-    tensor = view(entry.name, weights[entry.name], dtype)
-    check_spec(entry, (tensor.dtype.name, tensor.shape))
-    return tensor
-
-
 def check_known(entry: Entry, weights: Weights) -> None:
     if entry.name not in weights:
         raise UnknownParameter(f"the delta changes {entry.name}, which the weights do not have", tensor=entry.name)
 
 
-def check_spec(entry: Entry, spec: tuple[str, tuple[int, ...]]) -> None:
+def check_spec(entry: Entry, spec: TensorSpec) -> None:
     """Check the dtype and shape of a target's tensor against those of an entry."""
     if spec != (entry.dtype.name, entry.box.full):
-        expected, actual = f"{entry.dtype.name} {list(entry.box.full)}", f"{spec[0]} {list(spec[1])}"
+        expected, actual = describe(entry.dtype, entry.box.full), f"{spec[0]} {list(spec[1])}"
         raise ShapeMismatch(
             f"{entry.name} is {actual}, the delta was made for {expected}",
             tensor=entry.name, expected=expected, actual=actual,
         )  # fmt: skip
 
 
-def describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype.name} {list(tensor.shape)}"
+def describe(dtype: DType, shape: tuple[int, ...]) -> str:
+    return f"{dtype.name} {list(shape)}"
 
 
 def _cut(tensor: Tensor, box: Box) -> Bits:

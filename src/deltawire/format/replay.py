@@ -1,18 +1,29 @@
-"""Apply several deltas in sequence without changing the base weights: the resulting tensors, patches and digest."""
+"""Apply deltas: in sequence without changing the base weights (`Replay`), or one in place (`apply`)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from deltawire.errors import BrokenChain, CorruptObject, DigestMismatch
-from deltawire.format.delta import Delta, Progress, check_base, check_reached
-from deltawire.format.patches import Patch, check_known, check_spec, decode_entry, patch_digest
-from deltawire.format.wire import Entry
+from deltawire.errors import BaseMismatch, BrokenChain, CorruptObject, DigestMismatch
+from deltawire.format.delta import Delta, Progress
+from deltawire.format.patches import Patch, check_known, check_spec, decode_entry, patch_digest, write_patches
+from deltawire.format.wire import DeltaInfo, Entry
 from deltawire.tensors.boxes import Box, Positions
 from deltawire.tensors.digest import Digest, digest, tensor_digest
 from deltawire.tensors.dtypes import Bits
-from deltawire.tensors.weights import Tensor, Weights, num_elements, spec, view
+from deltawire.tensors.weights import (
+    DTypeChoice,
+    Tensor,
+    Viewed,
+    Weights,
+    mapping_of,
+    num_elements,
+    spec,
+    untied_name,
+    view,
+    writables,
+)
 from deltawire.workers import Workers
 
 
@@ -138,3 +149,65 @@ def _advance(tensor: Tensor, groups: list[list[Entry]], workers: Workers) -> tup
             now.bits[patch.where] = patch.bits
             touched = None if touched is None or isinstance(patch.where, slice) else [*touched, patch.positions]
     return now.bits, None if touched is None else np.concatenate(touched), gain
+
+
+def apply(
+    delta: Delta,
+    weights: Weights,
+    *,
+    base_digest: Digest | None = None,
+    dtype: DTypeChoice = None,
+    threads: int | None = None,
+) -> Digest:
+    """Apply a delta to weights in place, or raise and leave them unchanged.
+
+    Everything is decoded and checked before the first write: names, shapes and dtypes, the digest of the weights, and
+    the digest that they will have.
+
+    Args:
+        delta: The delta to apply.
+        weights: The weights at its base version: arrays or tensors by name, or a torch module.
+        base_digest: The digest of the weights, if known. Saves a scan of all weights.
+        dtype: What the bits of integer arrays mean, as for `diff`.
+        threads: Number of threads (default: all available cores).
+
+    Returns:
+        The digest of the weights after the delta.
+
+    Raises:
+        BaseMismatch: The weights are not the base of the delta.
+        DigestMismatch: The delta does not lead to the digest that it states: it is damaged.
+        UnknownParameter: The weights lack a tensor that the delta changes.
+        ShapeMismatch: A tensor has another shape or dtype than in the delta.
+        ValueError: A tensor cannot be changed in place, or a tied name has other weights.
+    """
+    weights = mapping_of(weights)
+    with Workers(threads) as workers:
+        replay = Replay(Viewed(weights, dtype), [delta], workers)
+        targets = writables(weights, [entry.name for entry in delta.entries], delta.tied)
+        differing = untied_name(weights, delta.tied, dtype)
+        if differing is not None:
+            raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, and has other weights here")
+        if base_digest is None:
+            base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
+        patches = replay.patches(base_digest)
+    write_patches(targets, patches)
+    return delta.digest
+
+
+def check_base(info: DeltaInfo, actual: Digest) -> None:
+    if actual != info.base_digest:
+        raise BaseMismatch(
+            f"these are not the weights of version {info.base_version} that the delta was made for: "
+            f"their digest is {actual}, not {info.base_digest}",
+            version=info.base_version, expected=str(info.base_digest), actual=str(actual),
+        )  # fmt: skip
+
+
+def check_reached(info: DeltaInfo, actual: Digest) -> None:
+    if actual != info.digest:
+        raise DigestMismatch(
+            f"the delta leads to digest {actual}, not to {info.digest} as it states for version {info.version}: "
+            "it is damaged, get it again",
+            version=info.version, expected=str(info.digest), actual=str(actual),
+        )  # fmt: skip

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 from deltawire.codec import DENSE, ENCODINGS, Encoded
 from deltawire.codec.encoding import Arrays
 from deltawire.errors import CorruptObject, UnsupportedFormat
-from deltawire.format.container import Container, Slot, header_bytes, lay_out, no_duplicates, raw
+from deltawire.format.container import Container, file_bytes, no_duplicates
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.dtypes import DTYPES, Bits, DType, dtype_named
@@ -88,19 +89,8 @@ class Entry:
 
 def metadata_of(info: DeltaInfo, entries: Iterable[Entry], part: int, num_parts: int) -> dict[str, str]:
     """The metadata of one part."""
-    metadata = {
-        "format": str(FORMAT_VERSION),
-        "kind": "delta",
-        "run": info.run,
-        "version": str(info.version),
-        "base_version": str(info.base_version),
-        "base_digest": str(info.base_digest),
-        "digest": str(info.digest),
-        "changed": str(info.num_changed),
-        "total": str(info.num_elements),
-        "part": f"{part}/{num_parts}",
-    }
-    metadata = {PREFIX + key: value for key, value in metadata.items()} | tied_metadata(info.tied)
+    stated = {key: str(getattr(info, field)) for key, (field, _) in _FIELDS.items()}
+    metadata = metadata_fields("delta", info.tied, **stated, part=f"{part}/{num_parts}")
     for entry in entries:
         fields = [entry.encoding, entry.dtype.name, _dims(entry.box.full), str(entry.num_changed)]
         if not entry.box.is_whole:
@@ -109,26 +99,22 @@ def metadata_of(info: DeltaInfo, entries: Iterable[Entry], part: int, num_parts:
     return metadata
 
 
-def slots_of(entries: Iterable[Entry]) -> dict[str, Slot]:
-    """The layout of the arrays of a part."""
-    tensors = {}
-    for entry in entries:
-        for part, kind in entry.parts.items():
-            shape = entry.box.shape if part == DENSE.name else (entry.lengths[part],)
-            tensors[f"{entry.name}.{part}"] = kind, shape
-    return lay_out(tensors)
-
-
 def part_bytes(
     info: DeltaInfo, entries: list[Entry], part: int = 1, num_parts: int = 1
 ) -> Iterator[bytes | memoryview]:
     """The bytes of one part, piece by piece."""
-    slots = slots_of(entries)
-    yield header_bytes(slots, metadata_of(info, entries, part, num_parts))
-    owners = {f"{entry.name}.{part}": (entry, part) for entry in entries for part in entry.parts}
-    for name in slots:
+    specs, owners = {}, {}
+    for entry in entries:
+        for array, kind in entry.parts.items():
+            name = f"{entry.name}.{array}"
+            specs[name] = kind, entry.box.shape if array == DENSE.name else (entry.lengths[array],)
+            owners[name] = entry, array
+
+    def bits_of(name: str) -> Bits:
         entry, array = owners[name]
-        yield raw(entry.arrays[array])
+        return entry.arrays[array]
+
+    return file_bytes(specs, metadata_of(info, entries, part, num_parts), bits_of)
 
 
 def read_part(container: Container) -> tuple[DeltaInfo, list[Entry], tuple[int, int]]:
@@ -178,6 +164,12 @@ class LazyArrays(Mapping[str, Bits]):
         return len(self._readers)
 
 
+def metadata_fields(kind: str, tied: Mapping[str, str], **fields: str) -> dict[str, str]:
+    """The metadata that makes a file one of deltawire's."""
+    fields = {"format": str(FORMAT_VERSION), "kind": kind, **fields}
+    return {PREFIX + key: value for key, value in fields.items()} | tied_metadata(tied)
+
+
 def tied_metadata(tied: Mapping[str, str]) -> dict[str, str]:
     """The metadata of tied names; empty if there are none."""
     return {PREFIX + "tied": json.dumps(dict(tied), separators=(",", ":"))} if tied else {}
@@ -196,19 +188,11 @@ def read_tied(text: str | None) -> dict[str, str]:
 
 
 def _read_info(metadata: Mapping[str, str]) -> DeltaInfo:
-    numbers = {key: read_number(_field(metadata, key), key) for key in ("version", "base_version", "changed", "total")}
-    if numbers["changed"] > numbers["total"]:
-        raise CorruptObject(f"{numbers['changed']} of {numbers['total']} elements cannot have changed")
-    return DeltaInfo(
-        run=_field(metadata, "run"),
-        version=numbers["version"],
-        base_version=numbers["base_version"],
-        base_digest=Digest.parse(_field(metadata, "base_digest")),
-        digest=Digest.parse(_field(metadata, "digest")),
-        num_changed=numbers["changed"],
-        num_elements=numbers["total"],
-        tied=read_tied(metadata.get(PREFIX + "tied")),
-    )
+    stated: dict[str, Any] = {field: read(_field(metadata, key), key) for key, (field, read) in _FIELDS.items()}
+    info = DeltaInfo(**stated, tied=read_tied(metadata.get(PREFIX + "tied")))
+    if info.num_changed > info.num_elements:
+        raise CorruptObject(f"{info.num_changed} of {info.num_elements} elements cannot have changed")
+    return info
 
 
 def _read_entry(name: str, text: str, container: Container) -> Entry:
@@ -260,6 +244,18 @@ def read_number(text: str, what: str) -> int:
     if not _NUMBER.fullmatch(text):
         raise CorruptObject(f"{what}: {text[:40]!r} is not a number")
     return int(text)
+
+
+# The keys that describe a delta as a whole, in the order of the file: the field of DeltaInfo, and how it is read.
+_FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "run": ("run", lambda text, _: text),
+    "version": ("version", read_number),
+    "base_version": ("base_version", read_number),
+    "base_digest": ("base_digest", lambda text, _: Digest.parse(text)),
+    "digest": ("digest", lambda text, _: Digest.parse(text)),
+    "changed": ("num_changed", read_number),
+    "total": ("num_elements", read_number),
+}
 
 
 def _dims(dims: tuple[int, ...]) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from deltawire.format.container import header_bytes
 from deltawire.interop.trl import TrlBucket, export_trl, pull_trl
 from deltawire.interop.trl_files import check_carried
 from deltawire.run.run import Run
-from deltawire.store.transfer import fetch_parts
 from support.trl_layout import bits, info, steps, write_anchor, write_delta
 
 # Writing
@@ -230,7 +228,7 @@ def test_early_forms_of_empty_deltas_and_anchors(tmp_path):
 
 
 def test_files_larger_than_a_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("deltawire.interop.trl.fetch_parts", partial(fetch_parts, part_bytes=1000))
+    monkeypatch.setattr("deltawire.store.transfer.PART_BYTES", 1000)
     weights = steps(1)[0]
     write_anchor(tmp_path, 1, weights)
     assert bits(TrlBucket(tmp_path).load()) == bits(weights)

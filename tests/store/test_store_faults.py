@@ -12,7 +12,7 @@ import pytest
 
 from deltawire.errors import Conflict, CorruptObject, ObjectMissing, StoreUnavailable
 from deltawire.store import open_store
-from deltawire.store.create_once import create_once
+from deltawire.store.retry import create_once
 from deltawire.store.transfer import download
 from support.fault_proxy import FaultProxy, Rule
 from support.servers import BUCKET, free_ports
@@ -129,9 +129,10 @@ def test_the_reply_to_the_last_step_of_an_upload_is_lost(proxy, through, direct)
     assert direct.get("a") == BLOB * 12
 
 
-def test_a_flipped_bit_is_caught_by_download(proxy, through, direct, tmp_path):
+def test_a_flipped_bit_is_caught_by_download(proxy, through, direct, tmp_path, monkeypatch):
     direct.put("a", BLOB)
-    info = {"num_bytes": len(BLOB), "sha256": hashlib.sha256(BLOB).hexdigest(), "part_bytes": 1 << 20}
+    monkeypatch.setattr("deltawire.store.transfer.PART_BYTES", 1 << 20)
+    info = {"num_bytes": len(BLOB), "sha256": hashlib.sha256(BLOB).hexdigest()}
     proxy.rules = [Rule("flip", method="GET", after_bytes=12345)]
     assert through().get("a") != BLOB  # nothing below notices
     proxy.rules = [rule := Rule("flip", method="GET", after_bytes=12345)]

@@ -11,7 +11,7 @@ import pytest
 
 from deltawire.errors import Conflict, LimitExceeded, ObjectMissing, StoreUnavailable
 from deltawire.store import open_store
-from deltawire.store.keys import check_key
+from deltawire.store.base import check_key
 from support.servers import BUCKET
 from support.waiting import PATIENCE
 

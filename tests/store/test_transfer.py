@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deltawire.errors import CorruptObject, ObjectMissing, StoreUnavailable
-from deltawire.store import open_store
+from deltawire.store import open_store, transfer
 from deltawire.store.transfer import Measured, download
 from support.waiting import eventually
 
@@ -41,8 +41,11 @@ def memory(request):
     return store
 
 
-def fetch(store, path, **options):
-    download(store, "blob", path, **{"part_bytes": PART, "parallel": 3, **FACTS, **options})
+def fetch(store, path, *, parallel=3, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PART_BYTES", PART)
+        patch.setattr(transfer, "MAX_PARTS_IN_FLIGHT", parallel)
+        download(store, "blob", path, **{**FACTS, **options})
 
 
 def left_behind(folder):

@@ -7,10 +7,9 @@ Begin with `encoding.py` (what an encoding is), then `tiled.py`.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from deltawire.codec.coo import Coo
-from deltawire.codec.dense import Dense
 from deltawire.codec.encoding import Arrays, Encoding, Known, Watch, changes
 from deltawire.codec.tiled import Tiled, encode_payload
+from deltawire.codec.uncompressed import Coo, Dense
 from deltawire.errors import UnsupportedFormat
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.dtypes import Bits, DType, Elements

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -60,230 +61,7 @@ class Harness(Protocol):
 Factory = Callable[[], Harness]
 Case = Callable[[Factory], None]
 
-
-def starts_unknown(factory: Factory) -> None:
-    """An engine that has just started reports no version; each start has another `boot`."""
-    with _subject(factory) as subject:
-        engine, served = subject.engine, subject.engine.status()
-        _expect(bool(served.states), "status() must have a state for each process, None where it is not known")
-        _expect(served.state is None, f"before the first mark() no version is known, but status() says {served}")
-        _expect(engine.status().boot == served.boot, "boot must stay the same until the engine is started again")
-        subject.begin()
-        _expect(subject.matches(), "bind() and mark() must leave the weights as they are")
-        boot = engine.status().boot
-        subject.restart()
-        served = subject.engine.status()
-        _expect(served.boot != boot, "boot must be another one after the engine was started again")
-        _expect(served.state is None, f"after a restart nothing is known, but status() says {served.state}")
-
-
-def right_weights(factory: Factory) -> None:
-    """After each change the engine serves exactly the new weights, and until then the old ones."""
-    with _subject(factory) as subject:
-        subject.begin_in_place()
-        for name, change in subject.changes():
-            subject.engine.stage(change)
-            _expect(subject.matches(), f"staging must leave the weights as they are ({name})")
-            subject.request()
-            subject.engine.commit(change)
-            subject.move(change)
-            _expect(subject.matches(), f"after commit() the weights must be the new ones, bit for bit ({name})")
-            found = subject.engine.digest()
-            _expect(found == change.state.digest, f"digest() must be that of the weights, and is {found} ({name})")
-
-
-def right_version(factory: Factory) -> None:
-    """The engine reports a version when it has its weights, not before."""
-    with _subject(factory) as subject:
-        subject.begin_in_place()
-        subject.expect_state("after mark()")
-        for name, change in subject.changes():
-            subject.engine.stage(change)
-            subject.expect_state(f"staging tells no new version ({name})")
-            seconds = subject.engine.commit(change)
-            subject.move(change)
-            subject.expect_state(f"after commit() ({name})")
-            _expect(seconds >= 0, f"commit() must return the seconds of the pause, not {seconds!r}")
-
-
-def wrong_base_refused(factory: Factory) -> None:
-    """A change for other weights is refused; weights and version stay, and requests are answered."""
-    with _subject(factory) as subject:
-        subject.begin_in_place()
-        subject.update()
-        change, now = subject.next_change(0.1), subject.state
-        elsewhere, other = (
-            WeightVersion(RUN, now.version + 5, Digest(1, 2)),
-            WeightVersion(RUN, now.version, Digest(3, 4)),
-        )
-        state = WeightVersion(RUN, now.version + 6, change.state.digest)
-        for name, wrong in {
-            "another version's": EngineChange(elsewhere, state, change.patches, change.old),
-            "another run's": EngineChange(
-                WeightVersion("other", now.version, now.digest), state, change.patches, change.old
-            ),
-            "other weights of that version": EngineChange(other, state, change.patches, change.old),
-            "one that leads to another digest": EngineChange(
-                now, WeightVersion(RUN, 9, Digest(5, 6)), change.patches, change.old
-            ),
-        }.items():
-            try:
-                subject.engine.stage(wrong)
-                subject.engine.commit(wrong)
-            except DeltawireError:
-                pass
-            else:
-                raise NotConforming(f"a change must be refused where it is {name}")
-            subject.expect_unchanged(f"after a change was refused ({name})")
-        subject.update()
-
-
-def failure_in_mid_apply(factory: Factory) -> None:
-    """A write that fails half-way is undone, or the engine is known to be broken; both can be repaired."""
-    with _subject(factory) as subject:
-        subject.begin_in_place()
-        subject.update()
-        change = subject.next_change(0.2)
-        subject.harness.fail_next_write()
-        try:
-            subject.engine.stage(change)
-            subject.engine.commit(change)
-        except EngineBroken:
-            state = subject.engine.status().state
-            _expect(state is None, f"an engine with a mix of weights must not tell a version, and reports {state}")
-            subject.engine.load(subject.after(change), None, change.state)
-        except DeltawireError:
-            subject.expect_unchanged("after a write that failed and was taken back")
-            subject.engine.stage(change)
-            subject.engine.commit(change)
-        except Exception as error:
-            raise NotConforming(f"a write that fails must raise one of deltawire's errors, not {error!r}") from error
-        subject.move(change)
-        subject.expect_current("after the failure was put right")
-
-
-def repeat_apply(factory: Factory) -> None:
-    """A change may be written again, also over itself."""
-    with _subject(factory) as subject:
-        subject.begin_in_place()
-        change = subject.next_change(0.2)
-        subject.engine.stage(change)
-        subject.engine.stage(change)
-        subject.engine.commit(change)
-        subject.move(change)
-        for _ in range(2):
-            subject.engine.stage(change)
-            subject.engine.commit(change)
-            subject.expect_current("after a change was written again")
-        subject.update()
-
-
-def loads_all(factory: Factory) -> None:
-    """load() replaces all weights at once; a wrong digest is detected, and repaired by loading again."""
-    with _subject(factory) as subject:
-        subject.begin()
-        change = subject.next_change(0.9)
-        subject.engine.load(subject.after(change), None, change.state)
-        subject.move(change)
-        subject.expect_current("after load()")
-        change = subject.next_change(0.5)
-        wrong = WeightVersion(RUN, change.state.version, Digest(1, 2))
-        try:
-            subject.engine.load(subject.after(change), None, wrong)
-        except DeltawireError:
-            state = subject.engine.status().state
-            _expect(state != wrong, "weights with another digest must not be reported as that version")
-        else:
-            raise NotConforming("load() must check the digest of what the engine has then")
-        subject.engine.load(subject.after(change), None, change.state)
-        subject.move(change)
-        subject.expect_current("after weights were loaded again")
-
-
-def late_join(factory: Factory) -> None:
-    """An engine with the first weights of a run joins late, follows, is restarted, and is current each time."""
-    with _subject(factory) as subject, TemporaryDirectory() as folder:
-        url, trained = f"memory:{uuid4().hex}", _copy(subject.weights)
-        with Publisher(url, trained, run=RUN) as publisher:
-            publisher.publish().wait()
-
-            def publish() -> None:
-                _flip(trained, subject.rng, 0.05)
-                publisher.publish().wait()
-                subject.weights, subject.version = _copy(trained), subject.version + 1
-
-            for _ in range(5):
-                publish()
-            target = EngineTarget(subject.engine, Path(folder) / "mirror")
-            with Replica(url, target, heartbeat_seconds=None) as replica:
-                for when in ("joined late", "followed", "was started again with the first weights"):
-                    if when == "followed":
-                        publish()
-                    elif when.startswith("was started"):
-                        subject.restart()
-                        target.engine = subject.engine
-                    replica.pull()
-                    _expect(replica.version == subject.version, f"the replica says {replica.version} after it {when}")
-                    subject.expect_current(f"after the engine {when}")
-                subject.is_closed = True
-
-
-def concurrent_requests(factory: Factory) -> None:
-    """Requests that run during updates are answered, all of them."""
-    with _subject(factory) as subject:
-        subject.begin_in_place()
-        done, problems = threading.Event(), list[Exception]()
-
-        def ask() -> None:
-            try:
-                while not done.is_set():
-                    subject.harness.request()
-            except Exception as error:
-                problems.append(error)
-
-        readers = [threading.Thread(target=ask, daemon=True) for _ in range(NUM_READERS)]
-        for reader in readers:
-            reader.start()
-        try:
-            for _ in range(10):
-                subject.update()
-        finally:
-            done.set()
-        for reader in readers:
-            reader.join(subject.harness.timeout_seconds)
-        _expect(not any(reader.is_alive() for reader in readers), "requests that ran during updates were not answered")
-        if problems:
-            raise NotConforming(f"a request failed while weights were updated: {problems[0]!r}") from problems[0]
-        subject.expect_current("after updates while requests were running")
-
-
-CASES: tuple[Case, ...] = (
-    starts_unknown,
-    right_weights,
-    right_version,
-    wrong_base_refused,
-    failure_in_mid_apply,
-    repeat_apply,
-    loads_all,
-    late_join,
-    concurrent_requests,
-)
-
-
-def check(factory: Factory) -> dict[str, str]:
-    """Run all cases. Returns those that were skipped, and why; raises `NotConforming` with all that fail."""
-    skipped, failed = {}, {}
-    for case in CASES:
-        try:
-            case(factory)
-        except SkipTest as reason:
-            skipped[case.__name__] = str(reason)
-        except Exception as error:
-            failed[case.__name__] = error
-    if failed:
-        lines = [f"{name}: {error}" for name, error in failed.items()]
-        raise NotConforming("\n".join(lines)) from next(iter(failed.values()))
-    return skipped
+CASES: list[Case] = []
 
 
 class _Subject:
@@ -310,11 +88,6 @@ class _Subject:
         found = self.engine.digest()
         _expect(found == self.state.digest, f"digest() must be {self.state.digest}, as of the weights, and is {found}")
         self.engine.mark(self.state)
-
-    def begin_in_place(self) -> None:
-        if not self.engine.in_place:
-            raise SkipTest("the engine takes no changes in place")
-        self.begin()
 
     def changes(self) -> Iterator[tuple[str, EngineChange]]:
         """Changes of several kinds. Each is generated after the one before was written."""
@@ -343,32 +116,49 @@ class _Subject:
     def move(self, change: EngineChange) -> None:
         self.weights, self.version = self.after(change), change.state.version
 
+    def write(self, change: EngineChange) -> float:
+        self.engine.stage(change)
+        return self.engine.commit(change)
+
     def update(self) -> None:
         change = self.next_change(0.05)
-        self.engine.stage(change)
-        self.engine.commit(change)
+        self.write(change)
         self.move(change)
         self.expect_current("after an update")
 
     def matches(self) -> bool:
         return self.harness.matches(_copy(self.weights))
 
-    def request(self) -> None:
-        """One request, with a timeout."""
-        problems: list[Exception] = []
+    @contextmanager
+    def requests(self, num_readers: int) -> Iterator[None]:
+        """Requests from some threads, one after the other while the block runs, each with a timeout."""
+        done, problems = threading.Event(), list[Exception]()
 
         def ask() -> None:
             try:
                 self.harness.request()
+                while not done.is_set():
+                    self.harness.request()
             except Exception as error:
                 problems.append(error)
 
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(self.harness.timeout_seconds)
-        _expect(not thread.is_alive(), f"a request was not answered within {self.harness.timeout_seconds} s")
+        readers = [threading.Thread(target=ask, daemon=True) for _ in range(num_readers)]
+        for reader in readers:
+            reader.start()
+        try:
+            yield
+        finally:
+            done.set()
+        for reader in readers:
+            reader.join(self.harness.timeout_seconds)
+        answered = not any(reader.is_alive() for reader in readers)
+        _expect(answered, f"a request was not answered within {self.harness.timeout_seconds} s")
         if problems:
             raise NotConforming(f"a request failed: {problems[0]!r}") from problems[0]
+
+    def request(self) -> None:
+        with self.requests(1):
+            pass
 
     def expect_state(self, when: str) -> None:
         served = self.engine.status()
@@ -382,14 +172,31 @@ class _Subject:
         )
 
     def expect_current(self, when: str) -> None:
-        _expect(self.matches(), f"the weights must be those of version {self.version}, and are not, {when}")
+        self.expect_unchanged(when, f"those of version {self.version}")
+
+    def expect_unchanged(self, when: str, what: str = "what they were") -> None:
+        _expect(self.matches(), f"the weights must be {what}, and are not, {when}")
         self.expect_state(when)
         self.request()
 
-    def expect_unchanged(self, when: str) -> None:
-        _expect(self.matches(), f"the weights must be what they were, and are not, {when}")
-        self.expect_state(when)
-        self.request()
+
+def _case(begins: bool = True) -> Callable[[Callable[[_Subject], None]], Case]:
+    """Add a case to the suite, from a function of a fresh engine that, if it `begins`, takes changes in place."""
+
+    def register(body: Callable[[_Subject], None]) -> Case:
+        def case(factory: Factory) -> None:
+            with _subject(factory) as subject:
+                if begins:
+                    if not subject.engine.in_place:
+                        raise SkipTest("the engine takes no changes in place")
+                    subject.begin()
+                body(subject)
+
+        case.__name__, case.__doc__ = body.__name__, body.__doc__
+        CASES.append(case)
+        return case
+
+    return register
 
 
 @contextmanager
@@ -404,6 +211,186 @@ def _subject(factory: Factory) -> Iterator[_Subject]:
                 subject.engine.close()
     finally:
         harness.close()
+
+
+@_case(begins=False)
+def starts_unknown(subject: _Subject) -> None:
+    """An engine that has just started reports no version; each start has another `boot`."""
+    served = subject.engine.status()
+    _expect(bool(served.states), "status() must have a state for each process, None where it is not known")
+    _expect(served.state is None, f"before the first mark() no version is known, but status() says {served}")
+    boot = subject.engine.status().boot
+    _expect(boot == served.boot, "boot must stay the same until the engine is started again")
+    subject.begin()
+    _expect(subject.matches(), "bind() and mark() must leave the weights as they are")
+    boot = subject.engine.status().boot
+    subject.restart()
+    served = subject.engine.status()
+    _expect(served.boot != boot, "boot must be another one after the engine was started again")
+    _expect(served.state is None, f"after a restart nothing is known, but status() says {served.state}")
+
+
+@_case()
+def right_weights(subject: _Subject) -> None:
+    """After each change the engine serves exactly the new weights, and until then the old ones."""
+    for name, change in subject.changes():
+        subject.engine.stage(change)
+        _expect(subject.matches(), f"staging must leave the weights as they are ({name})")
+        subject.request()
+        subject.engine.commit(change)
+        subject.move(change)
+        _expect(subject.matches(), f"after commit() the weights must be the new ones, bit for bit ({name})")
+        found = subject.engine.digest()
+        _expect(found == change.state.digest, f"digest() must be that of the weights, and is {found} ({name})")
+
+
+@_case()
+def right_version(subject: _Subject) -> None:
+    """The engine reports a version when it has its weights, not before."""
+    subject.expect_state("after mark()")
+    for name, change in subject.changes():
+        subject.engine.stage(change)
+        subject.expect_state(f"staging tells no new version ({name})")
+        seconds = subject.engine.commit(change)
+        subject.move(change)
+        subject.expect_state(f"after commit() ({name})")
+        _expect(seconds >= 0, f"commit() must return the seconds of the pause, not {seconds!r}")
+
+
+@_case()
+def wrong_base_refused(subject: _Subject) -> None:
+    """A change for other weights is refused; weights and version stay, and requests are answered."""
+    subject.update()
+    change, now = subject.next_change(0.1), subject.state
+    state = replace(now, version=now.version + 6, digest=change.state.digest)
+    for name, (base, to) in {
+        "another version's": (replace(now, version=now.version + 5, digest=Digest(1, 2)), state),
+        "another run's": (replace(now, run="other"), state),
+        "other weights of that version": (replace(now, digest=Digest(3, 4)), state),
+        "one that leads to another digest": (now, replace(now, version=9, digest=Digest(5, 6))),
+    }.items():
+        try:
+            subject.write(replace(change, base=base, state=to))
+        except DeltawireError:
+            pass
+        else:
+            raise NotConforming(f"a change must be refused where it is {name}")
+        subject.expect_unchanged(f"after a change was refused ({name})")
+    subject.update()
+
+
+@_case()
+def failure_in_mid_apply(subject: _Subject) -> None:
+    """A write that fails half-way is undone, or the engine is known to be broken; both can be repaired."""
+    subject.update()
+    change = subject.next_change(0.2)
+    subject.harness.fail_next_write()
+    try:
+        subject.write(change)
+    except EngineBroken:
+        state = subject.engine.status().state
+        _expect(state is None, f"an engine with a mix of weights must not tell a version, and reports {state}")
+        subject.engine.load(subject.after(change), None, change.state)
+    except DeltawireError:
+        subject.expect_unchanged("after a write that failed and was taken back")
+        subject.write(change)
+    except Exception as error:
+        raise NotConforming(f"a write that fails must raise one of deltawire's errors, not {error!r}") from error
+    subject.move(change)
+    subject.expect_current("after the failure was put right")
+
+
+@_case()
+def repeat_apply(subject: _Subject) -> None:
+    """A change may be written again, also over itself."""
+    change = subject.next_change(0.2)
+    subject.engine.stage(change)
+    subject.write(change)
+    subject.move(change)
+    for _ in range(2):
+        subject.write(change)
+        subject.expect_current("after a change was written again")
+    subject.update()
+
+
+@_case(begins=False)
+def loads_all(subject: _Subject) -> None:
+    """load() replaces all weights at once; a wrong digest is detected, and repaired by loading again."""
+    subject.begin()
+    change = subject.next_change(0.9)
+    subject.engine.load(subject.after(change), None, change.state)
+    subject.move(change)
+    subject.expect_current("after load()")
+    change = subject.next_change(0.5)
+    wrong = replace(change.state, digest=Digest(1, 2))
+    try:
+        subject.engine.load(subject.after(change), None, wrong)
+    except DeltawireError:
+        state = subject.engine.status().state
+        _expect(state != wrong, "weights with another digest must not be reported as that version")
+    else:
+        raise NotConforming("load() must check the digest of what the engine has then")
+    subject.engine.load(subject.after(change), None, change.state)
+    subject.move(change)
+    subject.expect_current("after weights were loaded again")
+
+
+@_case(begins=False)
+def late_join(subject: _Subject) -> None:
+    """An engine with the first weights of a run joins late, follows, is restarted, and is current each time."""
+    url, trained = f"memory:{uuid4().hex}", _copy(subject.weights)
+    with TemporaryDirectory() as folder, Publisher(url, trained, run=RUN) as publisher:
+        publisher.publish().wait()
+
+        def publish() -> None:
+            _flip(trained, subject.rng, 0.05)
+            publisher.publish().wait()
+            subject.weights, subject.version = _copy(trained), subject.version + 1
+
+        def restart() -> None:
+            subject.restart()
+            target.engine = subject.engine
+
+        for _ in range(5):
+            publish()
+        target = EngineTarget(subject.engine, Path(folder) / "mirror")
+        events: dict[str, Callable[[], None]] = {
+            "joined late": lambda: None,
+            "followed": publish,
+            "was started again with the first weights": restart,
+        }
+        with Replica(url, target, heartbeat_seconds=None) as replica:
+            for when, happen in events.items():
+                happen()
+                replica.pull()
+                _expect(replica.version == subject.version, f"the replica says {replica.version} after it {when}")
+                subject.expect_current(f"after the engine {when}")
+            subject.is_closed = True
+
+
+@_case()
+def concurrent_requests(subject: _Subject) -> None:
+    """Requests that run during updates are answered, all of them."""
+    with subject.requests(NUM_READERS):
+        for _ in range(10):
+            subject.update()
+    subject.expect_current("after updates while requests were running")
+
+
+def check(factory: Factory) -> dict[str, str]:
+    """Run all cases. Returns those that were skipped, and why; raises `NotConforming` with all that fail."""
+    skipped, failed = {}, {}
+    for case in CASES:
+        try:
+            case(factory)
+        except SkipTest as reason:
+            skipped[case.__name__] = str(reason)
+        except Exception as error:
+            failed[case.__name__] = error
+    if failed:
+        lines = [f"{name}: {error}" for name, error in failed.items()]
+        raise NotConforming("\n".join(lines)) from next(iter(failed.values()))
+    return skipped
 
 
 def _expect(holds: bool, sentence: str) -> None:

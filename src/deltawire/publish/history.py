@@ -29,7 +29,7 @@ from deltawire.format.container import raw
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, box_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, no_room
-from deltawire.tensors.weights import Tensor, boxes_of, spec
+from deltawire.tensors.weights import Tensor, spec
 from deltawire.workers import Workers
 
 CHUNK_LOG2 = 20
@@ -166,7 +166,7 @@ class History:
         """Dtypes and shapes of whole tensors."""
         self._snapshot: dict[str, Bits] = {}
         for name, tensor in weights.items():
-            self.boxes[name] = boxes_of(weights).get(name) or Box.whole(tensor.shape)
+            self.boxes[name] = getattr(weights, "boxes", {}).get(name) or Box.whole(tensor.shape)
             self.specs[name] = tensor.dtype, self.boxes[name].full
             self._snapshot[name] = self._first_bits(name, tensor)
         self._records: dict[int, Record] = {}
@@ -337,7 +337,7 @@ class History:
                     f"{min(missing)} is {where} among the published weights: call publish(anchor=True) to start over",
                     tensor=min(missing),
                 )
-        boxes = boxes_of(weights)
+        boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
         for name in weights:
             (dtype, shape), now = self.specs[name], spec(weights, name)
             box, box_now = self.boxes[name], boxes.get(name)

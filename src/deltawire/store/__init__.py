@@ -1,8 +1,7 @@
 """Places for objects: a folder, memory, S3, Google, Azure and Hugging Face buckets, web servers; one protocol.
 
 May import: errors, redact.
-Begin with `base.py` (the calls), then `object.py`; `retry.py` is the retry policy,
-`create_once.py` how versions come to exist.
+Begin with `base.py` (the calls), then `object.py`; `retry.py` is the retry policy, and how versions come to exist.
 """
 
 import re

@@ -1,5 +1,6 @@
 """The `Store` protocol: a few calls on keys and bytes. All else is built on these, so a new store is one class."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,10 @@ MOST_GET_BYTES = 64 << 20
 
 # Pieces of one object, in order. They are iterated over again when an upload is repeated.
 Pieces = Iterable[Buffer]
+
+# What some store would refuse or rename in a key: some servers treat a backslash as a slash, and obstore's folders use
+# `#NUMBER` for files that are being written. File names that are not UTF-8 have surrogates.
+_REFUSED = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]|#[0-9]+(/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,22 @@ class Store(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that do not exist are ignored."""
+
+
+def is_key(text: str) -> bool:
+    return not (any(part in ("", ".", "..") for part in text.split("/")) or _REFUSED.search(text))
+
+
+def check_key(key: str) -> str:
+    """Return the key, or raise ValueError if some store would refuse or rename it."""
+    if not is_key(key):
+        raise ValueError(f"{key!r} cannot be the key of an object")
+    return key
+
+
+def check_range(start: int, length: int) -> None:
+    if start < 0 or length < 0:
+        raise ValueError(f"no range of an object: {length} bytes from {start}")
 
 
 def slices(data: Buffer | Pieces, num_bytes: int) -> Iterator[memoryview]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from obstore.store import LocalStore
 
 from deltawire.errors import ObjectMissing
-from deltawire.store.base import MOST_GET_BYTES, Stat
-from deltawire.store.keys import is_key
+from deltawire.store.base import Stat, is_key
 from deltawire.store.object import Clients, ObjectStore
 
 
@@ -22,23 +21,12 @@ class FolderStore(ObjectStore):
         # Rooted at `/`, since a client cannot be rooted at a folder that does not exist yet.
         super().__init__(f"file://{self._folder}", Clients(LocalStore("/")), self._folder.strip("/"))
 
-    def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        self._check_file(key)
-        return super().get(key, limit=limit)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self._check_file(key)
-        return super().get_range(key, start, length)
-
-    def stat(self, key: str) -> Stat:
-        self._check_file(key)
-        return super().stat(key)
-
-    def _check_file(self, key: str) -> None:
+    def _readable_path(self, key: str) -> str:
         """Reject anything but regular files: the client would open a pipe and block forever."""
-        path = "/" + self._path(key)
-        if os.path.lexists(path) and not os.path.isfile(path):
+        path = self._path(key)
+        if os.path.lexists(f"/{path}") and not os.path.isfile(f"/{path}"):
             raise ObjectMissing(f"{self.url}: {key} is not a regular file", url=self.url, key=key)
+        return path
 
     def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
         # Without the client, which fails the whole listing for one name that it would not write itself.

@@ -18,10 +18,9 @@ from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
-from deltawire.errors import Conflict, LimitExceeded, MissingDependency, ObjectMissing, StoreUnavailable
-from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size, slices
-from deltawire.store.keys import check_key
-from deltawire.store.retry import ATTEMPTS, backoff_seconds
+from deltawire.errors import Conflict, MissingDependency, ObjectMissing, StoreUnavailable
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_key, check_range, check_size, slices
+from deltawire.store.retry import backoff_seconds, create_once
 
 # Up to this size, one plain request is faster than asking the content store for the parts of the object.
 PLAIN_BYTES = 8 << 20
@@ -69,12 +68,18 @@ class HubStore:
         if self._find(key) is not None:
             raise Conflict(f"{key} exists already in {self.url}", url=self.url, key=key)
         content = self._hub.upload(key, data)
-        for attempt in range(ATTEMPTS):
-            lost = self._try_to_add(key, content)
-            if self._reads_back(key, data):
-                return
-            time.sleep(backoff_seconds(attempt))
-        raise self._hub.unavailable(f"{key} was written, but is not seen", key, uncertain=True) from lost
+
+        def write() -> None:
+            try:
+                self._add(key, content, repeated=REFUSED)
+            except StoreUnavailable as error:
+                if error.fields.get("status") not in UNSURE:
+                    error.fields["refused"] = True
+                    raise
+            # Also after success: what counts is what is read back.
+            raise self._hub.unavailable(f"{key} was written, but is not seen", key)
+
+        create_once(write, lambda: self.get(key, limit=len(data)), data)
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
         entry = self._entry(key)
@@ -86,10 +91,11 @@ class HubStore:
         return bytes(self._hub.resolve(self._path(key), key).content)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        if start < 0 or length < 0:
-            raise ValueError(f"no range: {length} bytes from {start}")
+        check_range(start, length)
         if 0 < length <= PLAIN_BYTES:
-            return self._plain_range(key, start, length)
+            reply = self._hub.resolve(self._path(key), key, f"bytes={start}-{start + length - 1}")
+            content: bytes = b"" if reply.status_code == 416 else reply.content
+            return content if reply.status_code == 206 else content[start : start + length]
         entry = self._entry(key)
         end = min(start + length, entry["size"])
         return self._hub.download(key, entry, start, end) if start < end else b""
@@ -133,41 +139,11 @@ class HubStore:
         modified = datetime.fromisoformat(moment).timestamp() if moment else 0.0
         return Stat(entry["path"].removeprefix(self._folder), entry["size"], modified)
 
-    def _plain_range(self, key: str, start: int, length: int) -> bytes:
-        reply = self._hub.resolve(self._path(key), key, f"bytes={start}-{start + length - 1}")
-        content: bytes = b"" if reply.status_code == 416 else reply.content
-        return content if reply.status_code == 206 else content[start : start + length]
-
     def _add(self, key: str, content: str, *, repeated: frozenset[int]) -> None:
         """Assign a name to uploaded content."""
         step = {"type": "addFile", "path": self._path(key), "xetHash": content, "mtime": int(time.time() * 1000)}
         for failure in self._hub.batch([step], key, repeated=repeated):
             raise self._hub.unavailable(f"{key} was not written: {failure.get('error')}", key)
-
-    def _try_to_add(self, key: str, content: str) -> StoreUnavailable | None:
-        """Add a name; returns the error if it is unknown whether the name was written."""
-        try:
-            self._add(key, content, repeated=REFUSED)
-        except StoreUnavailable as error:
-            if error.fields.get("status") in UNSURE:
-                return error
-            raise
-        return None
-
-    def _reads_back(self, key: str, data: bytes) -> bool:
-        """Whether the object exists with this content; Conflict if it has another."""
-        try:
-            found: bytes | None = self.get(key, limit=len(data))
-        except ObjectMissing:
-            return False
-        except LimitExceeded:
-            found = None
-        except StoreUnavailable as error:
-            said = f"{key} may have been written, and cannot be read: {error.message}"
-            raise self._hub.unavailable(said, key, uncertain=True) from error
-        if found != data:
-            raise Conflict(f"another writer has written {key} in {self.url}", url=self.url, key=key)
-        return True
 
 
 @dataclass(frozen=True, slots=True)

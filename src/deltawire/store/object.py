@@ -13,11 +13,9 @@ import obstore
 from obstore.store import MemoryStore
 
 from deltawire.errors import ObjectMissing, StoreUnavailable
-from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size, slices
-from deltawire.store.create_once import create_once
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_key, check_range, check_size, slices
 from deltawire.store.failures import translated
-from deltawire.store.keys import check_key
-from deltawire.store.retry import retried
+from deltawire.store.retry import create_once, retried
 
 if TYPE_CHECKING:
     # These exist for type checkers only.
@@ -113,16 +111,15 @@ class ObjectStore:
         create_once(write, lambda: self.get(key, limit=len(data)), data)
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        path = self._path(key)
+        path = self._readable_path(key)
         with self._errors(key):
             found = obstore.get(self._clients.quick, path)
             check_size(self.url, key, found.meta["size"], limit)
             return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        path = self._path(key)
-        if start < 0 or length < 0:
-            raise ValueError(f"no range of an object: {length} bytes from {start}")
+        path = self._readable_path(key)
+        check_range(start, length)
         try:
             with self._errors(key):
                 # No client accepts an empty range.
@@ -154,7 +151,7 @@ class ObjectStore:
             return tuple(self._stat(each) for page in pages for each in page)
 
     def stat(self, key: str) -> Stat:
-        path = self._path(key)
+        path = self._readable_path(key)
         with self._errors(key):
             return self._stat(obstore.head(self._clients.quick, path))
 
@@ -182,6 +179,9 @@ class ObjectStore:
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
+
+    def _readable_path(self, key: str) -> str:
+        return self._path(key)
 
     def _stat(self, meta: "ObjectMeta") -> Stat:
         return Stat(meta["path"].removeprefix(self._root), meta["size"], meta["last_modified"].timestamp())

@@ -1,12 +1,12 @@
 """Transfer of large objects: resumable, checked downloads in parallel parts, and size and SHA-256 of uploads."""
 
 import errno
-import functools
 import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,8 +28,6 @@ def download(
     num_bytes: int,
     sha256: str,
     progress: Progress | None = None,
-    part_bytes: int = PART_BYTES,
-    parallel: int = MAX_PARTS_IN_FLIGHT,
 ) -> None:
     """Download an object to `path`, where it appears atomically with the right SHA-256. One call at a time per path.
 
@@ -37,23 +35,22 @@ def download(
     which is always a valid prefix, and a later call resumes from there.
     `progress` is called with the bytes that have arrived. CorruptObject: the object has other bytes, or too few.
     """
-    partial, report = path.with_name(path.name + ".part"), progress or (lambda _: None)
+    kept, report = path.with_name(path.name + ".part"), progress or (lambda _: None)
     if _is_right(path, num_bytes, sha256):
         report(num_bytes)
         return
-    fetch = functools.partial(fetch_parts, store, key, num_bytes, part_bytes=part_bytes, parallel=parallel)
     for _ in range(2):
         try:
-            actual = _complete(partial, num_bytes, fetch, report)
+            actual = _complete(kept, num_bytes, partial(fetch_parts, store, key, num_bytes), report)
             if actual == sha256:
-                os.replace(partial, path)
+                os.replace(kept, path)
                 return
-            partial.unlink()
+            kept.unlink()
         except (CorruptObject, ObjectMissing):
-            partial.unlink(missing_ok=True)
+            kept.unlink(missing_ok=True)
             raise
         except OSError as error:
-            raise _disk_error(error, partial, key) from error
+            raise _disk_error(error, kept, key) from error
     raise CorruptObject(
         f"{store.url}: {key} has SHA-256 {actual}, not {sha256}", key=key, expected=sha256, actual=actual
     )
@@ -71,7 +68,12 @@ def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[byt
     digest = hashlib.sha256()
     partial.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, "a+b", buffering=0) as file:
-        done = _resume(file, digest.update, num_bytes)
+        # What an earlier call left; a file that is too large is discarded.
+        if os.fstat(file.fileno()).st_size > num_bytes:
+            file.truncate(0)
+        file.seek(0)
+        hashlib.file_digest(file, lambda: digest)
+        done = file.tell()
         if done:
             report(done)
         for data in fetch(done):
@@ -83,30 +85,17 @@ def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[byt
     return digest.hexdigest()
 
 
-def _resume(file: BinaryIO, update: Callable[[bytes], None], num_bytes: int) -> int:
-    """Hash what an earlier call left and return its size. A file that is too large is discarded."""
-    if os.fstat(file.fileno()).st_size > num_bytes:
-        file.truncate(0)
-    file.seek(0)
-    while data := file.read(1 << 20):
-        update(data)
-    return file.tell()
-
-
 def _write(file: BinaryIO, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
 
 
-def fetch_parts(
-    store: Store, key: str, num_bytes: int, start: int = 0, *, part_bytes: int = PART_BYTES,
-    parallel: int = MAX_PARTS_IN_FLIGHT,
-) -> Iterator[bytes]:  # fmt: skip
-    """The bytes of an object from `start`, in parts that are fetched in parallel; at most `parallel` are in memory."""
+def fetch_parts(store: Store, key: str, num_bytes: int, start: int = 0) -> Iterator[bytes]:
+    """The bytes of an object from `start`, in parts that are fetched in parallel; only so many are in memory."""
 
     def fetch(at: int) -> bytes:
-        length = min(part_bytes, num_bytes - at)
+        length = min(PART_BYTES, num_bytes - at)
         data = retried(lambda: store.get_range(key, at, length))
         if len(data) == length:
             return data
@@ -120,12 +109,12 @@ def fetch_parts(
         # Nothing is left to read, so a deleted object would not be noticed otherwise.
         store.stat(key)
         return
-    pool = ThreadPoolExecutor(parallel, "deltawire-download")
+    pool = ThreadPoolExecutor(MAX_PARTS_IN_FLIGHT, "deltawire-download")
     try:
         window: deque[Future[bytes]] = deque()
-        for at in range(start, num_bytes, part_bytes):
+        for at in range(start, num_bytes, PART_BYTES):
             window.append(pool.submit(fetch, at))
-            if len(window) == parallel:
+            if len(window) == MAX_PARTS_IN_FLIGHT:
                 yield window.popleft().result()
         while window:
             yield window.popleft().result()

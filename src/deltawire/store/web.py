@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from deltawire.errors import MissingDependency, ObjectMissing, ReadOnlyStore, StoreUnavailable
-from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_size
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_key, check_range, check_size
 from deltawire.store.failures import shorten
-from deltawire.store.keys import check_key
 from deltawire.store.retry import retried
 
 HEADERS, REDIRECT_HOSTS = "DELTAWIRE_WEB_HEADERS", "DELTAWIRE_WEB_REDIRECT_HOSTS"
@@ -80,8 +79,6 @@ class WebStore:
         return os.getpid(), client
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
-        """Read a whole object."""
-
         def get() -> bytes:
             with self._answer("GET", key) as answer:
                 self._check(answer, key)
@@ -94,8 +91,7 @@ class WebStore:
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read a range of an object; shorter if the object ends before. A server without ranges is read from 0."""
-        if start < 0 or length < 0:
-            raise ValueError(f"no range of an object: {length} bytes from {start}")
+        check_range(start, length)
         last = start + max(length, 1) - 1  # an empty range cannot be asked for
         with self._answer("GET", key, Range=f"bytes={start}-{last}") as answer:
             if answer.status_code == 416:  # it ends before
@@ -110,8 +106,6 @@ class WebStore:
         return data[:length]
 
     def stat(self, key: str) -> Stat:
-        """Size and time of an object."""
-
         def stat() -> Stat:
             with self._answer("HEAD", key) as answer:
                 if answer.status_code == 416:  # a cache that fetches in slices, of an empty object
@@ -128,19 +122,15 @@ class WebStore:
         return retried(stat)
 
     def put(self, key: str, data: Buffer | Pieces) -> None:
-        """Refused."""
         self._refuse("written to")
 
     def create(self, key: str, data: bytes) -> None:
-        """Refused."""
         self._refuse("written to")
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
-        """Refused."""
         self._refuse("listed")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Refused."""
         self._refuse("written to")
 
     def _refuse(self, what: str) -> NoReturn:

@@ -72,9 +72,9 @@ class WeightVersion:
     @classmethod
     def parse(cls, fields: Mapping[str, Any] | None) -> "WeightVersion | None":
         """Read what `as_dict` returned; None stays None."""
-        return (
-            None if fields is None else cls(str(fields["run"]), int(fields["version"]), Digest.parse(fields["digest"]))
-        )
+        if fields is None:
+            return None
+        return cls(str(fields["run"]), int(fields["version"]), Digest.parse(fields["digest"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Weights of numpy, ml_dtypes and torch viewed as flat arrays of unsigned integers, and written in place."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from deltawire.tensors.boxes import Box, Positions
+from deltawire.tensors.boxes import Positions
 from deltawire.tensors.dtypes import Bits, DType, dtype_named, no_room
 
 Weights = Mapping[str, Any]
@@ -39,7 +39,10 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if is_torch(value):
-        array = _torch_bits(name, value)
+        if hasattr(value, "to_local"):
+            raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
+        check_plain(name, value)
+        array = torch_view(value.detach().resolve_neg().contiguous().view(-1))
     elif isinstance(value, (np.ndarray, np.generic)):
         try:
             native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
@@ -83,9 +86,7 @@ class Viewed(Mapping[str, Tensor]):
         return len(self._names)
 
     def spec(self, name: str) -> TensorSpec:
-        return (
-            spec(self._weights, name) if hasattr(self._weights, "spec") else (self[name].dtype.name, self[name].shape)
-        )
+        return spec(self._weights, name, self._dtype)
 
     def num_elements(self, name: str) -> int:
         return num_elements(self._weights, name)
@@ -127,12 +128,6 @@ def untied_name(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = 
     return None
 
 
-def boxes_of(weights: Weights) -> Mapping[str, Box]:
-    """The box of each tensor of which the weights hold only a part."""
-    boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
-    return boxes
-
-
 def place(value: Any) -> Place | None:
     """The memory location of a tensor: equal for two live tensors only if they are the same. None if it is empty."""
     if isinstance(value, Tensor):
@@ -155,21 +150,17 @@ def num_elements(weights: Weights, name: str) -> int:
     return count(name) if count is not None else prod(getattr(weights[name], "shape", ()))
 
 
-def spec(weights: Weights, name: str) -> TensorSpec:
+def spec(weights: Weights, name: str, dtype: DTypeChoice = None) -> TensorSpec:
     """The dtype and shape of a tensor, without reading it if the weights are a checkpoint on disk."""
-    known = getattr(weights, "spec", None)
+    known: Callable[[str], TensorSpec] | None = getattr(weights, "spec", None)
     if known is not None:
-        stated: TensorSpec = known(name)
-        return stated
-    tensor = view(name, weights[name])
+        return known(name)
+    tensor = view(name, weights[name], dtype)
     return tensor.dtype.name, tensor.shape
 
 
 def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     """Set elements of an array or tensor by flat position."""
-    if isinstance(value, Tensor):
-        value.bits[positions] = bits
-        return
     if is_torch(value) and value.device.type != "cpu":  # pragma: no mutate block
         import torch
 
@@ -178,7 +169,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
         flat[where] = fresh
         return
-    array = torch_view(value.detach().view(-1)) if is_torch(value) else value
+    array = torch_view(value.detach().view(-1)) if is_torch(value) else _array(value)
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 
@@ -217,20 +208,23 @@ def writable(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) ->
     return values
 
 
+def _array(value: Any) -> Any:
+    return value.bits if isinstance(value, Tensor) else value
+
+
 def _span(value: Any, name: str) -> tuple[str, int, int, str]:
     """The memory range of a contiguous tensor."""
-    value = value.bits if isinstance(value, Tensor) else value
     if is_torch(value):
         return str(value.device), value.data_ptr(), value.data_ptr() + value.numel() * value.element_size(), name
-    start = value.__array_interface__["data"][0]
-    return "cpu", start, start + value.nbytes, name
+    start = _array(value).__array_interface__["data"][0]
+    return "cpu", start, start + _array(value).nbytes, name
 
 
 def check_writable(name: str, value: Any) -> None:
     """Reject tensors that `write` cannot change in place."""
     if is_torch(value):
         check_plain(name, value)
-    value = value.bits if isinstance(value, Tensor) else value
+    value = _array(value)
     contiguous = value.is_contiguous() if is_torch(value) else value.flags.c_contiguous
     if not contiguous:
         raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
@@ -253,13 +247,6 @@ def _torch_integer(itemsize: int) -> Any:
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
-
-
-def _torch_bits(name: str, value: Any) -> Bits:
-    if hasattr(value, "to_local"):
-        raise TypeError(f"{name} is a DTensor: pass its local shard and box, or gather it first")
-    check_plain(name, value)
-    return torch_view(value.detach().resolve_neg().contiguous().view(-1))
 
 
 def check_plain(name: str, value: Any) -> None:

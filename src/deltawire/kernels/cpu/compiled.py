@@ -97,13 +97,9 @@ class KernelCache(_Cache):  # type: ignore[misc]
             self._release()
 
     def enable(self) -> None:
-        pass
+        """Nothing: it is always on, and nothing waits to be written."""
 
-    def disable(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
+    disable = flush = enable
 
     def _load(self, sig: Any, target_context: Any) -> Any:
         key = sig, target_context.codegen().magic_tuple()

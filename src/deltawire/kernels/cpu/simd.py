@@ -24,10 +24,10 @@ def _load_block(context: Any, builder: Any, array_type: Any, array: Any, index: 
     return builder.load(pointer, align=item.width // 8)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    vector = ir.VectorType(scalar.type, BLOCK)
+def _splat(builder: Any, scalar: Any, length: int = BLOCK) -> Any:
+    vector = ir.VectorType(scalar.type, length)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), [0] * BLOCK)
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), length), [0] * length)
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
 
 
@@ -102,19 +102,14 @@ def advance_classes(typingctx: Any, planes: Any, masks: Any, seen: Any, wanted: 
         word = ir.IntType(64)
         row = ir.VectorType(word, 16)
 
-        def splat(scalar: Any) -> Any:
-            first = builder.insert_element(ir.Constant(row, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
-            return builder.shuffle_vector(first, ir.Constant(row, ir.Undefined), mask)
-
         def pointer(which: int) -> Any:
             data = context.make_array(signature.args[which])(context, builder, args[which]).data
             return builder.bitcast(data, row.as_pointer())
 
-        members = splat(builder.extract_value(args[0], 4))
-        for plane in range(4):
+        members, *planes = (_splat(builder, builder.extract_value(args[0], i), 16) for i in (4, 0, 1, 2, 3))
+        for plane, bits in enumerate(planes):
             flip = ir.Constant(row, [0 if k >> plane & 1 else -1 for k in range(16)])
-            members = builder.and_(members, builder.xor(splat(builder.extract_value(args[0], plane)), flip))
+            members = builder.and_(members, builder.xor(bits, flip))
         builder.store(members, pointer(1), align=8)
         count = cgutils.get_or_insert_function(builder.module, ir.FunctionType(row, [row]), "llvm.ctpop.v16i64")
         total = builder.add(builder.load(pointer(2), align=8), builder.call(count, [members]))

@@ -2,11 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from deltawire.kernels.cpu import live
 from deltawire.kernels.cpu.blocks import changed_positions, count_changed
@@ -21,21 +18,15 @@ Progress = Callable[[str, int, int], None]
 """What is compiled next, how many parts are done, and of how many."""
 
 
-@dataclass(frozen=True, slots=True)
 class Example:
     """Some weights before and after, and where they differ."""
 
-    old: npt.NDArray[Any]
-    new: npt.NDArray[Any]
-    positions: npt.NDArray[np.uint32]
-    layout: tuple[int, int, int, bool]
-
-    @classmethod
-    def of(cls, width: int) -> "Example":
-        old = np.arange(1000, dtype=f"u{width // 8}")
-        new = old.copy()
-        new[::9] += 1
-        return cls(old, new, np.arange(0, 1000, 9, dtype=np.uint32), (width, 4, 15, True))
+    def __init__(self, width: int) -> None:
+        self.old = np.arange(1000, dtype=f"u{width // 8}")
+        self.new = self.old.copy()
+        self.new[::9] += 1
+        self.positions = np.arange(0, 1000, 9, dtype=np.uint32)
+        self.layout = width, 4, 15, True
 
 
 def warm_up(widths: Sequence[int] = WIDTHS, progress: Progress | None = None) -> float:
@@ -45,7 +36,7 @@ def warm_up(widths: Sequence[int] = WIDTHS, progress: Progress | None = None) ->
     for done, (name, width, task) in enumerate(tasks):
         if progress is not None:
             progress(f"{name}, {width}-bit weights", done, len(tasks))
-        task(Example.of(width))
+        task(Example(width))
     if progress is not None:
         progress("done", len(tasks), len(tasks))
     return time.monotonic() - started
@@ -62,12 +53,7 @@ def _digest(example: Example) -> None:
     sum_change(example.old[at], example.new[at], at, _SEED)
 
 
-def _encode(example: Example) -> None:
-    for contextual in (True, False):
-        encode_tile(example.old, example.new, example.positions, *example.layout, contextual)
-
-
-def _decode(example: Example) -> None:
+def _encode_and_decode(example: Example) -> None:
     for contextual in (True, False):
         words, num_bits, _ = encode_tile(example.old, example.new, example.positions, *example.layout, contextual)
         stream = words.view(np.uint8)[: (num_bits + 7) // 8]
@@ -87,7 +73,6 @@ def _live(example: Example) -> None:
 TASKS: dict[str, Callable[[Example], None]] = {
     "comparing": _compare,
     "digest": _digest,
-    "encoding": _encode,
-    "decoding": _decode,
+    "encoding and decoding": _encode_and_decode,
     "weights in engines": _live,
 }

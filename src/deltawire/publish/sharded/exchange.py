@@ -1,4 +1,4 @@
-"""Sends pieces of tensors from rank to rank, while an anchor is written: each file of it needs whole tensors.
+"""The worker of a rank, and how it gets pieces of tensors from others for an anchor, whose files need whole tensors.
 
 The rank that writes a tensor asks the ranks that hold boxes of it for a piece at a time: the request goes through the
 ranks' store, the piece comes over a gloo connection. An exchange lives for one anchor. So one that failed half-way, and
@@ -8,7 +8,7 @@ whose connections are broken for good, does not affect later ones.
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
@@ -17,9 +17,12 @@ import numpy as np
 
 from deltawire.errors import RankFailed
 from deltawire.format.container import raw
-from deltawire.publish.sharded.messages import LONGEST_PAUSE, SHORTEST_PAUSE, Ranks
+from deltawire.publish.alone import Message
+from deltawire.publish.sharded.messages import Ranks, first_line, pauses
+from deltawire.publish.worker import Held, Worker
+from deltawire.store import Buffer
 from deltawire.tensors.boxes import Box
-from deltawire.tensors.dtypes import Bits, DType
+from deltawire.tensors.dtypes import DTYPES, Bits, DType
 
 PIECE = 1 << 20
 
@@ -42,7 +45,7 @@ class Exchange:
         try:
             self._group = dist.ProcessGroupGloo(connecting, ranks.rank, ranks.size, timedelta(seconds=ranks.timeout))
         except RuntimeError as error:
-            reason = f"it could not connect to all others, one may be gone: {_first_line(error)}"
+            reason = f"it could not connect to all others, one may be gone: {first_line(error)}"
             raise RankFailed(f"rank {ranks.rank}: {reason}", rank=ranks.rank, reason=reason) from None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="deltawire-exchange", daemon=True)
@@ -64,7 +67,7 @@ class Exchange:
             try:
                 arriving.wait()
             except RuntimeError as error:
-                reason = _first_line(error)
+                reason = first_line(error)
                 raise RankFailed(f"rank {rank} did not send {name}: {reason}", rank=rank, reason=reason) from None
             return bits
 
@@ -73,13 +76,12 @@ class Exchange:
     def _serve(self) -> None:
         import torch
 
-        number, pause = 1, SHORTEST_PAUSE
+        number, waits = 1, pauses()
         while not self._stopping.is_set():
             key = f"{self._ranks.rank}/{number}"
             try:
                 if not self._store.check([key]):
-                    self._stopping.wait(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                    self._stopping.wait(next(waits))
                     continue
                 rank, name, start, stop = json.loads(self._store.get(key))
                 self._store.delete_key(key)
@@ -88,7 +90,7 @@ class Exchange:
             except Exception:
                 # The rank that has asked gets no piece, and raises RankFailed.
                 return
-            number, pause = number + 1, SHORTEST_PAUSE
+            number, waits = number + 1, pauses()
 
     def close(self) -> None:
         self._stopping.set()
@@ -149,6 +151,29 @@ def slabs(full: tuple[int, ...]) -> list[Box]:
     return [Box(full, (at, *(0 for _ in rest)), (min(rows, full[0] - at), *rest)) for at in starts]
 
 
-def _first_line(error: Exception) -> str:
-    """The message of gloo, without the stack that follows it."""
-    return str(error).partition("\n")[0]
+class ShardWorker(Worker):
+    """One rank's boxes at recent calls of `publish`, and the commands of rank 0 on them."""
+
+    _ranks: Ranks
+    _exchange: Exchange | None = None
+
+    def do(self, command: Message) -> Message:
+        # Others may need pieces from here until rank 0 sends the next command.
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+        return super().do(command)
+
+    def _pieces(self, held: Held, call: int, folder: str, boxes: Message) -> Callable[[str], Iterable[Buffer]]:
+        if not self._ranks.others:
+            return super()._pieces(held, call, folder, boxes)
+        exchange = self._exchange = Exchange(
+            self._ranks, folder, lambda name, start, stop: held.history.at(name, call)[start:stop]
+        )
+
+        def pieces(name: str) -> Iterable[Buffer]:
+            dtype, full = held.specs[name]
+            holders: Holders = [(rank, Box(full, tuple(at), tuple(shape))) for rank, at, shape in boxes[name]]
+            return whole_pieces(exchange, name, DTYPES[dtype], full, holders)
+
+        return pieces

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,12 +22,24 @@ from typing import Any
 from deltawire.errors import RankFailed
 from deltawire.publish.alone import Alone, Message, error_fields, error_from
 
-# Between two polls of the store: short at first, then longer.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 BEATS_IN_TIMEOUT, LONGEST_BEAT = 8, 5.0
 
 # How many publishers each group has had: every rank counts the same, so they find each other.
 _numbers: Counter[str] = Counter()
+
+
+def pauses() -> Iterator[float]:
+    """How long to wait before each look: short at first, then longer."""
+    pause = SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def first_line(error: Exception) -> str:
+    """The message of torch, without the stack that follows it."""
+    return str(error).partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,7 @@ class Ranks(Alone):
         # Commands that may still be in the store, and those of them whose answers were not all collected.
         self._sent: list[int] = []
         self._unanswered: list[int] = []
-        self._pause = SHORTEST_PAUSE
+        self._pauses = pauses()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -106,23 +118,25 @@ class Ranks(Alone):
         self._set(f"command/{self._number}", command)
 
     def answers(self) -> list[Message]:
-        missing, found = set(self.others), {}
-        pause = SHORTEST_PAUSE
-        while missing:
-            for rank in sorted(missing):
-                answer = self._take(f"answer/{self._number}/{rank}")
+        found: dict[int, Message] = {}
+        for pause in pauses():
+            for rank in [rank for rank in self.others if rank not in found]:
+                key = f"answer/{self._number}/{rank}"
+                answer = self._get(key)
                 if answer is not None:
-                    missing.remove(rank)
+                    self._delete(key)
                     found[rank] = answer
-            if missing:
-                self.check_alive(missing)
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+            missing = [rank for rank in self.others if rank not in found]
+            if not missing:
+                break
+            self.check_alive(missing)
+            time.sleep(pause)
         self._clean_up()
-        for rank in sorted(found):
-            if "error" in found[rank]:
-                raise error_from(found[rank]["error"])
-        return [found[rank]["result"] for rank in sorted(found)]
+        answers = [found[rank] for rank in self.others]
+        for answer in answers:
+            if "error" in answer:
+                raise error_from(answer["error"])
+        return [answer["result"] for answer in answers]
 
     def _clean_up(self) -> None:
         """Delete old commands and answers: a rank that has answered the last command has read all before it."""
@@ -140,20 +154,17 @@ class Ranks(Alone):
             command: Message | None = self._get(f"command/{self._number + 1}")
             if command is not None:
                 self._number += 1
-                self._pause = SHORTEST_PAUSE
+                self._pauses = pauses()
                 return command
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(self._pause)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            time.sleep(next(self._pauses))
 
     def wait_for_command(self) -> Message:
         """The next command of rank 0; raises RankFailed if rank 0 is gone."""
-        while True:
-            command = self.next_command(self._interval)
-            if command is not None:
-                return command
+        while (command := self.next_command(self._interval)) is None:
             self.check_alive([0])
+        return command
 
     def answer(self, work: Callable[[], Message]) -> None:
         """Execute the last command, and send the result or the error to rank 0."""
@@ -193,12 +204,6 @@ class Ranks(Alone):
         data = self.reach(lambda: self.store.get(key) if self.store.check([key]) else None)
         return None if data is None else json.loads(data)
 
-    def _take(self, key: str) -> Any:
-        value = self._get(key)
-        if value is not None:
-            self._delete(key)
-        return value
-
     def _delete(self, *keys: str) -> None:
         for key in keys:
             self.reach(lambda key=key: self.store.delete_key(key))  # type: ignore[misc]
@@ -208,7 +213,7 @@ class Ranks(Alone):
         try:
             return call()
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise RankFailed(
                 f"the store that the ranks talk through does not answer, rank 0 may be gone: {reason}",
                 rank=0, ranks=[0], reason=reason, is_lost=True,

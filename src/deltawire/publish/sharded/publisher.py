@@ -13,8 +13,8 @@ from deltawire.publish.alone import Message, error_from, final
 from deltawire.publish.machine import ALL_CALLS, BasePublisher, own_run
 from deltawire.publish.recheck import CHECK_SHARE
 from deltawire.publish.settings import Settings
+from deltawire.publish.sharded.exchange import ShardWorker
 from deltawire.publish.sharded.messages import Ranks
-from deltawire.publish.sharded.shard_worker import ShardWorker
 from deltawire.publish.sources import Source, sharded_source
 from deltawire.publish.upload import check_files
 from deltawire.run.planner import SKIPS

@@ -1,4 +1,4 @@
-"""`coo`: plain positions and values, the layout of the TRL post. Decodes without the old weights."""
+"""`coo` and `dense`: the encodings without compression, which decode without the old weights."""
 
 import numpy as np
 
@@ -13,6 +13,8 @@ _PIECE = 1 << 24
 
 
 class Coo:
+    """Positions and values, the layout of the TRL post."""
+
     name = "coo"
     needs_mirror = False
 
@@ -42,3 +44,26 @@ class Coo:
         if num_changed and (indices[0] < 0 or indices[-1] >= num_elements or (np.diff(indices) <= 0).any()):
             raise CorruptObject(f"positions are out of range or out of order in a box of {num_elements} elements")
         return indices, values
+
+
+class Dense:
+    """All elements of the box. For tensors that changed nearly everywhere."""
+
+    name = "dense"
+    needs_mirror = False
+
+    def parts(self, dtype: DType, num_elements: int) -> dict[str, str]:
+        return {"dense": dtype.name}
+
+    def size_bytes(self, num_elements: int, num_changed: int, dtype: DType) -> int:
+        return num_elements * dtype.itemsize
+
+    def encode(
+        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
+    ) -> Arrays:
+        return {"dense": new[:]}
+
+    def decode(
+        self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
+    ) -> tuple[None, Bits]:
+        return None, take(arrays, "dense", num_elements)

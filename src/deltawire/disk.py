@@ -1,9 +1,11 @@
-"""Open untrusted files safely: never block on a pipe or device, and never read a file before its size is checked."""
+"""Open untrusted files safely: never block on a pipe or device, never read a file before its size is checked; locks."""
 
+import fcntl
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 from deltawire.errors import LimitExceeded, ObjectMissing
 
@@ -28,6 +30,17 @@ def open_regular(path: Path) -> BufferedReader:
 def _not_regular(path: Path) -> ObjectMissing:
     what = "a folder" if path.is_dir() else "a pipe, socket or device"
     return ObjectMissing(f"{path} is {what}, not a file", path=str(path))
+
+
+def locked(path: Path, mode: str = "a") -> IO[str] | None:
+    """Open a file and lock it until it is closed or this process ends; None if another process holds the lock."""
+    file = path.open(mode)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
 
 
 def read_small(path: Path, limit: int) -> bytes:

@@ -295,8 +295,8 @@ def export_command(
 
     Its metadata has the version and the digest, so that publish, diff and verify know them.
     """
-    from deltawire.follow.export import Export
     from deltawire.follow.replica import Replica
+    from deltawire.follow.target import Export
 
     options.only_with("--layout trl", layout == "trl", "branch")
     with options.open_run(url, public_key) as run:

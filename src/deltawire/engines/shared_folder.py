@@ -1,6 +1,5 @@
 """A folder that an agent and a server on the same machine both see: how changes get from one to the other."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from deltawire.disk import locked
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout
 from deltawire.engines.staged import split
@@ -29,12 +29,10 @@ class SharedFolder:
         own = f"deltawire-{os.getuid()}-{sha256(address.encode()).hexdigest()[:12]}"
         self.folder = (shared_memory() if folder is None else Path(folder).absolute()) / own
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = (self.folder / "lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise Conflict(f"another agent drives {address}: stop it first", path=str(self.folder)) from None
+        lock = locked(self.folder / "lock")
+        if lock is None:
+            raise Conflict(f"another agent drives {address}: stop it first", path=str(self.folder))
+        self._lock = lock
         # What an agent before this one left when it was killed.
         for left in self.folder.iterdir():
             if left.name != "lock":

@@ -31,10 +31,8 @@ class Fetched(NamedTuple):
     def delta(self, run: str) -> Delta:
         """Open the delta, and check that it is the one the hop describes."""
         hop = self.hop
-        try:
+        with blaming(hop):
             delta = Delta.open([self.folder / each.file for each in hop.objects])
-        except DeltawireError as error:
-            raise blaming(hop, error) from error
         stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
         if stated != (run, hop.version, hop.base, hop.digest, hop.base_digest):
             raise CorruptObject(f"the delta {hop} is not the one its document is about", hop=hop)
@@ -43,11 +41,9 @@ class Fetched(NamedTuple):
     def checkpoint(self, run: str) -> Checkpoint:
         """Open the anchor, and check that it is the one the hop describes."""
         hop = self.hop
-        try:
+        with blaming(hop):
             checkpoint = Checkpoint(self.folder)
             stated = checkpoint.field("run"), checkpoint.version, checkpoint.field("digest")
-        except DeltawireError as error:
-            raise blaming(hop, error) from error
         if stated != (run, hop.version, str(hop.digest)):
             raise CorruptObject(f"the anchor of version {hop.version} is not the one its document is about", hop=hop)
         return checkpoint
@@ -83,10 +79,8 @@ class Fetcher:
 
         def fetch_one(job: tuple[Fetched, StoredObject]) -> None:
             each, stored = job
-            try:
+            with blaming(each.hop):
                 download_object(self._store, stored, each.folder, partial(arrived, stored.key))
-            except DeltawireError as error:
-                raise blaming(each.hop, error) from error
 
         with ThreadPoolExecutor(PARALLEL, "deltawire-fetch") as pool:
             # The first failure cancels what has not started.
@@ -117,6 +111,10 @@ def _folder_name(hop: StoredHop) -> str:
     return f"{hop.version:08}-{'anchor' if hop.base is None else f'{hop.base:08}'}-{hop.objects[0].sha256[:16]}"
 
 
-def blaming(hop: StoredHop, error: DeltawireError) -> DeltawireError:
-    """The same error, with the hop that caused it."""
-    return type(error)(error.message, **{**error.fields, "hop": hop})
+@contextmanager
+def blaming(hop: StoredHop, kind: type[DeltawireError] = DeltawireError) -> Iterator[None]:
+    """Add the hop that caused it to an error."""
+    try:
+        yield
+    except kind as error:
+        raise type(error)(error.message, **{**error.fields, "hop": hop}) from error

@@ -13,7 +13,6 @@ again: its patches are absolute.
 """
 
 import errno
-import fcntl
 import json
 import mmap
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from deltawire.codec import COO, Encoded
-from deltawire.disk import read_small
+from deltawire.disk import locked, read_small
 from deltawire.errors import Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.follow.target import Target
 from deltawire.format.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint
@@ -52,21 +51,16 @@ class Mirror(Target):
         self._incoming = self._own / "incoming"
         self.scratch: Path | None = self._own / "cache"
         if self.folder.exists() and not self.folder.is_dir():
-            raise Conflict(f"{self.folder} is a file; a mirror is a folder", path=str(self.folder))
+            raise Conflict(f"{folder} is a file; a mirror is a folder", path=str(folder))
         if self.folder.is_dir() and any(self.folder.iterdir()) and not self._own.is_dir():
-            raise Conflict(
-                f"{self.folder} holds files that are not a mirror's: choose an empty or new folder",
-                path=str(self.folder),
-            )
+            problem = "holds files that are not a mirror's: choose an empty or new folder"
+            raise Conflict(f"{folder} {problem}", path=str(folder))
         self._own.mkdir(parents=True, exist_ok=True)
-        self._lock = (self._own / "lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise Conflict(
-                f"another process keeps {self.folder} current: stop it, or use another folder", path=str(self.folder)
-            ) from None
+        lock = locked(self._own / "lock")
+        if lock is None:
+            problem = f"another process keeps {folder} current: stop it, or use another folder"
+            raise Conflict(problem, path=str(folder))
+        self._lock = lock
         self._maps: list[mmap.mmap] = []
         self._weights: dict[str, Tensor] = {}
         self._state: WeightVersion | None = None
@@ -104,9 +98,8 @@ class Mirror(Target):
         except OSError as error:
             problem = "the disk is full" if error.errno == errno.ENOSPC else str(error)
             kept = "nothing was changed" if self._state is not None else "the next attempt will finish the update"
-            raise EngineRejected(
-                f"{self.folder} cannot be written: {problem}; {kept}", path=str(self.folder)
-            ) from error
+            said = f"{self.folder} cannot be written: {problem}; {kept}"
+            raise EngineRejected(said, path=str(self.folder)) from error
 
     def _finish_apply(self, patches: Sequence[Patch], state: WeightVersion) -> None:
         self._write(patches)
@@ -153,8 +146,7 @@ class Mirror(Target):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         if self._incoming.exists():
             self._finish_load()
-            return
-        if self._journal.exists():
+        elif self._journal.exists():
             self._remove_marker()
             self._finish_journal()
         else:

@@ -25,7 +25,6 @@ from deltawire.follow.fetch import Fetcher, Progress, blaming
 from deltawire.follow.mirror import Mirror
 from deltawire.follow.routing import find_route
 from deltawire.follow.target import MemoryTarget, Target, new_tensor
-from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
 from deltawire.redact import redacted
@@ -236,10 +235,9 @@ class Replica:
             return state if state.run == self.run.id else None
         found = self.target.digest(manifest.tied)
         for hop in (*manifest.route, manifest.hop):
-            if found is not None and found == hop.digest:
-                return WeightVersion(self.run.id, hop.version, found)
-            if found is not None and hop.base is not None and found == hop.base_digest:
-                return WeightVersion(self.run.id, hop.base, found)
+            for version, digest in ((hop.version, hop.digest), (hop.base, hop.base_digest)):
+                if found is not None and version is not None and found == digest:
+                    return WeightVersion(self.run.id, version, found)
         return None
 
     def _reach(self, manifest: Manifest, have: WeightVersion | None, progress: Progress | None) -> Pull:
@@ -293,7 +291,8 @@ class Replica:
                 applied = decoded
                 for each, delta in zip(fetched, deltas, strict=True):
                     manifest.check_tensors({entry.name for entry in delta.entries}, self.target.weights())
-                    self._apply_delta(each.hop, delta)
+                    with blaming(each.hop, FormatError):
+                        self.target.apply_delta(delta)
             elif have is not None:
                 patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
                 manifest.check_tensors({patch.name for patch in patches}, self.target.weights())
@@ -312,12 +311,6 @@ class Replica:
             decode_seconds=applied - started - fetch_seconds,
             apply_seconds=time.perf_counter() - applied,
         )
-
-    def _apply_delta(self, hop: StoredHop, delta: Delta) -> None:
-        try:
-            self.target.apply_delta(delta)
-        except FormatError as error:
-            raise blaming(hop, error) from error
 
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay at the newest version until `stop` is called. Blocks; `watching` does the same in a thread.

@@ -1,4 +1,4 @@
-"""Targets hold the weights of a replica: the protocol, and the target for arrays or a torch module in memory."""
+"""Targets hold the weights of a replica: the protocol, weights in memory, and a checkpoint that is written once."""
 
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.format.checkpoint import anchor_info, check_new
 from deltawire.format.delta import Delta
+from deltawire.format.files import write_replayed
 from deltawire.format.patches import Patch, write_patches
 from deltawire.format.replay import Replay
 from deltawire.tensors.digest import Digest, WeightVersion, digest
@@ -19,6 +21,7 @@ from deltawire.tensors.weights import (
     Tensor,
     Viewed,
     Weights,
+    num_elements,
     place,
     spec,
     untied_name,
@@ -35,11 +38,12 @@ class Target(Protocol):
     absolute, so an update can be repeated.
     """
 
-    scratch: Path | None
+    scratch: Path | None = None
     """A persistent folder for downloads, from which they are resumed; None if there is none."""
 
     def state(self) -> WeightVersion | None:
         """Run, version and digest of the weights; None if unknown."""
+        return None
 
     def served(self) -> WeightVersion | None:
         """The weights in use: the target's own, or those of the engine that it is the mirror of."""
@@ -55,9 +59,11 @@ class Target(Protocol):
 
     def digest(self, tied: Mapping[str, str]) -> Digest | None:
         """Compute the digest of the weights, for weights of unknown version; None if there are none yet."""
+        return None
 
     def weights(self) -> Weights:
         """The weights to decode deltas against, read-only."""
+        return {}
 
     @property
     def decodes(self) -> bool:
@@ -78,7 +84,9 @@ class Target(Protocol):
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
         """Replace all weights. `anchor.base` is the anchor, `files` are its additional files (configuration, ...)."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the target holds."""
+        return
 
 
 class MemoryTarget(Target):
@@ -87,8 +95,6 @@ class MemoryTarget(Target):
     An empty dictionary is filled from the first anchor: `make` creates a tensor for a name, a dtype and a shape.
     Without it they are `Tensor`s, and tied names are left out.
     """
-
-    scratch: Path | None = None
 
     def __init__(
         self,
@@ -186,7 +192,23 @@ class MemoryTarget(Target):
                 )  # fmt: skip
         writable(weights, weights, tied)
 
-    def close(self) -> None: ...
+
+class Export(Target):
+    """A new checkpoint: written from an anchor and the deltas after it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        check_new(path)
+
+    def apply(
+        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
+    ) -> None:
+        raise TypeError("there is nothing to patch in an export")
+
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+        total = sum(num_elements(anchor.base, name) for name in anchor.base)
+        info = anchor_info(state.run, state.version, state.digest, total, tied)
+        write_replayed(anchor, self._path, {"format": "pt", **info}, state.digest, files)
 
 
 def _plain(name: str, dtype: DType, shape: tuple[int, ...]) -> Tensor:

@@ -212,8 +212,7 @@ def write_checkpoint(
             file.writelines(file_bytes(specs, metadata, bits_of))
             check()
         return
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
+    check_new(path)
     temporary = temp_path(path)
     temporary.mkdir()
     try:
@@ -230,6 +229,12 @@ def write_checkpoint(
     except BaseException:
         shutil.rmtree(temporary)
         raise
+
+
+def check_new(path: Path) -> None:
+    """Raise Conflict unless nothing is there but, at most, an empty folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
 
 
 def index_bytes(shards: Mapping[str, Mapping[str, TensorSpec]]) -> bytes:

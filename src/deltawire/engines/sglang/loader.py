@@ -5,7 +5,6 @@ SGLang ends the whole server when a loader raises, and passes nothing back from 
 raises; answers, and what went wrong, are files in the folder that the agent names.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -13,10 +12,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import torch
 
+from deltawire.disk import locked
 from deltawire.engines.live_weights import Found, LiveModel, error_fields
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
@@ -60,7 +60,7 @@ class Worker:
         self.live = LiveModel(self._find)
         self.busy = False
         """Writing was begun and did not end well: the weights may be a mix."""
-        self._alive: TextIO | None = None
+        self._alive: IO[str] | None = None
         self._places: dict[str, Any] = {}
         self._counted: list[int] = []
         self._staging: threading.Thread | None = None
@@ -171,14 +171,9 @@ class Worker:
             if path.exists() and os.path.samestat(path.stat(), os.fstat(self._alive.fileno())):
                 return
             self._alive.close()
-            self._alive = None
-        alive = path.open("w")
-        try:
-            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            alive.close()
-            raise Conflict(f"another server uses {path.parent}: give each agent a shared folder of its own") from None
-        self._alive = alive
+        self._alive = locked(path, "w")
+        if self._alive is None:
+            raise Conflict(f"another server uses {path.parent}: give each agent a shared folder of its own")
 
     def close(self) -> None:
         if self._alive is not None:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 import deltawire
 from deltawire import Checkpoint, Delta, save_anchor
 from deltawire.errors import BaseMismatch, Conflict, CorruptObject, DigestMismatch, ObjectMissing
-from deltawire.format.files import apply_to_checkpoint, diff_checkpoints, verify_delta
+from deltawire.format.delta import diff_checkpoints
+from deltawire.format.replay import apply_to_checkpoint, verify_delta
 from deltawire.tensors.weights import Viewed, spec
 
 
@@ -238,7 +239,8 @@ def test_memory_stays_near_the_largest_tensor(tmp_path):
         import numpy as np
         import deltawire
         from deltawire import Checkpoint, Delta
-        from deltawire.format.files import apply_to_checkpoint, diff_checkpoints
+        from deltawire.format.delta import diff_checkpoints
+        from deltawire.format.replay import apply_to_checkpoint
 
         folder = Path(sys.argv[1])
         small = {"w": np.zeros(1000, np.uint16)}

@@ -15,7 +15,7 @@ from deltawire.format.parts import merge
 from deltawire.publish import upload
 from deltawire.publish.alone import Alone
 from deltawire.publish.changes import advanced, box_digests, encode_changes
-from deltawire.publish.history import History, Prepared
+from deltawire.publish.history import History
 from deltawire.publish.leader import Committed, Leader, Task, add_up
 from deltawire.publish.recheck import _mismatch
 from deltawire.publish.settings import Settings
@@ -197,7 +197,7 @@ def test_what_is_encoded_already_is_taken_as_it_is(staged):
 
     def prepared(base, version):
         asked.append((base, version))
-        return {"norm": Prepared(norm.encoded, Digest(7, 8))}
+        return {"norm": (norm.encoded, Digest(7, 8))}
 
     history.prepared = prepared
     again, gained = encode_changes(history, 0, 1, ["gap"], SERIAL)

@@ -45,7 +45,7 @@ def diff_command(
     OLD and NEW are safetensors files or folders of them. Tensors are read one by one.
     """
     from deltawire.format.checkpoint import Checkpoint
-    from deltawire.format.files import diff_checkpoints
+    from deltawire.format.delta import diff_checkpoints
 
     started = time.perf_counter()
     with speaking_errors():
@@ -76,7 +76,7 @@ def apply_command(base: Path, delta: Path, output: Path, threads: int | None) ->
     """
     from deltawire.format.checkpoint import Checkpoint
     from deltawire.format.delta import Delta
-    from deltawire.format.files import apply_to_checkpoint
+    from deltawire.format.replay import apply_to_checkpoint
 
     started = time.perf_counter()
     with speaking_errors():
@@ -203,8 +203,8 @@ def inspect_command(delta: Path, sort: str, limit: int | None) -> None:
 
 def verify_delta_at(change: "Delta", base: Path | None, threads: int | None) -> str:
     from deltawire.format.checkpoint import Checkpoint
-    from deltawire.format.files import verify_delta
     from deltawire.format.inspection import check_structure
+    from deltawire.format.replay import verify_delta
 
     if base is None:
         for entry in change.entries:

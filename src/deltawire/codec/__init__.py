@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from deltawire.codec.encoding import Arrays, Encoding, Known, Watch, changes
 from deltawire.codec.tiled import Tiled, encode_payload
 from deltawire.codec.uncompressed import Coo, Dense
-from deltawire.errors import UnsupportedFormat
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.dtypes import Bits, DType, Elements
 from deltawire.workers import Workers
@@ -110,7 +109,5 @@ def decode(
     encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers
 ) -> tuple[Positions | None, Bits]:
     """Positions in the box and their new bits; positions are None if the bits cover the whole box."""
-    encoding = ENCODINGS.get(encoded.encoding)
-    if encoding is None:
-        raise UnsupportedFormat(f"encoding {encoded.encoding!r} is not known; a newer deltawire may read it")
+    encoding = ENCODINGS[encoded.encoding]
     return encoding.decode(encoded.arrays, old, num_elements, dtype, encoded.num_changed, workers)

@@ -55,7 +55,6 @@ def changes(
 
 
 def take(arrays: Arrays, part: str, length: int) -> Bits:
-    """Get one array and check its length."""
     array = arrays[part]
     if len(array) != length:
         raise CorruptObject(f"the part {part!r} holds {len(array)} items, expected {length}")

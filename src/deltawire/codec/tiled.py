@@ -51,9 +51,25 @@ class Tiled:
     def decode(
         self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
     ) -> tuple[Positions, Bits]:
+        from deltawire.kernels.cpu.decode import decode_tile
+
         if old is None:
             raise ValueError(f"a {self.name} patch is decoded against the old weights: pass them")
-        return decode_payload(arrays[self.name], old, dtype, num_changed, self.contextual, workers)
+        tiles, counts = sound_tiles(arrays[self.name], len(old), num_changed, self.contextual)
+        layout = kernel_layout(dtype)
+        positions, bits = np.empty(num_changed, np.int64), np.empty(num_changed, old.dtype)
+        ends = np.cumsum(counts, dtype=np.int64)
+
+        def decode(i: int) -> int:
+            tile, out = tiles[i], slice(ends[i] - counts[i], ends[i])
+            before = old[tile.start : tile.stop]
+            status = decode_tile(tile.stream, before, *layout, self.contextual, positions[out], bits[out])
+            positions[out] += tile.start
+            return int(status)
+
+        for status in workers.map(decode, range(len(tiles))):
+            check_status(status)
+        return positions, bits
 
 
 class Tile(NamedTuple):
@@ -166,28 +182,6 @@ def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:
         for i, (start, stop) in enumerate(pairwise(edges.tolist()))
         if start < stop
     ]
-
-
-def decode_payload(
-    payload: Bits, old: Bits, dtype: DType, num_changed: int, contextual: bool, workers: Workers
-) -> tuple[Positions, Bits]:
-    from deltawire.kernels.cpu.decode import decode_tile
-
-    tiles, counts = sound_tiles(payload, len(old), num_changed, contextual)
-    layout = kernel_layout(dtype)
-    positions, bits = np.empty(num_changed, np.int64), np.empty(num_changed, old.dtype)
-    ends = np.cumsum(counts, dtype=np.int64)
-
-    def decode(i: int) -> int:
-        tile, out = tiles[i], slice(ends[i] - counts[i], ends[i])
-        before = old[tile.start : tile.stop]
-        status = decode_tile(tile.stream, before, *layout, contextual, positions[out], bits[out])
-        positions[out] += tile.start
-        return int(status)
-
-    for status in workers.map(decode, range(len(tiles))):
-        check_status(status)
-    return positions, bits
 
 
 def sound_tiles(payload: Bits, num_elements: int, num_changed: int, contextual: bool) -> tuple[list[Tile], list[int]]:

@@ -272,7 +272,8 @@ def _application(agent: Agent, token: str | None, hosts: list[str]) -> "Starlett
         if token is None:
             refusal = "this agent has no token: start it with --token-file or DELTAWIRE_TOKEN, or Agent(token=...)"
             return JSONResponse({"error": refusal}, 403)
-        if not _is_authorized(request.headers.get("authorization", ""), token):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), token.encode()):
             refusal = "a nudge needs the header Authorization: Bearer TOKEN, with the agent's token"
             return JSONResponse({"error": refusal}, 401, {"WWW-Authenticate": "Bearer"})
         agent.nudge()
@@ -287,8 +288,3 @@ def _application(agent: Agent, token: str | None, hosts: list[str]) -> "Starlett
     ]
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return Starlette(routes=routes, middleware=[guard])
-
-
-def _is_authorized(header: str, token: str) -> bool:
-    scheme, _, given = header.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), token.encode())

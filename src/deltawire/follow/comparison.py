@@ -1,6 +1,5 @@
 """Compare weights with a version of a run that is fetched again, element by element and independent of digests."""
 
-from collections.abc import Mapping
 from contextlib import closing
 
 import numpy as np
@@ -30,7 +29,11 @@ def differing_names(
         Workers(threads) as workers,
     ):
         replay = Replay(fetched[0].checkpoint(run.id), [each.delta(run.id) for each in fetched[1:]], workers)
-        names = _names(replay.base, manifest.tied, weights)
+        # For each tensor the names to compare among the weights: its own, and tied ones that are present.
+        names = {name: [name] for name in replay.base}
+        for name, to in manifest.tied.items():
+            if name in weights:
+                names[to].append(name)
         for name in replay.base:
             bits = replay.bits_of(name)
             for each in names.pop(name):
@@ -43,12 +46,3 @@ def differing_names(
         replay.check(manifest.digest)
     known = {*replay.base, *manifest.tied}
     return differing | {name: view(name, weights[name]).bits.size for name in weights if name not in known}
-
-
-def _names(base: Weights, tied: Mapping[str, str], weights: Weights) -> dict[str, list[str]]:
-    """For each tensor of a version, the names to compare among the weights: its own, and tied ones that are present."""
-    names = {name: [name] for name in base}
-    for name, to in tied.items():
-        if name in weights:
-            names[to].append(name)
-    return names

@@ -72,7 +72,9 @@ class Fetcher:
             if progress is not None:
                 progress(sum(there.values()), total)
 
-        fetched = [Fetched(hop, self._folder / _folder_name(hop)) for hop in hops]
+        # Two uploads of one hop differ in their hashes, and their parts must not be mixed.
+        names = [f"{hop.version:08}-{hop.base}-{hop.objects[0].sha256[:16]}" for hop in hops]
+        fetched = [Fetched(hop, self._folder / name) for hop, name in zip(hops, names, strict=True)]
         jobs = [(each, stored) for each in fetched for stored in each.hop.objects]
         for each in fetched:
             each.folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +91,6 @@ class Fetcher:
         self.clear()
 
     def clear(self) -> None:
-        """Delete everything that was downloaded."""
         if self._folder.exists():
             for each in self._folder.iterdir():
                 shutil.rmtree(each) if each.is_dir() else each.unlink()
@@ -100,15 +101,9 @@ class Fetcher:
 
 
 def download_object(store: Store, stored: StoredObject, folder: Path, progress: Callable[[int], None]) -> None:
-    """Download an object of a hop into a folder, checked."""
     download(
         store, stored.key, folder / stored.file, num_bytes=stored.num_bytes, sha256=stored.sha256, progress=progress
     )
-
-
-def _folder_name(hop: StoredHop) -> str:
-    # Two uploads of one hop differ in their hashes, and their parts must not be mixed.
-    return f"{hop.version:08}-{'anchor' if hop.base is None else f'{hop.base:08}'}-{hop.objects[0].sha256[:16]}"
 
 
 @contextmanager

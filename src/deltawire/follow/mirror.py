@@ -30,10 +30,9 @@ from deltawire.follow.target import Target
 from deltawire.format.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint
 from deltawire.format.container import replacing
 from deltawire.format.delta import Delta
-from deltawire.format.files import write_replayed
 from deltawire.format.parts import save
 from deltawire.format.patches import Patch
-from deltawire.format.replay import Replay
+from deltawire.format.replay import Replay, write_replayed
 from deltawire.format.wire import DeltaInfo, Entry, tied_metadata
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, digest
@@ -78,14 +77,10 @@ class Mirror(Target):
     def apply(
         self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
     ) -> None:
-        info = DeltaInfo.after(
-            base,
-            state.version,
-            state.digest - base.digest,
-            num_changed=sum(len(patch.bits) for patch in patches),
-            num_elements=sum(len(tensor.bits) for tensor in self._weights.values()),
-            tied={},
-        )
+        total = sum(len(tensor.bits) for tensor in self._weights.values())
+        num_changed = sum(len(patch.bits) for patch in patches)
+        gain = state.digest - base.digest
+        info = DeltaInfo.after(base, state.version, gain, num_changed=num_changed, num_elements=total, tied={})
         with self._writing():
             save(info, [_entry(patch) for patch in patches], self._journal, max_file_bytes=1 << 62)
             self._remove_marker()
@@ -203,7 +198,6 @@ class Mirror(Target):
         (self.folder / STATE_NAME).unlink(missing_ok=True)
 
     def _write_marker(self, folder: Path, state: WeightVersion) -> None:
-        """Write `deltawire.json` with the version of the weights."""
         shards = [file.name for file in folder.glob("*.safetensors*")]
         document = {**state.as_dict(), "files": _times(folder, shards)}
         with replacing(folder / STATE_NAME) as file:
@@ -215,7 +209,6 @@ class Mirror(Target):
 
 
 def _times(folder: Path, files: Any) -> dict[str, list[int]]:
-    """Size and modification time of files."""
     stats = {file: (folder / file).stat() for file in files if (folder / file).exists()}
     return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 

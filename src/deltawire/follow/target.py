@@ -10,9 +10,8 @@ import numpy as np
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.checkpoint import anchor_info, check_new
 from deltawire.format.delta import Delta
-from deltawire.format.files import write_replayed
 from deltawire.format.patches import Patch, write_patches
-from deltawire.format.replay import Replay
+from deltawire.format.replay import Replay, write_replayed
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import ALIASES, DType, dtype_named, empty_bits
 from deltawire.tensors.weights import (

@@ -1,11 +1,13 @@
-"""Deltas without a store: `diff` computes one from two sets of weights; `replay.py` applies it."""
+"""Deltas without a store: `diff` computes one from two sets of weights, also in files; `replay.py` applies it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format import parts
+from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.container import Container
 from deltawire.format.patches import (
     Patch,
@@ -178,21 +180,28 @@ def diff_into(
     old: Weights,
     new: Weights,
     *,
-    encoding: EncodingChoice,
-    dtype: DTypeChoice,
-    tied: Mapping[str, str] | None,
-    run: str,
-    version: int,
-    base_version: int,
-    threads: int | None,
-    progress: Progress | None,
+    encoding: EncodingChoice = "auto",
+    dtype: DTypeChoice = None,
+    tied: Mapping[str, str] | None = None,
+    run: str = "",
+    version: int = 1,
+    base_version: int = 0,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> DeltaInfo:
     """Like `diff`, but pass each entry to `add` as soon as it is encoded."""
     allowed = allowed_encodings(encoding)
     old, new = mapping_of(old), mapping_of(new)
     tied = resolve_ties(tied or {}, old)
     names = [name for name in old if name not in tied]
-    _check_names(names, [name for name in new if name not in tied])
+    others = [name for name in new if name not in tied]
+    for missing, where in ((set(names) - set(others), "new"), (set(others) - set(names), "old")):
+        if missing:
+            raise UnknownParameter(
+                f"{min(missing)} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead",
+                tensor=min(missing),
+            )
+    check_names(names)
     if not 0 <= base_version < version:
         raise ValueError(f"version {version} cannot be built on version {base_version}")
 
@@ -222,21 +231,16 @@ def diff_into(
             total += size
             if progress is not None:
                 progress(name, size)
-    return DeltaInfo.after(
-        WeightVersion(run, base_version, base_digest),
-        version,
-        gained,
-        num_changed=num_changed,
-        num_elements=total,
-        tied={name: to for name, to in tied.items() if to in changed_names},
-    )
+    base = WeightVersion(run, base_version, base_digest)
+    tied = {name: to for name, to in tied.items() if to in changed_names}
+    return DeltaInfo.after(base, version, gained, num_changed=num_changed, num_elements=total, tied=tied)
 
 
-def _check_names(old: list[str], new: list[str]) -> None:
-    for missing, where in ((set(old) - set(new), "new"), (set(new) - set(old), "old")):
-        if missing:
-            raise UnknownParameter(
-                f"{min(missing)} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead",
-                tensor=min(missing),
-            )
-    check_names(old)
+def diff_checkpoints(
+    old: Checkpoint, new: Checkpoint, path: Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES, **options: Any
+) -> Delta:
+    """Write the delta between two checkpoints to `path`. Other options are those of `diff`."""
+    with parts.Spool(path.parent) as spool:
+        info = diff_into(spool.add, old, new, tied=new.tied, **options)
+        parts.save(info, spool.entries, path, max_file_bytes)
+    return Delta.load(path)

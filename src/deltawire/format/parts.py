@@ -38,7 +38,6 @@ def grouped(items: Iterable[Item], num_bytes: Callable[[Item], int], max_file_by
 
 
 def split(entries: list[Entry], max_file_bytes: float) -> list[list[Entry]]:
-    """Assign entries to files."""
     return grouped(entries, lambda entry: entry.num_bytes, max_file_bytes)
 
 
@@ -62,7 +61,6 @@ def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int)
 
 
 def is_delta(path: Path) -> bool:
-    """Whether a path is a delta rather than a checkpoint."""
     if path.is_dir():
         return False
     if path.is_file():

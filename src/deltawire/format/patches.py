@@ -124,7 +124,6 @@ def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers 
 
 
 def write_patches(targets: Mapping[str, Iterable[Any]], patches: Iterable[Patch]) -> None:
-    """Write patches into the arrays or tensors of their names."""
     for patch in patches:
         for value in targets[patch.name]:
             write(value, patch.where, patch.bits)

@@ -1,11 +1,14 @@
-"""Apply deltas: in sequence without changing the base weights (`Replay`), or one in place (`apply`)."""
+"""Apply deltas: in sequence without changing the base weights (`Replay`), in place (`apply`), to a copy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
 from deltawire.errors import BaseMismatch, BrokenChain, CorruptObject, DigestMismatch
+from deltawire.format.checkpoint import Checkpoint, anchor_info, write_checkpoint
 from deltawire.format.delta import Delta, Progress
 from deltawire.format.patches import Patch, check_known, check_spec, decode_entry, patch_digest, write_patches
 from deltawire.format.wire import DeltaInfo, Entry
@@ -193,6 +196,40 @@ def apply(
         patches = replay.patches(base_digest)
     write_patches(targets, patches)
     return delta.digest
+
+
+def apply_to_checkpoint(
+    base: Checkpoint, delta: Delta, path: Path, *, threads: int | None = None, progress: Progress | None = None
+) -> None:
+    """Write `base` with the delta applied to `path`, including the files next to the weights."""
+    info = anchor_info(delta.run, delta.version, delta.digest, delta.num_elements, base.tied)
+    with Workers(threads) as workers:
+        replay = Replay(base, [delta], workers, progress)
+        write_replayed(replay, path, {"format": "pt", **base.metadata, **info}, delta.digest, base.other_files())
+
+
+def write_replayed(
+    replay: Replay, path: Path, metadata: Mapping[str, str], expected: Digest, extra_files: Sequence[Path]
+) -> None:
+    """Write the result of a replay of a checkpoint to `path`, where it appears if it has the expected digest."""
+    if not isinstance(replay.base, Checkpoint):
+        raise TypeError("only a replay of a checkpoint can be written as one")
+    base = replay.base
+    # In the files of the original, or all in one.
+    files = {file: list(shard.header.slots) for file, shard in base.shards.items()}
+    if path.suffix == ".safetensors":
+        files = {path.name: list(base)}
+    shards = {file: {name: base.spec(name) for name in names} for file, names in files.items()}
+    check = partial(replay.check, expected)
+    write_checkpoint(path, shards, metadata, replay.bits_of, extra_files=extra_files, check=check)
+
+
+def verify_delta(
+    delta: Delta, base: Checkpoint, *, threads: int | None = None, progress: Progress | None = None
+) -> None:
+    """Check that `base` is the base of a delta, and that the delta leads to the digest that it states."""
+    with Workers(threads) as workers:
+        Replay(base, [delta], workers, progress).verify(delta.digest)
 
 
 def check_base(info: DeltaInfo, actual: Digest) -> None:

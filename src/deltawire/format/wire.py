@@ -7,6 +7,7 @@ the whole tensor. The arrays of an encoding are tensors named `NAME.PART`. See d
 
 import json
 import re
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +89,6 @@ class Entry:
 
 
 def metadata_of(info: DeltaInfo, entries: Iterable[Entry], part: int, num_parts: int) -> dict[str, str]:
-    """The metadata of one part."""
     stated = {key: str(getattr(info, field)) for key, (field, _) in _FIELDS.items()}
     metadata = metadata_fields("delta", info.tied, **stated, part=f"{part}/{num_parts}")
     for entry in entries:
@@ -148,20 +148,11 @@ def read_part(container: Container) -> tuple[DeltaInfo, list[Entry], tuple[int, 
     return info, entries, position
 
 
-class LazyArrays(Mapping[str, Bits]):
-    """The arrays of one entry, each read by a function on every access."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Bits]]) -> None:
-        self._readers = readers
+class LazyArrays(UserDict[str, Any]):
+    """The arrays of one entry, from functions: each array is read on every access."""
 
     def __getitem__(self, part: str) -> Bits:
-        return self._readers[part]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
+        return self.data[part]()  # type: ignore[no-any-return]
 
 
 def metadata_fields(kind: str, tied: Mapping[str, str], **fields: str) -> dict[str, str]:
@@ -176,7 +167,6 @@ def tied_metadata(tied: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_tied(text: str | None) -> dict[str, str]:
-    """Parse the tied names of the metadata."""
     if text is None:
         return {}
     try:
@@ -215,21 +205,20 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
     num_changed = read_number(fields[3], name)
     if not 1 <= num_changed <= box.num_elements:
         raise CorruptObject(f"{name} cannot have {num_changed} changes in {box.num_elements} elements", tensor=name)
-    names = {part: f"{name}.{part}" for part in encoding.parts(dtype, box.num_elements)}
-    lengths = {}
-    stored = 0
+    arrays, lengths, stored = LazyArrays(), {}, 0
     for part, kind in encoding.parts(dtype, box.num_elements).items():
-        slot = container.header.slots.get(names[part])
+        tensor = f"{name}.{part}"
+        slot = container.header.slots.get(tensor)
         if slot is None or slot.dtype != kind:
-            raise CorruptObject(f"{name} has no {kind} tensor {names[part]!r}", tensor=name)
+            raise CorruptObject(f"{name} has no {kind} tensor {tensor!r}", tensor=name)
         if slot.shape != box.shape if part == DENSE.name else len(slot.shape) != 1:
-            raise CorruptObject(f"tensor {names[part]!r} cannot have shape {list(slot.shape)}", tensor=name)
+            raise CorruptObject(f"tensor {tensor!r} cannot have shape {list(slot.shape)}", tensor=name)
+        arrays[part] = partial(container.bits, tensor)
         lengths[part] = prod(slot.shape)
         stored += slot.stop - slot.start
     # Every change takes at least one bit: do not allocate memory for a higher count.
     if num_changed > 8 * stored:
         raise CorruptObject(f"{name} states {num_changed} changes in {stored} bytes", tensor=name)
-    arrays = LazyArrays({part: partial(container.bits, tensor) for part, tensor in names.items()})
     return Entry(name, dtype, box, fields[0], num_changed, arrays, lengths)
 
 

@@ -55,7 +55,6 @@ class Chunks(NamedTuple):
         return self.rows[:, 2]
 
     def split(self, log2: Numbers) -> "Chunks":
-        """Split each chunk into tiles of the given size."""
         num_tiles = -(-self.sizes >> log2)
         whole = np.repeat(np.arange(len(num_tiles)), num_tiles)
         at = (np.arange(len(whole)) - (np.cumsum(num_tiles) - num_tiles)[whole]) << log2[whole]
@@ -184,13 +183,11 @@ class Part:
         """All small tensors, until the snapshot moves."""
         if self._small is None:
             small = {name: held for name, held in self.held.items() if held.num_elements <= SMALL}
-            starts = {name: held.first_block * BLOCK for name, held in small.items()}
+            places = [(held.first_block * BLOCK, held.num_elements) for held in small.values()]
             with self._alone():
-                pieces = [self._arena.snapshot[at : at + small[name].num_elements] for name, at in starts.items()]
-                bits = torch_view(torch.cat(pieces))
-            ends = np.cumsum([held.num_elements for held in small.values()]).tolist()
-            parts = zip(small, [0, *ends[:-1]], ends, strict=True)
-            self._small = {name: bits[start:end] for name, start, end in parts}
+                bits = torch_view(torch.cat([self._arena.snapshot[at : at + size] for at, size in places]))
+            ends = np.cumsum([size for _, size in places])
+            self._small = dict(zip(small, np.split(bits, ends[:-1]), strict=True))
         return self._small
 
     def write(self, name: str, stretch: slice, bits: Bits) -> None:
@@ -203,7 +200,6 @@ class Part:
         self._join()
 
     def digest(self, name: str) -> Digest:
-        """The contribution of a tensor's snapshot to the digest."""
         held = self.held[name]
         first = held.first_block * BLOCK
         with self._alone():
@@ -245,7 +241,7 @@ class Part:
             # Anything else is encoded on the host; it is small, or nearly everything.
             if best in streams and streams[best].is_whole:
                 encoded = Encoded(best, totals[name], {best: streams[best].payload()})
-                prepared[name] = Prepared(encoded, batch.gains[tensor])
+                prepared[name] = encoded, batch.gains[tensor]
         return prepared
 
     def _batches(self, num_changed: Numbers) -> Iterator[slice]:

@@ -40,6 +40,9 @@ NOWHERE = np.empty(0, np.uint32)
 # A tensor's name and a chunk's number in it.
 ChunkKey = tuple[str, int]
 
+# The encoded change of a tensor, and what it adds to the digest.
+Prepared = tuple[Encoded, Digest]
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkChange:
@@ -101,13 +104,6 @@ class _Stream(NamedTuple):
     num_bytes: int
     num_changed: int
     is_raw: bool
-
-
-class Prepared(NamedTuple):
-    """The encoded change of a tensor, and what it adds to the digest."""
-
-    encoded: Encoded
-    gain: Digest
 
 
 class PackedVersion:
@@ -242,7 +238,6 @@ class History:
         record.revert((name, index), bits, self.specs[name][0])
 
     def pack(self, version: int, workers: Workers) -> None:
-        """Pack the old bits of a version."""
         staged = self._records[version]
         if not isinstance(staged, StagedVersion):
             return
@@ -296,7 +291,7 @@ class History:
         between = [record for each, record in list(self._records.items()) if base < each <= version]
         return between[0] if len(between) == 1 and isinstance(between[0], StagedVersion) else None
 
-    def prepared(self, base: int, version: int) -> Mapping[str, "Prepared"]:
+    def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
         """The tensors whose changes from `base` to `version` are encoded already."""
         return {}
 
@@ -306,7 +301,6 @@ class History:
         return box_digest(key, self.boxes[name], self.at(name, version), workers)
 
     def at(self, name: str, version: int) -> "TensorAt":
-        """A tensor as it was at a version."""
         if version < self.oldest:
             raise ValueError(f"version {version} is no longer kept: the oldest that can be read is {self.oldest}")
         bits = self._snapshot[name]

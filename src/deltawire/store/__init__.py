@@ -54,7 +54,10 @@ def open_store(
     if scheme in ("", "file"):
         return _open_folder(url)
     if scheme == "memory":
-        return _open_memory(str(url))
+        from deltawire.store.object import open_memory
+
+        name, _, prefix = str(url).partition(":")[2].lstrip("/").partition("/")
+        return open_memory(name, prefix)
     _refuse_credentials(str(url), query=scheme not in ("http", "https"))
     if scheme in ("http", "https"):
         from deltawire.store.web import open_web
@@ -98,13 +101,6 @@ def _open_folder(url: str | Path) -> Store:
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"{url!r} is no folder: write file:///folder with three slashes")
     return FolderStore(Path(unquote(parts.path)))
-
-
-def _open_memory(url: str) -> Store:
-    from deltawire.store.object import open_memory
-
-    name, _, prefix = url.partition(":")[2].lstrip("/").partition("/")
-    return open_memory(name, prefix)
 
 
 def _open_hub(url: str, config: Mapping[str, str]) -> Store:

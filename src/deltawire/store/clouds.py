@@ -15,7 +15,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltawire.errors import StoreUnavailable
 from deltawire.store.failures import shorten
-from deltawire.store.object import Clients, ObjectStore
+from deltawire.store.object import ObjectStore
 
 CONNECT_SECONDS = 5.0
 METADATA_SECONDS = 2.0
@@ -26,8 +26,9 @@ UPLOAD_PATIENCE = 15
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """The configuration of one cloud. Names are the client's settings; in the environment they have a prefix."""
+    """A client, and its configuration. Names are the client's settings; in the environment they have a prefix."""
 
+    kind: Any
     prefixes: tuple[str, ...]
     environment: tuple[str, ...]
     """The variables that an error message suggests when access is refused."""
@@ -47,6 +48,7 @@ class Cloud:
 
 
 S3 = Cloud(
+    kind=S3Store,
     prefixes=("aws_",),
     environment=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL"),
     credentials=frozenset({
@@ -56,6 +58,7 @@ S3 = Cloud(
     endpoints=("endpoint_url_s3", "endpoint_url", "endpoint"),
 )  # fmt: skip
 GOOGLE = Cloud(
+    kind=GCSStore,
     prefixes=("google_",),
     environment=("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
     credentials=frozenset({
@@ -65,6 +68,7 @@ GOOGLE = Cloud(
     endpoints=("base_url",),
 )  # fmt: skip
 AZURE = Cloud(
+    kind=AzureStore,
     prefixes=("azure_storage_", "azure_"),
     environment=(
         "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_CLIENT_ID",
@@ -80,7 +84,6 @@ CLOUDS = {"s3": S3, "s3a": S3, "gs": GOOGLE, "gcs": GOOGLE}
 
 
 def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, retries: int) -> ObjectStore:
-    """Open a bucket, or a prefix of one."""
     parts = urlsplit(url)
     cloud = CLOUDS.get(parts.scheme.lower(), AZURE)
     bucket = parts.username or parts.netloc
@@ -91,51 +94,43 @@ def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, r
         settings.setdefault("account_name", parts.hostname.partition(".")[0])
     prefix = parts.path.strip("/")
     name = f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/")
-    options = _options(name, cloud, settings, retries)
-    try:
-        quick, patient = (
-            _client(cloud, bucket, settings, options, seconds)
-            for seconds in (timeout_seconds, timeout_seconds * UPLOAD_PATIENCE)
-        )
-    except BaseError as error:
-        raise _refused(name, f"{shorten(str(error))}; look at", cloud) from None
-    return ObjectStore(name, Clients(quick, patient), prefix, environment=cloud.environment)
-
-
-def _client(
-    cloud: Cloud, bucket: str, config: dict[str, str], options: dict[str, Any], silence_seconds: float
-) -> S3Store | GCSStore | AzureStore:
-    known = cloud.settings(config)
-    endpoint = next((known[name] for name in cloud.endpoints if known.get(name)), "")
-    client_options: dict[str, Any] = {
-        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-        "read_timeout": timedelta(seconds=silence_seconds),
-        # A limit on the whole request would fail large parts on slow networks; silence is the sign of a dead one.
-        "timeout": timedelta(hours=1),
-    }
-    if endpoint.startswith("http://"):
-        client_options["allow_http"] = True
-    kind: Any = {id(S3): S3Store, id(GOOGLE): GCSStore}.get(id(cloud), AzureStore)
-    client: S3Store | GCSStore | AzureStore = kind(bucket, config=config, client_options=client_options, **options)
-    return client
-
-
-def _options(url: str, cloud: Cloud, config: Mapping[str, str], retries: int) -> dict[str, Any]:
-    options: dict[str, Any] = {
+    known = cloud.settings(settings)
+    endpoint = next((known[each] for each in cloud.endpoints if known.get(each)), "")
+    options = _credentials(name, cloud, known) | {
         "retry_config": {
             "max_retries": retries,
             "retry_timeout": timedelta(seconds=RETRY_SECONDS),
             "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2},
         }
     }
-    if cloud.credentials & cloud.settings(config).keys():
-        return options
+
+    def client(silence_seconds: float) -> Any:
+        client_options: Any = {
+            "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+            "read_timeout": timedelta(seconds=silence_seconds),
+            # A limit on the whole request would fail large parts on slow networks; silence is the sign of a dead one.
+            "timeout": timedelta(hours=1),
+            "allow_http": endpoint.startswith("http://"),
+        }
+        return cloud.kind(bucket, config=settings, client_options=client_options, **options)
+
+    try:
+        quick, patient = client(timeout_seconds), client(timeout_seconds * UPLOAD_PATIENCE)
+    except BaseError as error:
+        raise _refused(name, f"{shorten(str(error))}; look at", cloud) from None
+    return ObjectStore(name, quick, prefix, patient=patient, environment=cloud.environment)
+
+
+def _credentials(url: str, cloud: Cloud, known: Mapping[str, str]) -> dict[str, Any]:
+    """What a client needs to be told of credentials: nothing where it finds them among its settings."""
+    if cloud.credentials & known.keys():
+        return {}
     provider = _boto3_provider(url) if cloud is S3 else None
     if provider is not None:
-        options["credential_provider"] = provider
-    elif not _has_identity(cloud, config):
+        return {"credential_provider": provider}
+    if not _has_identity(cloud, known):
         raise _refused(url, "no credentials were found; look at", cloud)
-    return options
+    return {}
 
 
 def _refused(url: str, why: str, cloud: Cloud) -> StoreUnavailable:
@@ -157,12 +152,11 @@ def _boto3_provider(url: str) -> Any:
         raise _refused(url, f"{error}; look at", S3) from error
 
 
-def _has_identity(cloud: Cloud, config: Mapping[str, str]) -> bool:
+def _has_identity(cloud: Cloud, settings: Mapping[str, str]) -> bool:
     """Whether this machine has an identity of its own. The client would check this too, but with minutes of retries."""
     home = Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
     if cloud is GOOGLE and home.exists():
         return True
-    settings = cloud.settings(config)
     if cloud is S3 and settings.get("ec2_metadata_disabled", "").lower() == "true":
         return False
     return _answers(settings.get("metadata_endpoint", "http://169.254.169.254"))

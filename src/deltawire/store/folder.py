@@ -10,7 +10,7 @@ from obstore.store import LocalStore
 
 from deltawire.errors import ObjectMissing
 from deltawire.store.base import Stat, is_key
-from deltawire.store.object import Clients, ObjectStore
+from deltawire.store.object import ObjectStore
 
 
 class FolderStore(ObjectStore):
@@ -19,7 +19,7 @@ class FolderStore(ObjectStore):
     def __init__(self, folder: Path) -> None:
         self._folder = os.path.abspath(folder)
         # Rooted at `/`, since a client cannot be rooted at a folder that does not exist yet.
-        super().__init__(f"file://{self._folder}", Clients(LocalStore("/")), self._folder.strip("/"))
+        super().__init__(f"file://{self._folder}", LocalStore("/"), self._folder.strip("/"))
 
     def _readable_path(self, key: str) -> str:
         """Reject anything but regular files: the client would open a pipe and block forever."""

@@ -11,10 +11,10 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -146,15 +146,6 @@ class HubStore:
             raise self._hub.unavailable(f"{key} was not written: {failure.get('error')}", key)
 
 
-@dataclass(frozen=True, slots=True)
-class _NoAnswer:
-    """Stands in for a reply that did not arrive."""
-
-    error: Exception
-    status_code: int = NO_ANSWER
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 class _Hub:
     """The calls to the Hub and its content store for one bucket, with full paths, and the translation of errors."""
 
@@ -259,7 +250,7 @@ class _Hub:
         try:
             return session.request(method, url, timeout=TIMEOUT_SECONDS, **options)
         except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError) as error:
-            return _NoAnswer(error)
+            return SimpleNamespace(status_code=NO_ANSWER, headers={}, error=error)
         except (httpx.HTTPError, OSError) as error:
             raise self.unavailable(f"{self._endpoint} cannot be asked: {error}", key) from error
 

@@ -5,7 +5,6 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -37,32 +36,28 @@ def open_memory(name: str, prefix: str = "") -> "ObjectStore":
     with _memory_lock:
         client = _memory.setdefault(name, MemoryStore())
     prefix = prefix.strip("/")
-    return ObjectStore(f"memory:{name}/{prefix}".rstrip("/"), Clients(client), prefix)
-
-
-@dataclass(frozen=True, slots=True)
-class Clients:
-    """A client with a short timeout, and a patient one for large uploads.
-
-    There are two because the client's limit on silence also runs while a body is being sent.
-    """
-
-    quick: "Client"
-    patient: "Client | None" = None
-
-    def for_upload(self, num_bytes: int) -> "Client":
-        """The client for a request with a body of this size."""
-        return self.quick if self.patient is None or num_bytes <= QUICK_BYTES else self.patient
+    return ObjectStore(f"memory:{name}/{prefix}".rstrip("/"), client, prefix)
 
 
 class ObjectStore:
-    """A store over an obstore client. `environment` are the variables that hold its credentials."""
+    """A store over an obstore client. `environment` are the variables that hold its credentials.
+
+    `patient` is a client for large uploads: the limit on silence of a client also runs while a body is being sent.
+    """
 
     conditional = True
 
-    def __init__(self, url: str, clients: Clients, prefix: str = "", *, environment: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        url: str,
+        client: "Client",
+        prefix: str = "",
+        *,
+        patient: "Client | None" = None,
+        environment: tuple[str, ...] = (),
+    ) -> None:
         self.url = url
-        self._clients = clients
+        self._client, self._patient = client, patient or client
         self._root = f"{prefix}/" if prefix else ""
         self._environment = environment
 
@@ -94,10 +89,11 @@ class ObjectStore:
         first, rest = _take(source, CHUNK_BYTES)
         if rest is None:
             whole = b"".join(first)
-            obstore.put(self._clients.for_upload(len(whole)), path, whole, use_multipart=False)
+            client = self._client if len(whole) <= QUICK_BYTES else self._patient
+            obstore.put(client, path, whole, use_multipart=False)
             return
         obstore.put(
-            self._clients.for_upload(CHUNK_BYTES), path, chain(first, rest), use_multipart=True,
+            self._patient, path, chain(first, rest), use_multipart=True,
             chunk_size=CHUNK_BYTES, max_concurrency=MAX_PARTS_IN_FLIGHT,
         )  # fmt: skip
 
@@ -106,14 +102,14 @@ class ObjectStore:
 
         def write() -> None:
             with self._errors(key):
-                obstore.put(self._clients.quick, path, data, mode="create", use_multipart=False)
+                obstore.put(self._client, path, data, mode="create", use_multipart=False)
 
         create_once(write, lambda: self.get(key, limit=len(data)), data)
 
     def get(self, key: str, *, limit: int = MOST_GET_BYTES) -> bytes:
         path = self._readable_path(key)
         with self._errors(key):
-            found = obstore.get(self._clients.quick, path)
+            found = obstore.get(self._client, path)
             check_size(self.url, key, found.meta["size"], limit)
             return bytes(found.bytes())
 
@@ -123,7 +119,7 @@ class ObjectStore:
         try:
             with self._errors(key):
                 # No client accepts an empty range.
-                found = obstore.get_range(self._clients.quick, path, start=start, length=max(length, 1))
+                found = obstore.get_range(self._client, path, start=start, length=max(length, 1))
         except StoreUnavailable as error:
             # Stores report an error for a range that starts at the end or after it.
             if re.search("range", error.message, re.IGNORECASE) and start >= self.stat(key).num_bytes:
@@ -143,7 +139,7 @@ class ObjectStore:
     def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
         with self._errors(prefix):
             pages = obstore.list(
-                self._clients.quick,
+                self._client,
                 (self._root + prefix).rpartition("/")[0] or None,
                 offset=self._root + after if after else None,
                 chunk_size=LIST_CHUNK,
@@ -153,7 +149,7 @@ class ObjectStore:
     def stat(self, key: str) -> Stat:
         path = self._readable_path(key)
         with self._errors(key):
-            return self._stat(obstore.head(self._clients.quick, path))
+            return self._stat(obstore.head(self._client, path))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, many in one request if the store supports it."""
@@ -162,7 +158,7 @@ class ObjectStore:
             return
         try:
             with self._errors(paths[0].removeprefix(self._root)):
-                obstore.delete(self._clients.quick, paths)
+                obstore.delete(self._client, paths)
         except (ObjectMissing, StoreUnavailable) as error:
             if error.fields.get("refused") and len(paths) == 1:
                 raise
@@ -173,7 +169,7 @@ class ObjectStore:
         for path in paths:
             try:
                 with self._errors(path.removeprefix(self._root)):
-                    obstore.delete(self._clients.quick, path)
+                    obstore.delete(self._client, path)
             except ObjectMissing:
                 continue
 
@@ -187,18 +183,14 @@ class ObjectStore:
         return Stat(meta["path"].removeprefix(self._root), meta["size"], meta["last_modified"].timestamp())
 
     def _errors(self, key: str) -> AbstractContextManager[None]:
-        _check_process(self.url, key)
+        # In a forked process the client would hang: its threads do not survive a fork.
+        if _first_use.setdefault("process", os.getpid()) != os.getpid():
+            said = "this process was forked after its parent had used a store; start it with spawn instead"
+            raise StoreUnavailable(f"{self.url}: {said}", url=self.url, key=key, refused=True, uncertain=False)
         return translated(self.url, key, environment=self._environment)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r})"
-
-
-def _check_process(url: str, key: str) -> None:
-    """Refuse to work in a forked process: the client's threads do not survive a fork, and it would hang."""
-    if _first_use.setdefault("process", os.getpid()) != os.getpid():
-        message = f"{url}: this process was forked after its parent had used a store; start it with spawn instead"
-        raise StoreUnavailable(message, url=url, key=key, refused=True, uncertain=False)
 
 
 def _take(source: Iterator[Buffer], num_bytes: int) -> tuple[list[Buffer], Iterator[Buffer] | None]:

@@ -64,7 +64,6 @@ def _is_right(path: Path, num_bytes: int, sha256: str) -> bool:
 
 
 def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[bytes]], report: Progress) -> str:
-    """Complete the partial file and return its SHA-256."""
     digest = hashlib.sha256()
     partial.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, "a+b", buffering=0) as file:

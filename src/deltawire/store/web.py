@@ -69,7 +69,11 @@ class WebStore:
         self._hosts = frozenset(host.lower() for host in redirect_hosts)
         self._timeout = timeout_seconds
         self._readable: str | None = None
-        self._httpx = _load_httpx()
+        try:
+            import httpx
+        except ImportError:
+            raise MissingDependency("http(s):// needs another package: pip install 'deltawire[web]'") from None
+        self._httpx = httpx
         self._client = self._connect()
 
     def _connect(self) -> tuple[int, Any]:
@@ -229,14 +233,6 @@ class WebStore:
 
     def __repr__(self) -> str:
         return f"WebStore({self.url!r})"
-
-
-def _load_httpx() -> Any:
-    try:
-        import httpx
-    except ImportError:
-        raise MissingDependency("http(s):// needs another package: pip install 'deltawire[web]'") from None
-    return httpx
 
 
 def _origin(url: Any) -> tuple[str, str, int]:

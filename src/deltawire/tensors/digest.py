@@ -101,20 +101,18 @@ def runs_digest(key: TensorKey, starts: Positions, length: int, bits: Elements, 
     """Like `box_digest`, for runs of consecutive elements of the tensor: `length` from each of `starts`."""
     from deltawire.kernels.cpu.sums import sum_runs
 
-    def one_run(at: int) -> tuple[int, int]:
-        stretch = bits[at : at + _CHUNK]
-        return sum_runs(stretch, starts + at, len(stretch), key.seed)  # type: ignore[no-any-return]
+    is_single = len(starts) == 1
+    step = _CHUNK if is_single else max(_CHUNK // max(length, 1), 1)
 
-    def some_runs(at: int) -> tuple[int, int]:
-        stretch = bits[at * length : (at + step) * length]
-        return sum_runs(stretch, starts[at : at + step], length, key.seed)  # type: ignore[no-any-return]
+    def part(at: int) -> Digest:
+        if is_single:
+            stretch = bits[at : at + step]
+            low, high = sum_runs(stretch, starts + at, len(stretch), key.seed)
+        else:
+            low, high = sum_runs(bits[at * length : (at + step) * length], starts[at : at + step], length, key.seed)
+        return Digest(int(low), int(high))
 
-    if len(starts) == 1:
-        sums = workers.map(one_run, range(0, length, _CHUNK))
-    else:
-        step = max(_CHUNK // max(length, 1), 1)
-        sums = workers.map(some_runs, range(0, len(starts), step))
-    return sum((Digest(int(low), int(high)) for low, high in sums), Digest())
+    return sum(workers.map(part, range(0, length if is_single else len(starts), step)), Digest())
 
 
 def change_digest(key: TensorKey, positions: Positions, old: Bits, new: Bits) -> Digest:

@@ -91,7 +91,7 @@ class SglangEngine(HttpEngine):
             self._find(self._ranks, specs)
 
     def _find(self, ranks: Ranks, specs: Mapping[str, TensorSpec]) -> None:
-        answers = ranks.order("bind", [{"specs": spec_fields(specs)}] * ranks.number)
+        answers = ranks.order("bind", specs=spec_fields(specs))
         refuse(answers, "the server's weights cannot be changed in place")
         self._set_layout(specs, [each["result"] for each in answers])
 
@@ -136,7 +136,7 @@ class SglangEngine(HttpEngine):
     def _write(self, ranks: Ranks, token: str, state: WeightVersion, undo: bool = False) -> str | None:
         """Why the ranks are not at a version that they were to write, if they are not."""
         try:
-            answers = ranks.order("write", [{"token": token, "undo": undo}] * ranks.number)
+            answers = ranks.order("write", token=token, undo=undo)
         except EngineRejected as error:
             return str(error)
         return self._problem(answers, state.digest)
@@ -197,9 +197,7 @@ class SglangEngine(HttpEngine):
             self._loaded = None if state is None else (self._checksum(), state)
         else:
             with self._session():
-                answers = self._ranks.order(
-                    "mark", [{"state": None if state is None else state.as_dict()}] * self._ranks.number
-                )
+                answers = self._ranks.order("mark", state=None if state is None else state.as_dict())
             refuse(answers, "the version could not be set")
         self._mixed = False
 

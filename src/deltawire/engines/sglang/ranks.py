@@ -59,14 +59,14 @@ class Ranks:
                 return None
         return found or None
 
-    def order(self, name: str, arguments: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Have all ranks do something, each with its own arguments; their answers."""
-        return self.answers(self.send(name, arguments), 0)
+    def order(self, name: str, each: Sequence[Any] | None = None, **shared: Any) -> list[dict[str, Any]]:
+        """Have all ranks do something, each with arguments of its own, or all with the same; their answers."""
+        return self.answers(self.send(name, each, **shared), 0)
 
-    def send(self, name: str, arguments: Sequence[dict[str, Any]] | None = None) -> str:
+    def send(self, name: str, each: Sequence[Any] | None = None, **shared: Any) -> str:
         """The same for an order that ranks go on with when this returns; its call."""
         call = token_hex(8)
-        save_json(self._shared.path(f"{call}.json"), {"name": name, "arguments": arguments or [{}] * self.number})
+        save_json(self._shared.path(f"{call}.json"), {"name": name, "arguments": each or [shared] * self.number})
         body = {
             "serialized_named_tensors": [self._tensor(call, rank) for rank in range(self.number)],
             "load_format": LOADER,
@@ -81,7 +81,6 @@ class Ranks:
         return call
 
     def answers(self, call: str, seconds: float | None = None) -> list[dict[str, Any]]:
-        """What the ranks answer within a time."""
         deadline = time.monotonic() + (self._timeout if seconds is None else seconds)
         paths = [self._shared.path(f"{call}-rank{rank}.json") for rank in range(self.number)]
         try:

@@ -23,12 +23,14 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import llvmlite
 from numba import config, njit
 from numba.core.caching import IndexDataCacheFile, _Cache
 from numba.core.compiler import CompileResult
+
+from deltawire.disk import locked
 
 PATIENCE_SECONDS = 120.0
 _POLL_SECONDS = 0.05
@@ -56,7 +58,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}.{sys.implementation.cache_tag}"
-        self._lock: BinaryIO | None = None
+        self._lock: IO[str] | None = None
 
     @property
     def cache_path(self) -> str | None:
@@ -123,12 +125,12 @@ class KernelCache(_Cache):  # type: ignore[misc]
             return
         until = time.monotonic() + PATIENCE_SECONDS
         try:
-            self._lock = (folder / f"{self._name}.lock").open("wb")
-            while not _locks(self._lock):
+            while (lock := locked(folder / f"{self._name}.lock", "w")) is None:
                 tell("deltawire: another process compiles kernels for this machine; waiting for it")
                 if time.monotonic() > until:
                     return
                 time.sleep(_POLL_SECONDS)
+            self._lock = lock
         except OSError as error:
             _log.info("%s: no locks, so that processes may compile the same: %s", folder, error)
 
@@ -138,14 +140,6 @@ class KernelCache(_Cache):  # type: ignore[misc]
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._lock.close()
             self._lock = None
-
-
-def _locks(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @cache

@@ -9,8 +9,8 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,7 +97,6 @@ class Agent:
             raise ValueError("the token is empty: give one, or leave it out, and nudges are refused")
         self._poll_seconds = poll_seconds
         self._started = time.monotonic()
-        self._runs = False
         application = None if port is None else _application(self, token, answered_hosts(host, allowed_hosts))
         with ExitStack() as undo:
             listening = None if port is None else undo.enter_context(_listen(host, port))
@@ -127,21 +126,11 @@ class Agent:
 
     def run(self, on_pull: OnPull | None = None) -> None:
         """Keep the engine current until `stop` is called."""
-        self._runs = True
-        try:
-            self.replica.watch(on_pull, poll_seconds=self._poll_seconds)
-        finally:
-            self._runs = False
+        self.replica.watch(on_pull, poll_seconds=self._poll_seconds)
 
-    @contextmanager
-    def running(self, on_pull: OnPull | None = None) -> Iterator[None]:
+    def running(self, on_pull: OnPull | None = None) -> AbstractContextManager[None]:
         """Do what `run` does in a thread, while the block runs."""
-        self._runs = True
-        try:
-            with self.replica.watching(on_pull, poll_seconds=self._poll_seconds):
-                yield
-        finally:
-            self._runs = False
+        return self.replica.watching(on_pull, poll_seconds=self._poll_seconds)
 
     def nudge(self) -> None:
         """Look for a new version now."""
@@ -171,7 +160,7 @@ class Agent:
         version, lag, error = self.version, self.replica.lag, self.replica.error
         if error is not None:
             return Health(False, str(error), type(error).__name__, version, lag)
-        if not self._runs:
+        if not self.replica.is_watched:
             return Health(False, "the agent is not running", None, version, lag)
         if self.replica.latest is None:
             return Health(False, "no version was seen in the store yet", None, version, lag)

@@ -134,7 +134,7 @@ class Replica:
         self._unfinished: tuple[list[Patch], WeightVersion, WeightVersion, Mapping[str, str]] | None = None
         self._threads, self._pulling, self._changed = threads, threading.Lock(), threading.Condition()
         self._wake, self._stopped = threading.Event(), threading.Event()
-        self._watched = self._closed = False
+        self.is_watched = self._closed = False
 
     def __repr__(self) -> str:
         return f"Replica({redacted(self.run.store.url)!r}, name={self.name!r}, version={self.version})"
@@ -321,12 +321,12 @@ class Replica:
         if not poll_seconds > 0:
             raise ValueError(f"poll_seconds is a positive number, not {poll_seconds}")
         self._check_open()
-        self._watched = True
+        self.is_watched = True
         try:
             for _ in self._pulls(on_pull, poll_seconds):
                 pass
         finally:
-            self._watched = False
+            self.is_watched = False
 
     def __iter__(self) -> Iterator[Pull]:
         """Yield each pull as new versions arrive: waits for the next version, and ends only after `stop` or `close`.
@@ -385,7 +385,7 @@ class Replica:
         watch = partial(self.watch, on_pull, poll_seconds=poll_seconds)
         thread = threading.Thread(target=watch, name="deltawire-watch", daemon=True)
         self._stopped.clear()
-        self._watched = True
+        self.is_watched = True
         thread.start()
         try:
             yield
@@ -415,7 +415,7 @@ class Replica:
                     f"version {version} did not come within {timeout} s; the weights are at {self.version}"
                     + (f" and the last fault was: {self.error}" if self.error else "")
                 )
-            if self._watched:
+            if self.is_watched:
                 with self._changed:
                     self._changed.wait(min(left, 0.5))
             elif self._is_behind():

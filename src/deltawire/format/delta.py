@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from deltawire.codec import EncodingChoice, allowed_encodings
@@ -240,7 +241,8 @@ def diff_checkpoints(
     old: Checkpoint, new: Checkpoint, path: Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES, **options: Any
 ) -> Delta:
     """Write the delta between two checkpoints to `path`. Other options are those of `diff`."""
-    with parts.Spool(path.parent) as spool:
+    with TemporaryFile(dir=path.parent) as file:
+        spool = parts.Spool(file)
         info = diff_into(spool.add, old, new, tied=new.tied, **options)
         parts.save(info, spool.entries, path, max_file_bytes)
     return Delta.load(path)

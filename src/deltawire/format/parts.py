@@ -2,12 +2,11 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -113,10 +112,10 @@ def merge(containers: list[Container]) -> tuple[DeltaInfo, list[Entry]]:
 
 
 class Spool:
-    """Keeps the arrays of entries in an unnamed file, so that a delta can be larger than memory."""
+    """Keeps the arrays of entries in a file, so that a delta can be larger than memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
         self.entries: list[Entry] = []
 
     def add(self, entry: Entry) -> None:
@@ -129,9 +128,3 @@ class Spool:
     def _read(self, start: int, length: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
         self._file.seek(start)
         return np.frombuffer(self._file.read(length * dtype.itemsize), dtype)
-
-    def __enter__(self) -> "Spool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()

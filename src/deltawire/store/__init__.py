@@ -93,7 +93,7 @@ def _refuse_credentials(url: str, *, query: bool) -> None:
 
 
 def _open_folder(url: str | Path) -> Store:
-    from deltawire.store.folder import FolderStore
+    from deltawire.store.object import FolderStore
 
     if isinstance(url, Path) or not url.lower().startswith("file:"):
         return FolderStore(Path(url))

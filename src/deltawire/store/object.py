@@ -1,18 +1,31 @@
-"""Memory and the buckets of S3, Google and Azure as stores, through obstore."""
+"""Memory, folders and the buckets of S3, Google and Azure as stores, through obstore."""
 
+import errno
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import obstore
-from obstore.store import MemoryStore
+from obstore.store import LocalStore, MemoryStore
 
 from deltawire.errors import ObjectMissing, StoreUnavailable
-from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_key, check_range, check_size, slices
+from deltawire.store.base import (
+    MOST_GET_BYTES,
+    Buffer,
+    Pieces,
+    Stat,
+    check_key,
+    check_range,
+    check_size,
+    is_key,
+    slices,
+)
 from deltawire.store.failures import translated
 from deltawire.store.retry import create_once, retried
 
@@ -191,6 +204,52 @@ class ObjectStore:
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r})"
+
+
+class FolderStore(ObjectStore):
+    """A folder, which need not exist before the first write."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = os.path.abspath(folder)
+        # Rooted at `/`, since a client cannot be rooted at a folder that does not exist yet.
+        super().__init__(f"file://{self._folder}", LocalStore("/"), self._folder.strip("/"))
+
+    def _readable_path(self, key: str) -> str:
+        """Reject anything but regular files: the client would open a pipe and block forever."""
+        path = self._path(key)
+        if os.path.lexists(f"/{path}") and not os.path.isfile(f"/{path}"):
+            raise ObjectMissing(f"{self.url}: {key} is not a regular file", url=self.url, key=key)
+        return path
+
+    def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
+        # Without the client, which fails the whole listing for one name that it would not write itself.
+        with self._errors(prefix):
+            return tuple(self._walk(prefix.rpartition("/")[0], ()))
+
+    def _walk(self, folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[Stat]:
+        path = os.path.join(self._folder, folder)
+        try:
+            status = os.stat(path)
+            entries = list(os.scandir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        here = status.st_dev, status.st_ino
+        if here in above:
+            return
+        for entry in entries:
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if not is_key(key):
+                continue
+            try:
+                found = entry.stat()
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # deleted meanwhile, or a broken symlink
+                    continue
+                raise
+            if stat.S_ISDIR(found.st_mode):
+                yield from self._walk(key, (*above, here))
+            elif stat.S_ISREG(found.st_mode):
+                yield Stat(key, found.st_size, found.st_mtime)
 
 
 def _take(source: Iterator[Buffer], num_bytes: int) -> tuple[list[Buffer], Iterator[Buffer] | None]:

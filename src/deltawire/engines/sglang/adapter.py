@@ -56,21 +56,17 @@ class SglangEngine(HttpEngine):
 
     def status(self) -> Served:
         """Costs one request that no rank hears of, except once after each start of the server or of the agent."""
-        version = self._version()
         if self._ranks is not None and self._ranks.statuses() is None:
             self._ranks.connect()
             with self._held():
                 refuse(self._ranks.order("status"), "the server cannot be driven")
-        served = self._served(version)
+        served = self._served()
         if self._paused and not served.interrupted:
             self._resume()
         return served
 
-    def _version(self) -> str | None:
+    def _served(self) -> Served:
         version: str | None = self._server.get("/model_info").get("weight_version")
-        return version
-
-    def _served(self, version: str | None) -> Served:
         if self._ranks is None:
             state = None if self._loaded is None else self._loaded[1]
             known = state is not None and version == str(state.version)
@@ -148,7 +144,7 @@ class SglangEngine(HttpEngine):
             return self._load(source, state)
 
     def _load(self, folder: Path, state: WeightVersion) -> float:
-        before, was = self._mark(), self._served(self._version()).state
+        before, was = self._mark(), self._served().state
         started = self._pause_and_flush()
         try:
             self._begin()
@@ -281,7 +277,7 @@ class SglangEngine(HttpEngine):
         self._paused = False
 
     def _resume_if_sound(self) -> None:
-        if not self._served(self._version()).interrupted:
+        if not self._served().interrupted:
             self._resume()
 
     def _step(self, path: str, body: Any, timeout: float | None = None) -> None:

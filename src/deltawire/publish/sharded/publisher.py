@@ -143,16 +143,14 @@ class ShardedPublisher(BasePublisher):
                 self._refused = self._refused or stopped
             self._fail_call(ALL_CALLS, stopped)
             return True
-        if kind == "rest":
-            self._worker.do(command)
-        elif kind == "failed":
-            self._worker.do(command)
-            self._fail_call(command["call"], error_from(command["error"]))
-        elif kind == "committed":
-            self._finish_call(command["call"], command["version"], command["stats"])
-            self._worker.do(command)
-        else:
+        if kind not in ("rest", "failed", "committed"):
             self._ranks.answer(lambda: self._worker.do(command))
+            return False
+        if kind == "committed":
+            self._finish_call(command["call"], command["version"], command["stats"])
+        self._worker.do(command)
+        if kind == "failed":
+            self._fail_call(command["call"], error_from(command["error"]))
         return False
 
     def _check_leader(self) -> None:

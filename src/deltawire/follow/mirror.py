@@ -44,7 +44,7 @@ class Mirror(Target):
     """A checkpoint folder as the target of a replica, for one process at a time."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = folder = Path(folder)
         self._own = self.folder / ".deltawire"
         self._journal = self._own / "journal.safetensors"
         self._incoming = self._own / "incoming"

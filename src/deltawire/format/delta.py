@@ -10,15 +10,7 @@ from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format import parts
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.container import Container
-from deltawire.format.patches import (
-    Patch,
-    check_known,
-    check_spec,
-    decode_entry,
-    decode_part,
-    describe,
-    encode_box,
-)
+from deltawire.format.patches import Patch, decode_entry, decode_part, describe, encode_box, matching
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_digest
@@ -90,11 +82,7 @@ class Delta:
         def decode_one(entry: Entry, workers: Workers) -> Patch | None:
             if boxes is not None and entry.name in boxes:
                 return decode_part(entry, boxes[entry.name], None if base is None else base[entry.name], workers)
-            if base is None:
-                return decode_entry(entry, None, workers)
-            check_known(entry, base)
-            check_spec(entry, base.spec(entry.name))
-            return decode_entry(entry, base[entry.name], workers)
+            return decode_entry(entry, None if base is None else matching(entry, base), workers)
 
         with Workers(threads) as workers:
             for _, patch in workers.spread(self.entries, lambda entry: entry.box.num_elements, decode_one):

@@ -139,6 +139,14 @@ def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest
     return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
 
 
+def matching(entry: Entry, weights: Mapping[str, Tensor]) -> Tensor:
+    """The tensor that an entry changes, checked for shape and dtype."""
+    check_known(entry, weights)
+    tensor = weights[entry.name]
+    check_spec(entry, (tensor.dtype.name, tensor.shape))
+    return tensor
+
+
 def check_known(entry: Entry, weights: Weights) -> None:
     if entry.name not in weights:
         raise UnknownParameter(f"the delta changes {entry.name}, which the weights do not have", tensor=entry.name)

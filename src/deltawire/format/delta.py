@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.errors import ShapeMismatch, UnknownParameter
@@ -169,14 +168,14 @@ def diff_into(
     old: Weights,
     new: Weights,
     *,
-    encoding: EncodingChoice = "auto",
-    dtype: DTypeChoice = None,
-    tied: Mapping[str, str] | None = None,
-    run: str = "",
-    version: int = 1,
-    base_version: int = 0,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    encoding: EncodingChoice,
+    dtype: DTypeChoice,
+    tied: Mapping[str, str] | None,
+    run: str,
+    version: int,
+    base_version: int,
+    threads: int | None,
+    progress: Progress | None,
 ) -> DeltaInfo:
     """Like `diff`, but pass each entry to `add` as soon as it is encoded."""
     allowed = allowed_encodings(encoding)
@@ -226,11 +225,24 @@ def diff_into(
 
 
 def diff_checkpoints(
-    old: Checkpoint, new: Checkpoint, path: Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES, **options: Any
+    old: Checkpoint,
+    new: Checkpoint,
+    path: Path,
+    *,
+    encoding: EncodingChoice = "auto",
+    run: str = "",
+    version: int = 1,
+    base_version: int = 0,
+    max_file_bytes: int = parts.MAX_FILE_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> Delta:
-    """Write the delta between two checkpoints to `path`. Other options are those of `diff`."""
+    """Write the delta between two checkpoints to `path`, tensor by tensor: the delta may be larger than memory."""
     with TemporaryFile(dir=path.parent) as file:
         spool = parts.Spool(file)
-        info = diff_into(spool.add, old, new, tied=new.tied, **options)
+        info = diff_into(
+            spool.add, old, new, encoding=encoding, dtype=None, tied=new.tied, run=run, version=version,
+            base_version=base_version, threads=threads, progress=progress,
+        )  # fmt: skip
         parts.save(info, spool.entries, path, max_file_bytes)
     return Delta.load(path)

@@ -292,7 +292,7 @@ class _Elsewhere:
         if self._place.token is None or wanted <= self._nudged:
             return None
         try:
-            self._server.tell("/nudge")
+            self._server.trigger("/nudge")
         except DeltawireError as error:
             return str(error)
         self._nudged = wanted

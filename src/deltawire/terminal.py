@@ -5,7 +5,6 @@ through `say` or a drawing, which remove terminal control characters; JSON has i
 """
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
@@ -46,6 +45,7 @@ _RUN_HINTS: Hints = [
     (errors.BrokenChain, "see what is missing with: deltawire verify {url}; publish with --anchor to start over"),
     (errors.ObjectMissing, "see which versions there are with: deltawire ls {url}"),
     (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
+    (errors.AddressUnavailable, "name another one with --port or --listen; port 0 takes a free one"),
     (errors.EngineError, "where names, shapes or dtypes have changed, send all weights with --anchor"),
 ]
 # The extra that installs a package, for commands that import it directly.
@@ -91,15 +91,6 @@ def _install_text(module: str) -> str:
     package = module.partition(".")[0]
     extra = _EXTRAS.get(package)
     return f"{package} is not installed: pip install {package if extra is None else repr(f'deltawire[{extra}]')}"
-
-
-def need(what: str, modules: Sequence[str], extras: str) -> None:
-    """Raise MissingDependency if modules are not installed, before anything else happens."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise errors.MissingDependency(
-            f"{what} needs packages that are not installed ({', '.join(missing)}): pip install 'deltawire[{extras}]'"
-        )
 
 
 def _sentence(error: Exception) -> str:
@@ -260,8 +251,9 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TB"
 
 
-def percent_text(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3f} %" if whole else "-"
+def changed_text(changed: int, total: int) -> str:
+    """How many weights have changed, and what part of all that is."""
+    return f"{changed:,} of {total:,} weights ({f'{100 * changed / total:.3f} %' if total else '-'})"
 
 
 def count_text(count: int, noun: str) -> str:

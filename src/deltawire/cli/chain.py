@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import deltawire
+from deltawire import errors
 from deltawire.cli.options import PATH, open_run, output_options, public_key_option
 from deltawire.cli.status import replicas_table
-from deltawire.terminal import age_text, count_text, pairs_text, percent_text, plain, show, size_text, table
+from deltawire.terminal import age_text, changed_text, count_text, pairs_text, plain, show, size_text, table
 
 if TYPE_CHECKING:
     from deltawire.run.manifest import StoredHop
@@ -44,19 +46,15 @@ def ls_command(url: str, limit: int, public_key: str | None) -> None:
 
 def extra_hops(run: "Run") -> dict[int, dict[str, Any]]:
     """For each version, the bases of skip deltas to it and whether it has an anchor besides its own hop."""
-    from deltawire.run.keys import MANIFESTS, read_document_key
-
-    found = [about for stat in run.store.list(MANIFESTS) if (about := read_document_key(stat.key))]
-    extra: dict[int, dict[str, Any]] = {
-        version: {"skip_deltas_from": [], "further_anchor": False} for version, _, is_manifest in found if is_manifest
-    }
+    found = run.documents().values()
+    bases: dict[int, list[int | None]] = {version: [] for version, _, is_manifest in found if is_manifest}
     for version, base, is_manifest in found:
-        if not is_manifest and version in extra:
-            if base is None:
-                extra[version]["further_anchor"] = True
-            else:
-                extra[version]["skip_deltas_from"].append(base)
-    return extra
+        if not is_manifest and version in bases:
+            bases[version].append(base)
+    return {
+        version: {"skip_deltas_from": [base for base in some if base is not None], "further_anchor": None in some}
+        for version, some in bases.items()
+    }
 
 
 def ls_text(data: Mapping[str, Any]) -> str:
@@ -125,35 +123,17 @@ def run_fields(run: "Run") -> dict[str, Any]:
 
 
 def version_fields(run: "Run", version: int) -> dict[str, Any]:
-    from deltawire.errors import ChainError
+    from deltawire.run.plain import json_fields
 
     manifest = run.manifest(version)
+    hop = json_fields(manifest.hop, "base", "changed", "bytes", "encodings")
+    hop["objects"] = [json_fields(each, "key", "bytes", "sha256") for each in manifest.hop.objects]
     try:
         route: dict[str, Any] | None = route_from(run, None, version).as_dict()
-    except ChainError:
+    except errors.ChainError:
         route = None
-    return {
-        "version": version,
-        "step": manifest.step,
-        "digest": str(manifest.digest),
-        "total": manifest.num_elements,
-        "tied": dict(manifest.tied),
-        "metadata": dict(manifest.metadata),
-        "writer": manifest.writer,
-        "created": manifest.created,
-        "hop": hop_fields(manifest.hop),
-        "route": route,
-    }
-
-
-def hop_fields(hop: "StoredHop") -> dict[str, Any]:
-    return {
-        "base": hop.base,
-        "changed": hop.num_changed,
-        "bytes": hop.num_bytes,
-        "encodings": dict(hop.encodings),
-        "objects": [{"key": each.key, "bytes": each.num_bytes, "sha256": each.sha256} for each in hop.objects],
-    }
+    fields = json_fields(manifest, "version", "step", "digest", "total", "tied", "metadata", "writer", "created")
+    return {**fields, "hop": hop, "route": route}
 
 
 def info_text(data: Mapping[str, Any]) -> str:
@@ -172,13 +152,12 @@ def info_text(data: Mapping[str, Any]) -> str:
 
 def version_text(data: Mapping[str, Any]) -> str:
     hop = data["hop"]
-    changed = f"{hop['changed']:,} of {data['total']:,} weights ({percent_text(hop['changed'], data['total'])})"
     info = [
         ("version", f"{data['version']}" + ("" if data["step"] is None else f", step {data['step']}")),
         ("digest", data["digest"]),
         ("written", f"{age_text(time.time() - data['created'])} ago by writer {data['writer']}"),
         ("kind", "anchor" if hop["base"] is None else f"delta from version {hop['base']}"),
-        ("changed", changed),
+        ("changed", changed_text(hop["changed"], data["total"])),
         ("payload", size_text(hop["bytes"])),
         ("encodings", ", ".join(f"{name} {count}" for name, count in hop["encodings"].items()) or "-"),
         ("metadata", json.dumps(data["metadata"]) if data["metadata"] else "-"),
@@ -217,16 +196,13 @@ def route_command(url: str, have: int | None, folder: Path | None, version: int 
 
 def version_in(folder: Path, run: "Run") -> int | None:
     """The version that a mirror holds; None for one that does not exist yet."""
-    from deltawire.errors import ObjectMissing, RunMismatch
-    from deltawire.format.checkpoint import Checkpoint
-
     try:
-        checkpoint = Checkpoint(folder)
-    except ObjectMissing:
+        checkpoint = deltawire.Checkpoint(folder)
+    except errors.ObjectMissing:
         return None
     holds = checkpoint.field("run")
     if holds not in (None, run.id):
-        raise RunMismatch(
+        raise errors.RunMismatch(
             f"{folder} is at run {holds}, and {run.store.url} holds run {run.id}: take another folder, or pull --run",
             expected=holds, actual=run.id,
         )  # fmt: skip
@@ -235,19 +211,18 @@ def version_in(folder: Path, run: "Run") -> int | None:
 
 def route_from(run: "Run", have: int | None, version: int | None) -> "Route[StoredHop]":
     """The route of a replica from one version to another."""
-    from deltawire.errors import ObjectMissing
     from deltawire.follow.routing import find_route
 
     want = run.latest() if version is None else version
     if want is None:
-        raise ObjectMissing(f"run {run.id} has no version yet: publish one first", url=run.store.url)
+        raise errors.ObjectMissing(f"run {run.id} has no version yet: publish one first", url=run.store.url)
     return find_route(run, have, run.manifest(want))
 
 
 def hops_text(data: Mapping[str, Any]) -> str:
-    start = "nothing" if data["have"] is None else f"version {data['have']}"
     if not data["hops"]:
         return f"nothing to do: version {data['want']} is there"
+    start = "nothing" if data["have"] is None else f"version {data['have']}"
     total = f"{size_text(data['bytes'])} in {count_text(len(data['objects']), 'object')}"
     return f"from {start} to version {data['want']}: {total}\n\n{hops_table(data['hops'])}"
 

@@ -45,9 +45,12 @@ def dashboard_command(
     only_with(
         "the page, and there is none with --format json", not is_json, "host", "port", "allow_host", "opens", "every"
     )
+    from deltawire_demo.eventlog import EventLog
+
     with speaking_errors(url):
         store, found = places(url)
-        log = events or found
+        path = events or found
+        log = None if path is None else EventLog(path)
         if is_json:
             from deltawire.pages.feed import snapshot
 

@@ -9,20 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltawire import errors, terminal
 from deltawire.cli.options import only_with, open_run, output_options, public_key_option
-from deltawire.terminal import (
-    Drawing,
-    age_text,
-    count_text,
-    handling_signals,
-    is_live,
-    pause_text,
-    plain,
-    say,
-    show,
-    table,
-    wants_json,
-)
 
 if TYPE_CHECKING:
     from deltawire.run.run import Run
@@ -46,53 +34,47 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
     with open_run(url, public_key) as run:
         data = fleet(run, url)
         if not watch:
-            show(data, lambda: fleet_text(data))
+            terminal.show(data, lambda: fleet_text(data))
             return
-        with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
+        with terminal.handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
             follow(run, data, poll)
 
 
 def follow(run: "Run", data: dict[str, Any], poll_seconds: float) -> None:
     """Redraw the fleet, or print it when it changes."""
-    from deltawire.errors import StoreError
-
-    drawing, shown, fault = Drawing(), None, None
+    drawing, shown, fault = terminal.Drawing(), None, None
     while True:
-        if is_live():
-            drawing.draw(fleet_text(data) + (f"\n\nfault: {plain(fault)}" if fault else ""))
+        if terminal.is_live():
+            drawing.draw(fleet_text(data) + (f"\n\nfault: {terminal.plain(fault)}" if fault else ""))
         elif (lasting := without_ages(data)) != shown:
-            if wants_json():
+            if terminal.wants_json():
                 click.echo(json.dumps(data))
             else:
-                say(fleet_text(data) + "\n")
+                terminal.say(fleet_text(data) + "\n")
             shown = lasting
         time.sleep(poll_seconds)
         try:
             data, fault = fleet(run, data["url"], data["version"]), None
-        except StoreError as error:
-            if not is_live() and str(error) != fault:
-                say(f"fault: {plain(error)}", err=True)
+        except errors.StoreError as error:
+            if not terminal.is_live() and str(error) != fault:
+                terminal.say(f"fault: {terminal.plain(error)}", err=True)
             fault = str(error)
 
 
 def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
     """A run and its replicas; the newest version is `known` or a later one."""
     from deltawire.run.fleet import HEALTHS, heartbeat_rows
+    from deltawire.run.plain import json_fields
 
-    name, version = run.id, run.latest(after=-1 if known is None else known - 1)
-    manifest = None if version is None else run.manifest(version)
-    about = {
-        "run": name,
-        "url": url,
-        "version": version,
-        "step": None if manifest is None else manifest.step,
-        "metadata": {} if manifest is None else dict(manifest.metadata),
-        "created": None if manifest is None else manifest.created,
-        "age_seconds": None if manifest is None else max(time.time() - manifest.created, 0.0),
-    }
+    version = run.latest(after=-1 if known is None else known - 1)
+    about: dict[str, Any] = {"step": None, "metadata": {}, "created": None, "age_seconds": None}
+    if version is not None:
+        about = json_fields(run.manifest(version), "step", "metadata", "created")
+        about["age_seconds"] = max(time.time() - about["created"], 0.0)
     rows = heartbeat_rows(run, version)
     counts = {health: sum(row["health"] == health for row in rows) for health in reversed(HEALTHS)}
-    return {**about, "replicas": rows, "summary": {"replicas": len(rows), **counts}}
+    summary = {"replicas": len(rows), **counts}
+    return {"run": run.id, "url": url, "version": version, **about, "replicas": rows, "summary": summary}
 
 
 def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +85,7 @@ def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
 def fleet_text(data: Mapping[str, Any]) -> str:
     summary, rows = data["summary"], data["replicas"]
     counts = ", ".join(f"{number} {health}" for health, number in summary.items() if health != "replicas" and number)
-    text = f"run {plain(data['run'])}: {version_text(data)}\n{count_text(len(rows), 'replica')}"
+    text = f"run {terminal.plain(data['run'])}: {version_text(data)}\n{terminal.count_text(len(rows), 'replica')}"
     text += f": {counts}" if counts else ""
     return f"{text}\n\n{replicas_table(rows)}" if rows else text
 
@@ -113,11 +95,11 @@ def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [
         [
             row["name"], *("-" if row[key] is None else str(row[key]) for key in ("engine", "version", "lag")),
-            pause_text(row["pause_seconds"]), age_text(row["age_seconds"]), health_text(row),
+            terminal.pause_text(row["pause_seconds"]), terminal.age_text(row["age_seconds"]), health_text(row),
         ]
         for row in rows
     ]  # fmt: skip
-    return table(header, cells)
+    return terminal.table(header, cells)
 
 
 def version_text(data: Mapping[str, Any]) -> str:
@@ -125,10 +107,10 @@ def version_text(data: Mapping[str, Any]) -> str:
         return "no version yet"
     step = "" if data["step"] is None else f", step {data['step']}"
     metadata = f", {json.dumps(data['metadata'])}" if data["metadata"] else ""
-    return f"version {data['version']}{step}, {age_text(data['age_seconds'])} ago{metadata}"
+    return f"version {data['version']}{step}, {terminal.age_text(data['age_seconds'])} ago{metadata}"
 
 
 def health_text(row: Mapping[str, Any]) -> str:
     if row["health"] in ("silent", "dead"):
-        return f"{row['health']}: no heartbeat for {age_text(row['age_seconds'])}"
+        return f"{row['health']}: no heartbeat for {terminal.age_text(row['age_seconds'])}"
     return f"{row['health']}: {row['detail']}" if row["detail"] else str(row["health"])

@@ -17,6 +17,7 @@ from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissi
 from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
 from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, REPLICAS, read_document_key, read_object_key
 from deltawire.run.manifest import StoredHop
+from deltawire.run.plain import json_fields
 from deltawire.run.planner import cheapest_route
 from deltawire.run.run import Run
 from deltawire.store import Stat
@@ -50,14 +51,9 @@ class GcPlan:
         return sum(removal.num_bytes for removal in self.removals)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "removals": [{"key": each.key, "bytes": each.num_bytes, "why": each.why} for each in self.removals],
-            "bytes": self.num_bytes,
-            "kept": self.num_kept,
-            "kept_bytes": self.kept_bytes,
-            "oldest_anchor": self.oldest_anchor,
-            "live_replicas": list(self.live_replicas),
-        }
+        removals = [json_fields(each, "key", "bytes", "why") for each in self.removals]
+        kept = json_fields(self, "bytes", "kept", "kept_bytes", "oldest_anchor", "live_replicas")
+        return {"removals": removals, **kept}
 
 
 def plan_gc(

@@ -3,9 +3,9 @@
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from deltawire.maintain.gc import GIVEN_UP, GcPlan, plan_gc
 from deltawire.pages.versions import Window, page_of
 from deltawire.run.fleet import Row, weights_bytes
 from deltawire.run.keys import read_object_key
-from deltawire.run.manifest import StoredHop
+from deltawire.run.plain import json_fields
 from deltawire.run.planner import ListedHop
 from deltawire.run.run import Run
 from deltawire.store import Store
@@ -36,34 +36,24 @@ class Anatomies:
 
     def __init__(self, store: Store, public_key: str | None) -> None:
         self._store, self._public_key = store, public_key
-        self._known: OrderedDict[tuple[str, int, int | None], dict[str, Any]] = OrderedDict()
+        self._inspected = lru_cache(MOST_KEPT)(self._inspect)
         self._turn = threading.Lock()
 
     def of(self, version: int, base: int | None = None) -> dict[str, Any]:
         """The delta to a version: its own, or the skip delta from `base`."""
         with self._turn:
-            run = Run(self._store, public_key=self._public_key)
-            key = (run.id, version, base)
-            if key not in self._known:
-                self._known[key] = self._inspect(run, version, base)
-                if len(self._known) > MOST_KEPT:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
-            return self._known[key]
+            return self._inspected(Run(self._store, public_key=self._public_key).id, version, base)
 
-    def _inspect(self, run: Run, version: int, base: int | None) -> dict[str, Any]:
+    def _inspect(self, run_id: str, version: int, base: int | None) -> dict[str, Any]:
+        run = Run(self._store, public_key=self._public_key, expected=run_id)
         manifest = run.manifest(version)
         hop = manifest.hop if base in (None, manifest.hop.base) else run.hop(version, base)
-        about = {"version": version, "base": hop.base, "step": manifest.step, "bytes": hop.num_bytes,
-                 "changed": hop.num_changed, "total": manifest.num_elements}  # fmt: skip
+        about = json_fields(manifest, "version", "step", "total") | json_fields(hop, "kind", "base", "bytes", "changed")
         if hop.base is None:
-            return {**about, "kind": "anchor", "weights_bytes": weights_bytes(hop)}
-        return {**about, "kind": "delta", **self._open(run.id, hop)}
-
-    def _open(self, run: str, hop: StoredHop) -> dict[str, Any]:
+            return {**about, "weights_bytes": weights_bytes(hop)}
         with closing(Fetcher(self._store, None)) as fetcher, fetcher.fetch([hop]) as (fetched,):
-            rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
-        return anatomy_of(rows, hop.num_bytes)
+            rows = [inspect_entry(entry) for entry in fetched.delta(run_id).entries]
+        return {**about, **anatomy_of(rows, hop.num_bytes)}
 
 
 def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
@@ -187,11 +177,8 @@ def gc_fields(plan: GcPlan) -> dict[str, Any]:
     for each in plan.removals:
         _add({"objects": 1, "bytes": each.num_bytes}, to=reasons.setdefault(each.why, {}))
     return {
+        **json_fields(plan, "bytes", "kept", "kept_bytes", "oldest_anchor"),
         "objects": len(plan.removals),
-        "bytes": plan.num_bytes,
-        "kept": plan.num_kept,
-        "kept_bytes": plan.kept_bytes,
-        "oldest_anchor": plan.oldest_anchor,
         "live_replicas": len(plan.live_replicas),
         "reasons": reasons,
         "examples": [each.key for each in plan.removals[:MOST_EXAMPLES]],

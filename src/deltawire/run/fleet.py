@@ -9,6 +9,7 @@ from typing import Any
 
 from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
 from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.plain import json_fields
 from deltawire.run.run import Run
 
 Row = dict[str, Any]
@@ -23,20 +24,13 @@ HEALTHS = ("dead", "fault", "silent", "starting", "updating", "behind", "ok", "s
 def version_row(manifest: Manifest) -> Row:
     """A manifest as a row. `full_bytes` is the size of the weights in the anchor that its route starts at."""
     hop = manifest.hop
-    anchor = hop if hop.base is None else next((each for each in manifest.route if each.base is None), None)
-    full = None if anchor is None else weights_bytes(anchor)
+    full = next((weights_bytes(each) for each in (hop, *manifest.route) if each.base is None), None)
     return {
-        "version": manifest.version,
-        "step": manifest.step,
-        "kind": "anchor" if hop.base is None else "delta",
-        "base": hop.base,
-        "bytes": hop.num_bytes,
+        **json_fields(manifest, "version", "step", "total", "created"),
+        **json_fields(hop, "kind", "base", "bytes", "changed"),
         "full_bytes": full,
         "ratio": hop.num_bytes / full if full else None,
-        "changed": hop.num_changed,
-        "total": manifest.num_elements,
         "density": hop.num_changed / manifest.num_elements if manifest.num_elements else None,
-        "created": manifest.created,
         "error": None,
     }
 

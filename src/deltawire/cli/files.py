@@ -105,7 +105,8 @@ def verify_command(
     the structure is checked; with --base also every bit of its result. Of a run all documents, objects and weights are
     checked; with --mirror a folder is compared with its version of the run, or with --version.
     """
-    if is_run(target):
+    # The URL of a run, or a folder that holds one.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target) or (Path(target) / "run.json").is_file():
         if base is not None or expected is not None:
             raise click.UsageError("--base and --digest go with files, and TARGET is a run")
         from deltawire.cli.upkeep import audit_run, compare_mirror
@@ -118,11 +119,6 @@ def verify_command(
     if shallow or public_key is not None or version is not None or mirror is not None:
         raise click.UsageError("--version, --shallow, --mirror and --public-key go with a run, and TARGET is a file")
     return verify_file(Path(target), base, expected, threads)
-
-
-def is_run(target: str) -> bool:
-    """Whether this is a URL, or a folder that holds a run."""
-    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target)) or (Path(target) / "run.json").is_file()
 
 
 def verify_file(target: Path, base: Path | None, expected: str | None, threads: int | None) -> None:

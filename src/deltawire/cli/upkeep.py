@@ -43,20 +43,13 @@ def gc_command(
         found = plan_gc(run, keep_anchors=keep_anchors, live_seconds=live, grace_seconds=grace)
         removes = bool(found.removals) and not only_plan
         if removes and not yes:
-            confirm(found)
+            if not sys.stdin.isatty():
+                raise click.UsageError("stdin is not a terminal to ask on: look with --plan, then give --yes")
+            size = terminal.size_text(found.num_bytes)
+            click.confirm(f"remove {terminal.count_text(len(found.removals), 'object')}, {size}?", abort=True, err=True)
         if removes:
             collect(run, found.removals)
     terminal.show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan))
-
-
-def confirm(found: "GcPlan") -> None:
-    if not sys.stdin.isatty():
-        raise click.UsageError("stdin is not a terminal to ask on: look with --plan, then give --yes")
-    click.confirm(
-        f"remove {terminal.count_text(len(found.removals), 'object')}, {terminal.size_text(found.num_bytes)}?",
-        abort=True,
-        err=True,
-    )
 
 
 def gc_text(found: "GcPlan", only_plan: bool) -> str:
@@ -98,7 +91,6 @@ def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int 
 
 
 def audit_run(url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None) -> None:
-    """Verify a run."""
     from deltawire.maintain.audit import audit
     from deltawire.run.run import Run
 
@@ -130,7 +122,6 @@ def audit_text(found: "Audit", url: str, signed: bool) -> str:
 
 
 def compare_mirror(url: str, folder: Path, version: int | None, public_key: str | None, threads: int | None) -> None:
-    """Compare a folder with a version of a run."""
     from deltawire.follow.comparison import differing_names
 
     with options.open_run(url, public_key) as run:

@@ -106,7 +106,6 @@ class TrlBucket:
         return weights
 
     def _route(self, want: int) -> list[TrlFile]:
-        """The files to read, in order."""
         files = self.steps()
         anchors, deltas = ({each.step: each for each in files if each.kind == kind} for kind in (ANCHOR, DELTA))
         start = self._start([anchor for anchor in anchors.values() if anchor.step <= want], want)

@@ -33,8 +33,6 @@ Changes = Mapping[str, tuple[Positions, Bits]]
 
 @dataclass(frozen=True, slots=True)
 class TrlFile:
-    """A file in the layout."""
-
     step: int
     kind: str
     """`anchor` or `delta`."""
@@ -58,7 +56,6 @@ def file_of(stat: Stat) -> TrlFile | None:
 
 
 def lay_over(weights: dict[str, Tensor], file: TrlFile, container: Container) -> None:
-    """Apply a file to weights in place."""
     if _is_sparse(file, container.header.metadata):
         _lay_sparse(weights, file, container)
         return
@@ -171,7 +168,6 @@ def check_carried(specs: Mapping[str, TensorSpec], *, deltas: bool, branch: str 
 
 
 def anchor_pieces(version: int, weights: Mapping[str, Tensor], branch: str) -> list[Buffer]:
-    """The bytes of an anchor."""
     total = sum(len(tensor.bits) for tensor in weights.values())
     arrays = {name: (tensor.dtype.name, tensor.shape, tensor.bits) for name, tensor in weights.items()}
     return _pieces(arrays, _metadata(version, sorted(weights), total, total, branch, sparse=False))

@@ -71,7 +71,8 @@ def plan_gc(
     by_document = _read_hops(run, documents)
     known = [hop for hop in by_document.values() if hop is not None]
     sizes = {stat.key: stat.num_bytes for stat in objects}
-    anchors = sorted({hop.version for hop in known if hop.base is None and _is_whole(hop, sizes)})
+    whole = (hop for hop in known if all(sizes.get(each.key) == each.num_bytes for each in hop.objects))
+    anchors = sorted({hop.version for hop in whole if hop.base is None})
     floor = anchors[-keep_anchors:][0] if anchors else 0
     kept = {hop for hop in known if (hop.version if hop.base is None else hop.base) >= floor}
     hops = sorted(set(known), key=lambda hop: hop.version)
@@ -123,11 +124,6 @@ def _read_hops(run: Run, documents: Sequence[Stat]) -> dict[str, StoredHop | Non
     keys = [stat.key for stat in documents if read_document_key(stat.key)]
     with ThreadPoolExecutor(PARALLEL, "deltawire-gc") as pool:
         return {key: hop for found in pool.map(read, keys) for key, hop in found.items()}
-
-
-def _is_whole(hop: StoredHop, sizes: Mapping[str, int]) -> bool:
-    """Whether all objects of a hop exist, according to the listing."""
-    return all(sizes.get(each.key) == each.num_bytes for each in hop.objects)
 
 
 class _Keeping:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import lru_cache
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 from deltawire.errors import BrokenChain
@@ -14,7 +16,7 @@ from deltawire.follow.fetch import Fetcher
 from deltawire.format.inspection import STEP_NAMES, inspect_entry
 from deltawire.maintain.gc import GIVEN_UP, GcPlan, plan_gc
 from deltawire.pages.versions import Window, page_of
-from deltawire.run.fleet import Row, weights_bytes
+from deltawire.run.fleet import weights_bytes
 from deltawire.run.keys import read_object_key
 from deltawire.run.plain import json_fields
 from deltawire.run.planner import ListedHop
@@ -59,14 +61,12 @@ class Anatomies:
 def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
     """Encodings, step lengths and tensors of a delta, from the rows of `inspect`."""
     encodings: dict[str, dict[str, int]] = {}
-    steps = dict.fromkeys(STEP_NAMES, 0)
-    unknown = 0
     tensors: dict[str, dict[str, Any]] = {}
+    steps = dict.fromkeys(STEP_NAMES, 0)
     for row in rows:
         own = {"bytes": row["bytes"], "changed": row["changed"]}
         _add({"patches": 1, **own}, to=encodings.setdefault(row["encoding"], {}))
         _add(row["steps"] or {}, to=steps)
-        unknown += 0 if row["steps"] else row["changed"]
         about = {key: row[key] for key in ("name", "dtype", "shape", "encoding")} | {"total": prod(row["shape"])}
         _add(own, to=tensors.setdefault(row["name"], about))
     payload = sum(row["bytes"] for row in rows)
@@ -75,7 +75,7 @@ def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
         "header_bytes": num_bytes - payload,
         "encodings": encodings,
         "steps": steps,
-        "steps_unknown": unknown,
+        "steps_unknown": sum(row["changed"] for row in rows if not row["steps"]),
         **heat_of(tensors.values()),
         "num_tensors": len(tensors),
         "tensors": list(tensors.values())[:MOST_TENSORS],
@@ -121,7 +121,6 @@ class Chain:
         self._until = 0.0
 
     def page(self, window: Window) -> dict[str, Any]:
-        """The hops to the versions of a page."""
         with self._turn:
             if self._known is None or time.monotonic() > self._until:
                 started = time.monotonic()
@@ -129,9 +128,7 @@ class Chain:
                 ended = time.monotonic()
                 self._until = ended + max(PLAN_SECONDS, PLAN_REST * (ended - started))
             hops, info = self._known
-        by_version: dict[int, list[Row]] = {}
-        for hop in hops:
-            by_version.setdefault(hop["version"], []).append(hop)
+        by_version = {version: list(some) for version, some in groupby(hops, key=itemgetter("version"))}
         page = page_of("hops", by_version, window)
         return {
             **info, **page,
@@ -151,25 +148,21 @@ class Chain:
         # A hop stays if only a second upload of it is removed.
         removals = [] if plan is None else [each for each in plan.removals if each.why != GIVEN_UP]
         going = {about[:2] for each in removals if (about := read_object_key(each.key))}
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"version": hop.version, "base": hop.base, "bytes": hop.num_bytes, "kind": kind_of(hop),
              "goes": (hop.version, hop.base) in going}
             for hop in hops
         ]  # fmt: skip
-        return rows, {"totals": totals_of(rows), "gc": None if plan is None else gc_fields(plan), "gc_problem": problem}
+        totals = {kind: {"hops": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
+        for row in rows:
+            _add({"hops": 1, "bytes": row["bytes"], "goes": row["goes"]}, to=totals[row["kind"]])
+        return rows, {"totals": totals, "gc": None if plan is None else gc_fields(plan), "gc_problem": problem}
 
 
 def kind_of(hop: ListedHop) -> str:
     if hop.base is None:
         return "anchor"
     return "delta" if hop.version - hop.base == 1 else "skip"
-
-
-def totals_of(hops: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    totals = {kind: {"hops": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
-    for hop in hops:
-        _add({"hops": 1, "bytes": hop["bytes"], "goes": hop["goes"]}, to=totals[hop["kind"]])
-    return totals
 
 
 def gc_fields(plan: GcPlan) -> dict[str, Any]:

@@ -96,8 +96,6 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
 
 
 class _Headers:
-    """Adds the headers to every response."""
-
     def __init__(self, app: Any) -> None:
         self._app = app
 
@@ -163,8 +161,6 @@ def event(name: str, data: dict[str, Any], identity: str | None = None) -> str:
 
 
 class Dashboard:
-    """A dashboard with its server."""
-
     def __init__(
         self,
         feed: Feed,

@@ -13,9 +13,9 @@ from secrets import token_hex
 from typing import Any
 
 from deltawire.errors import DeltawireError, ObjectMissing
-from deltawire.pages.followers import Heartbeats, Log, replica_rows
+from deltawire.pages.followers import Heartbeats, Log, replica_row
 from deltawire.pages.versions import Versions, Window, page_of
-from deltawire.run.fleet import HEALTHS, printable
+from deltawire.run.fleet import HEALTHS, printable, worst_first
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 
@@ -53,7 +53,6 @@ class Feed:
         self._begin()
 
     def _begin(self) -> None:
-        """Start with empty data."""
         with self._lock:
             self.epoch = token_hex(4)
             self._run = Run(self.store, public_key=self.public_key)
@@ -119,9 +118,10 @@ class Feed:
                     self._steps.append(record)
 
     def _update_state(self) -> None:
-        """Build the state from what was read."""
-        versions, now = self._versions, time.time()
-        rows = replica_rows(self._beats.beats, self._log.parts, versions.latest, now)
+        versions, beats, parts, now = self._versions, self._beats.beats, self._log.parts, time.time()
+        rows = worst_first(
+            replica_row(name, beats.get(name), parts.get(name), versions.latest, now) for name in {*beats, *parts}
+        )
         state = {
             "epoch": self.epoch,
             "run": self._run.known_id,
@@ -163,14 +163,12 @@ class Feed:
             return self.epoch, len(self._records), self._records[start : start + limit]
 
     def versions(self, window: Window) -> dict[str, Any]:
-        """A page of the versions that were read."""
         versions = self._versions
         # The polling thread adds rows meanwhile; copying a dict is one step.
         page = page_of("versions", versions.rows.copy(), window, versions.latest)
         return {**page, "unread": versions.num_pending}
 
     def steps(self, window: Window) -> dict[str, Any]:
-        """A page of the steps in the log."""
         with self._lock:
             known = {record["step"]: record for record in self._steps}
         return page_of("steps", known, window)

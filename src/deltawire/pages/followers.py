@@ -36,8 +36,6 @@ class Beat:
 
 @dataclass(slots=True)
 class LoggedPart:
-    """A replica, as a log shows it."""
-
     life: str
     """starting, running or ended."""
     since: float
@@ -91,15 +89,6 @@ class Heartbeats:
         except (LimitExceeded, ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
-
-
-def replica_rows(
-    beats: Mapping[str, Beat], parts: Mapping[str, LoggedPart], latest: int | None, now: float
-) -> list[fleet.Row]:
-    """A row for each replica of either source, the worst first."""
-    return fleet.worst_first(
-        replica_row(name, beats.get(name), parts.get(name), latest, now) for name in {*beats, *parts}
-    )
 
 
 def replica_row(name: str, beat: Beat | None, part: LoggedPart | None, latest: int | None, now: float) -> fleet.Row:

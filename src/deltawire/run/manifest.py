@@ -160,7 +160,6 @@ def read_hop(data: bytes, verify: Verify | None = None) -> tuple[str, StoredHop]
 
 
 def read_run(data: bytes, verify: Verify | None = None) -> str:
-    """Read `run.json`: the run's id."""
     fields = _read(data, "run", verify)
     with _reading("run.json"):
         return _run_id(fields["run"])
@@ -185,7 +184,12 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
     signature = _SIGNATURE.match(data)
     if signature is not None:
         data = b"{" + data[signature.end() :]
-    _check_sum(data)
+    stated = _CHECKSUM.match(data)
+    if stated is None:
+        raise CorruptObject("a document does not start with its SHA-256")
+    expected, actual = stated[1].decode(), sha256(b"{" + data[stated.end() :]).hexdigest()
+    if expected != actual:
+        raise CorruptObject("a document is not what its SHA-256 says: it is damaged", expected=expected, actual=actual)
     if verify is not None:
         if signature is None:
             raise SignatureMismatch("this is not signed, and with a public key unsigned documents are not accepted")
@@ -203,17 +207,6 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
         if fields["kind"] != kind:
             raise CorruptObject(f"this document is about a {fields['kind']}, not a {kind}")
     return fields
-
-
-def _check_sum(data: bytes) -> None:
-    stated = _CHECKSUM.match(data)
-    if stated is None:
-        raise CorruptObject("a document does not start with its SHA-256")
-    actual = sha256(b"{" + data[stated.end() :]).hexdigest()
-    if stated[1].decode() != actual:
-        raise CorruptObject(
-            "a document is not what its SHA-256 says: it is damaged", expected=stated[1].decode(), actual=actual
-        )
 
 
 @contextmanager

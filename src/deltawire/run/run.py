@@ -159,7 +159,6 @@ class Run:
             self.store.put(keys.LATEST_KEY, json.dumps({"version": latest}).encode())
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a version, cached."""
         known = self._manifests.get(version)
         if known is not None:
             return known
@@ -244,7 +243,6 @@ class Run:
         self._remember(manifest)
 
     def sign(self, manifest: Manifest) -> bytes:
-        """The bytes of a manifest, signed if there is a key."""
         return documents.manifest_bytes(manifest, self._sign)
 
     def commit_hop(self, hop: StoredHop) -> None:

@@ -59,12 +59,10 @@ def web_server(application: Any, *, grace_seconds: int) -> Any:
     """A server for a web application, which leaves logging and signals to the program that it runs in."""
     import uvicorn
 
-    class Server(uvicorn.Server):
-        def capture_signals(self) -> Any:
-            return nullcontext()
-
     config = uvicorn.Config(
         application, log_config=None, lifespan="off", loop="asyncio", ws="none", proxy_headers=False,
         timeout_graceful_shutdown=grace_seconds,
     )  # fmt: skip
-    return Server(config)
+    server: Any = uvicorn.Server(config)
+    server.capture_signals = nullcontext
+    return server

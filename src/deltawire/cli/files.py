@@ -10,6 +10,7 @@ import click
 import deltawire
 from deltawire import errors, terminal
 from deltawire.cli.options import ENCODING_NAMES, PATH, max_file_bytes_option, output_options, threads_option
+from deltawire.run.plain import json_fields
 
 
 class DigestType(click.ParamType[str]):
@@ -71,7 +72,6 @@ def apply_command(base: Path, delta: Path, output: Path, threads: int | None) ->
     The digests of BASE and of the result are checked; the output appears only if both match.
     """
     from deltawire.format.files import apply_to_checkpoint
-    from deltawire.run.plain import json_fields
 
     started = time.perf_counter()
     with terminal.speaking_errors():
@@ -215,8 +215,6 @@ def num_elements(checkpoint: "deltawire.Checkpoint") -> int:
 
 
 def summary(delta: "deltawire.Delta") -> dict[str, Any]:
-    from deltawire.run.plain import json_fields
-
     names = ("run", "version", "base_version", "base_digest", "digest", "changed", "total", "bytes", "tied")
     return {**json_fields(delta, *names), "tensors_changed": len(delta.entries)}
 

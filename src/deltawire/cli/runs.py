@@ -13,6 +13,7 @@ import click
 import deltawire
 from deltawire import errors, terminal
 from deltawire.cli import options
+from deltawire.run.plain import json_fields
 
 if TYPE_CHECKING:
     from deltawire.run.manifest import Manifest
@@ -140,8 +141,6 @@ class _Counted:
 
 
 def published(manifest: "Manifest", full_bytes: int) -> dict[str, Any]:
-    from deltawire.run.plain import json_fields
-
     hop = manifest.hop
     return {
         **json_fields(manifest, "run", "version", "step", "total", "digest"),
@@ -214,8 +213,6 @@ def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
 
 
 def pulled(done: "deltawire.Pull") -> dict[str, Any]:
-    from deltawire.run.plain import json_fields
-
     times = {name: round(getattr(done, name), 4) for name in ("fetch_seconds", "decode_seconds", "apply_seconds")}
     fields = json_fields(done, "version", "base", "anchor", "changed", "bytes")
     return {**fields, "objects": done.num_objects, **times}

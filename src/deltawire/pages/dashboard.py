@@ -57,9 +57,6 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
 
     anatomies, chain = Anatomies(feed.store, feed.public_key), Chain(feed.store, feed.public_key)
 
-    def index(_: Request) -> Response:
-        return FileResponse(STATIC / "dashboard" / "index.html")
-
     def answered(work: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Response]:
         """Wrap a function of a request: its result becomes JSON, its exception an error status."""
 
@@ -81,7 +78,7 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app = Starlette(routes=[
-        Route("/", index),
+        Route("/", lambda _: FileResponse(STATIC / "dashboard" / "index.html")),
         Route("/api/events", events),
         Route("/api/state", answered(lambda _: {"now": time.time(), "answered": feed.answered, **feed.state()})),
         Route("/api/versions", answered(lambda request: feed.versions(window_of(request)))),

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from deltawire.tensors.digest import Digest
 from deltawire.tensors.names import is_text
 
 MOST_METADATA_BYTES = 1_000_000
@@ -16,10 +15,12 @@ _ATTRIBUTES = {"bytes": "num_bytes", "changed": "num_changed", "total": "num_ele
 
 
 def json_fields(thing: Any, *names: str) -> dict[str, Any]:
-    """Attributes of an object as fields of a document; `bytes` is `num_bytes`, and so on. Digests become text."""
+    """Attributes of an object as fields of a document; `bytes` is `num_bytes`, and so on. A digest becomes text."""
 
     def plain(value: Any) -> Any:
-        return str(value) if isinstance(value, Digest) else dict(value) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            return dict(value)
+        return value if value is None or isinstance(value, str | int | float | tuple) else str(value)
 
     return {name: plain(getattr(thing, _ATTRIBUTES.get(name, name))) for name in names}
 

@@ -16,7 +16,6 @@ from deltawire.cli import options
 from deltawire.run.plain import json_fields
 
 if TYPE_CHECKING:
-    from deltawire.run.manifest import Manifest
     from deltawire.run.run import Run
     from deltawire.store import Buffer, Pieces, Store
 
@@ -73,8 +72,16 @@ def publish_command(
             bar.note("finding what has changed")
             publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor).wait()
             manifest = publisher.run.manifest(publication.version)
-    seconds = round(time.perf_counter() - started, 3)
-    data = {"url": url, **published(manifest, publication.stats["full_bytes"]), "seconds": seconds}
+    full_bytes, hop = publication.stats["full_bytes"], manifest.hop
+    data = {
+        "url": url,
+        **json_fields(manifest, "run", "version", "step", "total", "digest"),
+        **json_fields(hop, "kind", "base", "changed", "bytes", "encodings"),
+        "full_bytes": full_bytes,
+        "ratio": round(full_bytes / max(hop.num_bytes, 1), 2),
+        "objects": len(hop.objects),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
     terminal.show(data, lambda: published_text(data))
 
 
@@ -138,17 +145,6 @@ class _Counted:
         for piece in self._pieces:
             yield piece
             self._count(memoryview(piece).nbytes)
-
-
-def published(manifest: "Manifest", full_bytes: int) -> dict[str, Any]:
-    hop = manifest.hop
-    return {
-        **json_fields(manifest, "run", "version", "step", "total", "digest"),
-        **json_fields(hop, "kind", "base", "changed", "bytes", "encodings"),
-        "full_bytes": full_bytes,
-        "ratio": round(full_bytes / max(hop.num_bytes, 1), 2),
-        "objects": len(hop.objects),
-    }
 
 
 def published_text(data: Mapping[str, Any]) -> str:

@@ -60,24 +60,19 @@ class Lines:
         data = {"time": time.time(), **pulled(done), **standing(self._replica)}
         if self._json:
             click.echo(json.dumps(data))
-        else:
-            terminal.say(line_text(data))
+            return
+        times = " ".join(f"{name} {data[f'{name}_seconds']:.2f} s," for name in ("fetch", "decode", "apply"))
+        pause = f" pause {terminal.pause_text(data['pause_seconds'])}," if "pause_seconds" in data else ""
+        source = "anchor" if data["anchor"] else f"from {data['base']}"
+        size = terminal.size_text(data["bytes"])
+        text = f"version {data['version']} ({source}), lag {data['lag']}, {size}, {times}{pause}"
+        terminal.say(f"{text} faults {data['faults']}")
 
     def refresh(self) -> None:
         fault = None if self._replica.error is None else str(self._replica.error)
         if fault is not None and fault != self._fault:
             terminal.say(f"fault: {terminal.plain(fault)}", err=True)
         self._fault = fault
-
-
-def line_text(data: dict[str, Any]) -> str:
-    times = " ".join(f"{name} {data[f'{name}_seconds']:.2f} s," for name in ("fetch", "decode", "apply"))
-    pause = f" pause {terminal.pause_text(data['pause_seconds'])}," if "pause_seconds" in data else ""
-    source = "anchor" if data["anchor"] else f"from {data['base']}"
-    return (
-        f"version {data['version']} ({source}), lag {data['lag']}, {terminal.size_text(data['bytes'])}, "
-        f"{times}{pause} faults {data['faults']}"
-    )
 
 
 class Screen:
@@ -153,18 +148,15 @@ class Watch:
             self._failure = error
 
     def follow(self) -> None:
-        """Follow the run until the replica is stopped; runs in the thread."""
-        self._await_run()
-        if not self._stop:
-            self._replica.check_run()
-            self._replica.watch(self.pulled, poll_seconds=self._poll_seconds)
-
-    def _await_run(self) -> None:
+        """Wait for the run, and follow it until the replica is stopped; runs in the thread."""
         while not self._stop:
             with suppress(errors.StoreUnavailable):
                 if self._replica.run.exists():
-                    return
+                    break
             self._ended.wait(self._poll_seconds)
+        if not self._stop:
+            self._replica.check_run()
+            self._replica.watch(self.pulled, poll_seconds=self._poll_seconds)
 
     def pulled(self, done: "deltawire.Pull") -> None:
         self._view.pulled(done)

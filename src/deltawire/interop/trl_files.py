@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -141,13 +142,10 @@ def _check_stated(file: TrlFile, metadata: Mapping[str, str], names: list[str], 
     for key, found in (("num_changed_params", len(names)), ("total_changed_elements", total)):
         if metadata.get(key, str(found)) != str(found):
             raise _corrupt(file, f"{key} is {metadata[key][:32]}, but {found} are there")
-    try:
-        stated = json.loads(metadata.get("changed_params", json.dumps(names)))
-        agrees = sorted(stated) == names
-    except (ValueError, TypeError, RecursionError):
-        agrees = False
-    if not agrees:
-        raise _corrupt(file, "changed_params does not name the tensors that are there")
+    with suppress(ValueError, TypeError, RecursionError):
+        if sorted(json.loads(metadata.get("changed_params", json.dumps(names)))) == names:
+            return
+    raise _corrupt(file, "changed_params does not name the tensors that are there")
 
 
 def _corrupt(file: TrlFile, problem: str, tensor: str | None = None) -> CorruptObject:

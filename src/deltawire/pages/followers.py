@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,16 +78,14 @@ class Heartbeats:
             if known is not None and known.stat == stat and known.read - stat.modified > STABLE_SECONDS:
                 found[name] = known
                 continue
-            with suppress(ObjectMissing):
-                found[name] = Beat(stat, now, self._read(stat))
+            try:
+                fields = json.loads(self._store.get(stat.key, limit=MOST_BYTES))
+            except ObjectMissing:
+                continue
+            except (LimitExceeded, ValueError, RecursionError):
+                fields = None
+            found[name] = Beat(stat, now, fields if isinstance(fields, dict) else None)
         self.beats = found
-
-    def _read(self, stat: Stat) -> Mapping[str, Any] | None:
-        try:
-            found = json.loads(self._store.get(stat.key, limit=MOST_BYTES))
-        except (LimitExceeded, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) else None
 
 
 def replica_row(name: str, beat: Beat | None, part: LoggedPart | None, latest: int | None, now: float) -> fleet.Row:

@@ -122,6 +122,8 @@ def check_resumed(publisher: "deltawire.Publisher", base: Path | None, anchor: b
 
 
 class CountingStore:
+    """A store that shows on a bar how many bytes were sent."""
+
     def __init__(self, store: "Store", bar: terminal.ByteBar) -> None:
         self._store, self._bar = store, bar
         self._sent = 0

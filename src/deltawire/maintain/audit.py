@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -77,7 +77,7 @@ def audit(
     """
     chain = _Chain(run)
     try:
-        chain.id = run.id
+        _ = run.id
     except (errors.FormatError, errors.SignatureMismatch) as error:
         chain.note(RUN_KEY, None, error)
         return chain.result(deep, set())
@@ -100,7 +100,6 @@ class _Chain:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.id: str | None = None
         self.problems: list[Problem] = []
         self.manifests: dict[int, Manifest] = {}
         self.hops: dict[HopKey, StoredHop] = {}
@@ -127,19 +126,16 @@ class _Chain:
                 self.bad.add((hop.version, hop.base))
 
     def read(self, version: int | None) -> None:
-        wanted = None if version is None else self._needed(version)
-        self._partial = wanted is not None
+        self._partial = version is not None
+        wanted = {version}
+        if version is not None:
+            with suppress(errors.ChainError):
+                wanted |= {hop.version for hop in cheapest_route(None, version, self.run.hops()).hops}
         for key, about in self.run.documents().items():
-            if wanted is None or about[0] in wanted:
+            if not self._partial or about[0] in wanted:
                 self._read_document(key, *about)
         if version is not None and version not in self.manifests and version not in self._unreadable:
             raise errors.ObjectMissing(f"version {version} does not exist in {self.run.store.url}", version=version)
-
-    def _needed(self, version: int) -> set[int]:
-        try:
-            return {version} | {hop.version for hop in cheapest_route(None, version, self.run.hops()).hops}
-        except errors.ChainError:
-            return {version}
 
     def _read_document(self, key: str, version: int, base: int | None, is_manifest: bool) -> None:
         before = len(self.problems)
@@ -156,8 +152,7 @@ class _Chain:
     def check_documents(self) -> None:
         """Check that all documents agree on each version."""
         for hop in self.hops.values():
-            key = manifest_key(hop.version)
-            with self.noting(key, hop.version, hop):
+            with self.noting(manifest_key(hop.version), hop.version, hop):
                 if hop.version not in self.manifests and hop.version not in self._unreadable:
                     raise errors.BrokenChain(f"{hop} leads to a version that does not exist")
                 self._check_digests(hop)
@@ -202,8 +197,11 @@ class _Chain:
         if self.manifests and not any(base is None for _, base in self.hops):
             self.note(MANIFESTS, None, errors.MissingAnchor("there is no anchor to start from"))
             return
-        reached = reachable(self.good_hops)
-        lost = sorted(v for v in self.manifests if v not in reached and v not in self._early() and not self._partial)
+        if self._partial:
+            return
+        lost = sorted(
+            version for version in self.manifests.keys() - reachable(self.good_hops) if version >= self._oldest()
+        )
         # Consecutive versions differ from their index by the same number.
         for _, stretch in groupby(enumerate(lost), key=lambda item: item[1] - item[0]):
             versions = [version for _, version in stretch]
@@ -213,21 +211,18 @@ class _Chain:
     def _oldest(self) -> int:
         return min((version for version, base in self.hops if base is None), default=0)
 
-    def _early(self) -> set[int]:
-        return {version for version in self.manifests if version < self._oldest()}
-
     def result(self, deep: bool, proven: set[int]) -> Audit:
         objects = {each.key: each for hop in self.hops.values() for each in hop.objects}
         orphans = {} if self._partial else {key: size for key, size in self._sizes.items() if key not in objects}
-        anchors = sum(base is None for _, base in self.hops)
+        anchors, oldest = sum(base is None for _, base in self.hops), self._oldest()
         skips = sum(base is not None and version - base > 1 for version, base in self.hops)
         return Audit(
-            run=self.id,
+            run=self.run.known_id,
             deep=deep,
             problems=tuple(self.problems),
             num_versions=len(self.manifests),
             num_proven=len(proven),
-            num_early=len(self._early()),
+            num_early=sum(version < oldest for version in self.manifests),
             num_anchors=anchors,
             num_deltas=len(self.hops) - anchors - skips,
             num_skips=skips,

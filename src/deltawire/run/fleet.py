@@ -57,21 +57,18 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
         "age_seconds": age_seconds,
         "error": str(beat["error"]) if beat.get("error") else None,
     }
-    health, detail = _health(row, fields is not None, bool(beat.get("using")))
-    if health == "ok" and (version is None or row["lag"]) and latest is not None:
+    health, detail = "ok", row["error"]
+    if fields is None:
+        health, detail = "fault", "its heartbeat cannot be read"
+    elif age_seconds > LIVE_SECONDS:
+        health, detail = "dead", f"no heartbeat for {LIVE_SECONDS:.0f} s"
+    elif age_seconds > SILENT_SECONDS and not beat.get("using"):
+        health, detail = "silent", f"no heartbeat for {SILENT_SECONDS:.0f} s"
+    elif row["error"]:
+        health = "fault"
+    elif (version is None or row["lag"]) and latest is not None:
         health = "updating" if beat.get("using") else "behind"
     return {**row, "health": health, "detail": detail}
-
-
-def _health(row: Row, is_readable: bool, is_pulling: bool) -> tuple[str, str | None]:
-    """What is wrong with a replica, and the details; ok whatever its version is."""
-    if not is_readable:
-        return "fault", "its heartbeat cannot be read"
-    if row["age_seconds"] > LIVE_SECONDS:
-        return "dead", f"no heartbeat for {LIVE_SECONDS:.0f} s"
-    if row["age_seconds"] > SILENT_SECONDS and not is_pulling:
-        return "silent", f"no heartbeat for {SILENT_SECONDS:.0f} s"
-    return ("fault", row["error"]) if row["error"] else ("ok", None)
 
 
 def heartbeat_rows(run: Run, latest: int | None) -> list[Row]:

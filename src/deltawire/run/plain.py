@@ -18,9 +18,9 @@ def json_fields(thing: Any, *names: str) -> dict[str, Any]:
     """Attributes of an object as fields of a document; `bytes` is `num_bytes`, and so on. A digest becomes text."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return dict(value)
-        return value if value is None or isinstance(value, str | int | float | tuple) else str(value)
+        if isinstance(value, Mapping | tuple):
+            return dict(value) if isinstance(value, Mapping) else list(value)
+        return value if value is None or isinstance(value, str | int | float) else str(value)
 
     return {name: plain(getattr(thing, _ATTRIBUTES.get(name, name))) for name in names}
 

@@ -194,7 +194,7 @@ def measured():
             "phases": {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)},
         }  # fmt: skip
 
-    vllm, notes = {row["way"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
+    vllm, notes = {row["mode"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
     on_gpu = read_csv("vllm_gpu.csv")
     demo = json.loads((RESULTS / "demo.json").read_text())["runs"][0]
 

@@ -130,7 +130,7 @@ class Bench:
         return self.rpc("bench_seconds")["seconds"], pause, "", rise, sum(map(len, changed.values()))
 
     def _bring_mirror(self, server=True):
-        """Let the run and the mirror have what the server got by another way, and tell the server what it is."""
+        """Let the run and the mirror have what the server got by another mode, and set the version of the server."""
         self.publisher.publish().wait()
         target, self.replica.target = self.replica.target, self.replica.target.mirror
         self.replica.pull()
@@ -166,23 +166,23 @@ def main() -> None:
             bench = Bench(folder, server, replica, publisher, weights)
             results = {"deltawire": [], "patch API": [], "reload": []}
             for i in range(options.rounds):
-                for number, (hop, work) in enumerate(
+                for number, (mode, work) in enumerate(
                     {"deltawire": bench.deltawire, "patch API": bench.patch_api, "reload": bench.reload}.items()
                 ):
-                    results[hop].append(work(1 + 3 * i + number))
-                    print(hop, results[hop][-1], flush=True)
+                    results[mode].append(work(1 + 3 * i + number))
+                    print(mode, results[mode][-1], flush=True)
     rows = []
     base = {}
-    for hop, measured in results.items():
+    for mode, measured in results.items():
         apply, pause, rise = (statistics.median(each[i] for each in measured) for i in (0, 1, 3))
-        served = statistics.median(each[2] for each in measured) if hop == "deltawire" else ""
+        served = statistics.median(each[2] for each in measured) if mode == "deltawire" else ""
         base = base or {"apply": apply, "pause": pause}
         rows.append([
-            hop, f"{1000 * apply:.1f}", f"{apply / base['apply']:.2f}", f"{1000 * pause:.1f}",
+            mode, f"{1000 * apply:.1f}", f"{apply / base['apply']:.2f}", f"{1000 * pause:.1f}",
             f"{pause / base['pause']:.2f}", f"{1000 * served:.0f}" if served else "", f"{rise / (2 * total):.3f}",
         ])  # fmt: skip
         print(*rows[-1])
-    header = ["way", "apply_ms", "apply_ratio", "pause_ms", "pause_ratio", "publish_to_served_ms", "memory_of_model"]
+    header = ["mode", "apply_ms", "apply_ratio", "pause_ms", "pause_ratio", "publish_to_served_ms", "memory_of_model"]
     write_csv("vllm.csv", header, rows, notes={"weights": str(total), "density": str(DENSITY), "vllm": "0.32.0"})
 
 

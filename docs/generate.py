@@ -305,7 +305,7 @@ def vllm_section() -> str:
         return ""
     notes, rows = read("vllm.csv")
     lines = [
-        [row["way"], row["apply_ms"], row["apply_ratio"], row["pause_ms"], row["pause_ratio"],
+        [row["mode"], row["apply_ms"], row["apply_ratio"], row["pause_ms"], row["pause_ratio"],
          f"{100 * float(row['memory_of_model']):.0f} %"]
         for row in rows
     ]  # fmt: skip

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 import deltawire
 from deltawire import Publisher, Replica, apply, diff, digest, open_store, save_anchor
 from deltawire.cli import main
+from deltawire.cli.demo import need
 from deltawire.errors import MissingDependency, NotEnoughMemory, ObjectMissing, UnsupportedFormat
 from deltawire.tensors.dtypes import dtype_named, empty_bits
-from deltawire.terminal import need
 from deltawire.trainers.trl import DeltawireTransfer
 from support.chains import fresh_url, make_run
 

@@ -58,6 +58,7 @@ def dashboard() -> Iterator[str]:
     """Beside a demo that runs, in which a replica was killed and another one has joined late."""
     from deltawire.pages.dashboard import Dashboard
     from deltawire.pages.feed import Feed
+    from deltawire_demo.eventlog import EventLog
     from support.demo_run import started, step_of, wait_for
 
     options = ["--steps", "1000", "--evaluate", "0"]
@@ -67,7 +68,7 @@ def dashboard() -> Iterator[str]:
         with started(folder, *options, *harm):
             for wanted in (1, 10, 20, 30):
                 wait_for(lambda wanted=wanted: step_of(folder) >= wanted, f"step {wanted}")
-            served = Dashboard(Feed(folder / "store", events=folder / "events.jsonl"))
+            served = Dashboard(Feed(folder / "store", events=EventLog(folder / "events.jsonl")))
             thread = threading.Thread(target=served.run)
             thread.start()
             try:

@@ -1,9 +1,16 @@
-"""Allowed `Host` names of our web servers, as protection against DNS rebinding: a foreign web page must not reach them
-through a host name that its owner later points at this machine.
+"""What our web servers share: how they listen, and which `Host` names they accept.
+
+The latter protects against DNS rebinding: a foreign web page must not reach them through a host name that its owner
+later points at this machine.
 """
 
 import ipaddress
+import socket
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from deltawire.errors import AddressUnavailable
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104
@@ -31,3 +38,31 @@ def answered_hosts(bound: str, names: Sequence[str] = ()) -> list[str]:
         return ["*"]
     own = () if is_loopback(bound) else (bound, f"[{bound}]")
     return list(dict.fromkeys([*LOOPBACK, *own, *names]))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a port that is taken fails at once; port 0 takes a free one."""
+    if not host:
+        raise ValueError("say which host to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for all")
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"a port is between 0 and 65535, not {port}")
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise AddressUnavailable(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another, or 0 for a free port",
+            host=host, port=port,
+        ) from error  # fmt: skip
+
+
+def web_server(application: Any, *, grace_seconds: int) -> Any:
+    """A server for a web application, which leaves logging and signals to the program that it runs in."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        application, log_config=None, lifespan="off", loop="asyncio", ws="none", proxy_headers=False,
+        timeout_graceful_shutdown=grace_seconds,
+    )  # fmt: skip
+    server: Any = uvicorn.Server(config)
+    server.capture_signals = nullcontext
+    return server

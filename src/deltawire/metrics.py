@@ -65,21 +65,19 @@ class _Collector:
         self._parts = parts
 
     def collect(self) -> "Iterator[Metric]":
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         families: dict[str, Any] = {}
         for part in self._parts:
             labels = _labels(part)
-            for key, value in part.metrics().items():
+            for full, value in part.metrics().items():
+                key = full.removeprefix("deltawire/")
                 if key not in families:
-                    families[key] = _family(key.removeprefix("deltawire/"), list(labels))
+                    kind = CounterMetricFamily if key in COUNTERS else GaugeMetricFamily
+                    name = f"deltawire_{key.replace('/', '_')}"
+                    families[key] = kind(name, HELP.get(key, key), labels=list(labels))
                 families[key].add_metric(list(labels.values()), value)
         yield from families.values()
-
-
-def _family(key: str, labels: list[str]) -> Any:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    kind = CounterMetricFamily if key in COUNTERS else GaugeMetricFamily
-    return kind(f"deltawire_{key.replace('/', '_')}", HELP.get(key, key), labels=labels)
 
 
 def _labels(part: BasePublisher | Replica) -> dict[str, str]:

@@ -5,7 +5,6 @@ through `say` or a drawing, which remove terminal control characters; JSON has i
 """
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
@@ -46,6 +45,7 @@ _RUN_HINTS: Hints = [
     (errors.BrokenChain, "see what is missing with: deltawire verify {url}; publish with --anchor to start over"),
     (errors.ObjectMissing, "see which versions there are with: deltawire ls {url}"),
     (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
+    (errors.AddressUnavailable, "name another one with --port or --listen; port 0 takes a free one"),
     (errors.EngineError, "where names, shapes or dtypes have changed, send all weights with --anchor"),
 ]
 # The extra that installs a package, for commands that import it directly.
@@ -54,8 +54,6 @@ _EXTRAS = {
     "starlette": "agent", "uvicorn": "agent", "prometheus_client": "agent", "vllm": "vllm", "trl": "trl",
     "openenv": "demo", "pydantic": "demo",
 }  # fmt: skip
-_NO_RUN = "start it with: deltawire publish CHECKPOINT --to {url}"
-_DISK_FULL = "free some space, then run the same command again"
 
 
 @contextmanager
@@ -67,9 +65,11 @@ def speaking_errors(url: str | None = None) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("", "deltawire"):
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "deltawire"):
             raise
-        _end(errors.MissingDependency(_install_text(error.name or "")), url)
+        wanted = repr(f"deltawire[{_EXTRAS[package]}]") if package in _EXTRAS else package
+        _end(errors.MissingDependency(f"{package} is not installed: pip install {wanted}"), url)
     except MemoryError as error:
         _end(errors.NotEnoughMemory(f"there is not enough memory: {error}"), url)
     except ValueError as error:
@@ -87,21 +87,6 @@ def _end(error: Exception, url: str | None) -> NoReturn:
     sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
 
 
-def _install_text(module: str) -> str:
-    package = module.partition(".")[0]
-    extra = _EXTRAS.get(package)
-    return f"{package} is not installed: pip install {package if extra is None else repr(f'deltawire[{extra}]')}"
-
-
-def need(what: str, modules: Sequence[str], extras: str) -> None:
-    """Raise MissingDependency if modules are not installed, before anything else happens."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise errors.MissingDependency(
-            f"{what} needs packages that are not installed ({', '.join(missing)}): pip install 'deltawire[{extras}]'"
-        )
-
-
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         said = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
@@ -111,16 +96,13 @@ def _sentence(error: Exception) -> str:
 
 def _hint(error: Exception, url: str | None) -> str | None:
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "the disk is full" in str(error):
-        return _DISK_FULL
-    hint = next((text for kind, text in _FILE_HINTS if isinstance(error, kind)), None)
-    if url is not None:
-        hint = next((text for kind, text in _RUN_HINTS if isinstance(error, kind)), None)
-    if isinstance(error, errors.ObjectMissing):
-        if "path" in error.fields:
-            return None
-        if "url" in error.fields and "key" not in error.fields:
-            hint = _NO_RUN
-    return hint and hint.format(url=url)
+        return "free some space, then run the same command again"
+    if isinstance(error, errors.ObjectMissing) and "path" in error.fields:
+        return None
+    if isinstance(error, errors.ObjectMissing) and "url" in error.fields and "key" not in error.fields:
+        return f"start it with: deltawire publish CHECKPOINT --to {url}"
+    hints = _FILE_HINTS if url is None else _RUN_HINTS
+    return next((text.format(url=url) for kind, text in hints if isinstance(error, kind)), None)
 
 
 def plain(text: object) -> str:
@@ -134,12 +116,10 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def wants_json() -> bool:
-    """Whether the command that runs was given --format json."""
     return click.get_current_context().meta.get(FORMAT) == "json"
 
 
 def is_quiet() -> bool:
-    """Whether the command that runs was given --quiet."""
     return bool(click.get_current_context().meta.get(QUIET))
 
 
@@ -185,10 +165,13 @@ class ByteBar:
         if self._shows and (now - self._drawn > 0.1 or done == total):
             seconds = now - self._started
             rate = f"{size_text((done - self._first) / seconds)}/s" if seconds > 0.2 else ""
-            self.note(f"{_bytes_text(done, total)}  {self._after if done == total else rate}")
+            text = size_text(done)
+            if total:
+                filled = int(24 * min(done / total, 1))
+                text = f"[{'#' * filled}{'-' * (24 - filled)}]  {text} of {size_text(total)}"
+            self.note(f"{text}  {self._after if done == total else rate}")
 
     def note(self, text: str) -> None:
-        """Show something else on the line."""
         if self._shows:
             self._drawn = time.monotonic()
             line = plain(f"{self._label}  {text}")[: shutil.get_terminal_size().columns - 1]
@@ -200,13 +183,6 @@ class ByteBar:
     def __exit__(self, *_: object) -> None:
         if self._drawn:
             click.echo("\r\x1b[K", nl=False, err=True)
-
-
-def _bytes_text(done: int, total: int | None) -> str:
-    if not total:
-        return size_text(done)
-    filled = int(24 * min(done / total, 1))
-    return f"[{'#' * filled}{'-' * (24 - filled)}]  {size_text(done)} of {size_text(total)}"
 
 
 @contextmanager
@@ -241,12 +217,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A text table; the first column is aligned to the left, the others to the right."""
     rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    first, *others = widths
     lines = []
     for row in [header, ["-" * width for width in widths], *rows]:
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = [row[0].ljust(first), *map(str.rjust, row[1:], others)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -260,8 +234,9 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TB"
 
 
-def percent_text(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3f} %" if whole else "-"
+def changed_text(changed: int, total: int) -> str:
+    """How many weights have changed, and what part of all that is."""
+    return f"{changed:,} of {total:,} weights ({f'{100 * changed / total:.3f} %' if total else '-'})"
 
 
 def count_text(count: int, noun: str) -> str:
@@ -277,7 +252,6 @@ def age_text(seconds: float) -> str:
 
 
 def pause_text(seconds: float | None) -> str:
-    """How long an engine was paused, in milliseconds."""
     return "-" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 

@@ -32,17 +32,6 @@ from deltawire.engines.conformance import (
 )
 
 __all__ = [
-    "CASES",
-    "Harness",
-    "NotConforming",
-    "check",
-    "concurrent_requests",
-    "failure_in_mid_apply",
-    "late_join",
-    "loads_all",
-    "repeat_apply",
-    "right_version",
-    "right_weights",
-    "starts_unknown",
-    "wrong_base_refused",
-]
+    "CASES", "Harness", "NotConforming", "check", "concurrent_requests", "failure_in_mid_apply", "late_join",
+    "loads_all", "repeat_apply", "right_version", "right_weights", "starts_unknown", "wrong_base_refused",
+]  # fmt: skip

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from deltawire import Publisher
 from deltawire.cli import main
-from deltawire.cli.dashboard import places
+from deltawire.cli.pages import places
 from deltawire.errors import ObjectMissing
 from deltawire.hosts import answered_hosts
 from deltawire.maintain.gc import plan_gc

@@ -17,6 +17,7 @@ from deltawire import Publisher, Replica
 from deltawire.pages.dashboard import Dashboard
 from deltawire.pages.feed import Feed
 from deltawire.store import open_store
+from deltawire_demo.eventlog import EventLog
 from support.browser import LOOKS, PATIENCE_SECONDS, fits, serious_problems
 from support.chains import fresh_url, make_run, make_weights, step
 from support.demo_run import processes, started, step_of
@@ -253,7 +254,7 @@ def varied(tmp_path_factory):
 def test_every_width_and_theme(varied, open_page, width, theme):
     url, log = varied
     with (
-        served(url, events=log) as address,
+        served(url, events=EventLog(log)) as address,
         open_page(address, width=width, theme=theme, reduced_motion="reduce") as page,
     ):
         page.wait_for_selector("#anatomy-body:not([hidden])")

@@ -11,12 +11,13 @@ from deltawire import Publisher, Replica
 from deltawire.errors import StoreUnavailable
 from deltawire.pages import followers
 from deltawire.pages.anatomy import Chain
-from deltawire.pages.eventlog import EventLog, LoggedPart
 from deltawire.pages.feed import Feed, Polling, snapshot
+from deltawire.pages.followers import LoggedPart
 from deltawire.run import fleet
 from deltawire.run.keys import manifest_key
 from deltawire.run.run import Run
 from deltawire.store import Stat, open_store
+from deltawire_demo.eventlog import EventLog
 from support.chains import Hooked, fresh_url, make_run, make_weights, seal, step, unsealed
 from support.pages import log_file, read_all
 from support.waiting import PATIENCE, eventually
@@ -99,7 +100,7 @@ def test_the_newest_are_read_first(monkeypatch):
 def test_pages(tmp_path):
     url, _ = make_run(7)
     log = log_file(tmp_path, *({"event": "step", "step": number, "reward": 0.5} for number in range(1, 6)))
-    feed = read_all(Feed(url, events=log))
+    feed = read_all(Feed(url, events=EventLog(log)))
 
     def numbers(after, limit):
         page = feed.versions((after, limit))
@@ -270,13 +271,13 @@ def test_the_log_knows_of_a_death_before_the_heartbeat_is_old():
         found = followers.replica_row("one", heard, part, 5, now)
         return found["health"], found["version"]
 
-    assert row(LoggedPart("ended", now - 1, -9)) == ("dead", None)
-    assert row(LoggedPart("ended", now - 10, -9)) == ("ok", 5), "it was heard of since"
+    assert row(LoggedPart("ended", now - 1)) == ("dead", None)
+    assert row(LoggedPart("ended", now - 10)) == ("ok", 5), "it was heard of since"
     assert row(LoggedPart("starting", now - 1)) == ("starting", None)
     assert row(LoggedPart("running", now - 9, version=4, pulled=now - 1)) == ("behind", 4)
     assert row(LoggedPart("running", now - 9, version=4, pulled=now - 8)) == ("ok", 5)
     assert row(LoggedPart("running", now - 9, version=5, pulled=now - 8), None) == ("stopped", 5)
-    assert row(LoggedPart("ended", now - 9, 1), None) == ("dead", None)
+    assert row(LoggedPart("ended", now - 9), None) == ("dead", None)
 
 
 def test_a_log_is_followed(tmp_path):
@@ -310,10 +311,10 @@ def test_a_log_is_followed(tmp_path):
 
 
 def test_a_long_log_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("deltawire.pages.eventlog.READ_BYTES", 100)
+    monkeypatch.setattr("deltawire_demo.eventlog.READ_BYTES", 100)
     url, _ = make_run(1)
     log = log_file(tmp_path, *({"event": "step", "step": number, "reward": 0.5} for number in range(1, 30)))
-    feed = Feed(url, events=log)
+    feed = Feed(url, events=EventLog(log))
     assert feed.poll(), "there is more"
     assert len(read_all(feed).steps((None, 100))["steps"]) == 29
 
@@ -322,7 +323,7 @@ def test_steps_that_are_made_again_count_once(tmp_path):
     url, _ = make_run(1)
     steps = [{"event": "step", "step": number, "reward": number / 10} for number in range(1, 5)]
     log = log_file(tmp_path, *steps, {"event": "resumed", "step": 2}, {"event": "step", "step": 3, "reward": 0.9})
-    feed = read_all(Feed(url, events=log))
+    feed = read_all(Feed(url, events=EventLog(log)))
     assert [row["reward"] for row in feed.steps((None, 10))["steps"]] == [0.1, 0.2, 0.9]
     assert "goes on after step 2" in feed.notes(10)[-1]["text"]
     log.write_text("")

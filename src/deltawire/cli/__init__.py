@@ -9,14 +9,12 @@ import click
 
 from deltawire import __version__
 from deltawire.cli.attach import attach_command
-from deltawire.cli.chain import info_command, ls_command, route_command
-from deltawire.cli.dashboard import dashboard_command
+from deltawire.cli.chain import info_command, ls_command, route_command, status_command
 from deltawire.cli.demo import demo_command
-from deltawire.cli.explain import explain_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
 from deltawire.cli.hello import hello_command, warmup_command
+from deltawire.cli.pages import dashboard_command, explain_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
-from deltawire.cli.status import status_command
 from deltawire.cli.upkeep import compact_command, gc_command
 from deltawire.cli.watch import watch_command
 

@@ -1,16 +1,19 @@
-"""Commands that show a run: ls, info, route."""
+"""Commands that show a run: ls, info, route, status."""
 
 import json
+import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.options import PATH, open_run, output_options, public_key_option
-from deltawire.cli.status import replicas_table
-from deltawire.terminal import age_text, count_text, pairs_text, percent_text, plain, show, size_text, table
+import deltawire
+from deltawire import errors, terminal
+from deltawire.cli import options
+from deltawire.run.plain import json_fields
 
 if TYPE_CHECKING:
     from deltawire.run.manifest import StoredHop
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
 @click.command("ls")
 @click.argument("url")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show only the newest versions.")
-@public_key_option
-@output_options
+@options.public_key_option
+@options.output_options
 def ls_command(url: str, limit: int, public_key: str | None) -> None:
     """List the versions and the replicas of a run.
 
@@ -30,7 +33,7 @@ def ls_command(url: str, limit: int, public_key: str | None) -> None:
     """
     from deltawire.run.fleet import heartbeat_rows, version_row
 
-    with open_run(url, public_key) as run:
+    with options.open_run(url, public_key) as run:
         now, extra = time.time(), extra_hops(run)
         versions = sorted(extra)
         latest = versions[-1] if versions else None
@@ -39,40 +42,36 @@ def ls_command(url: str, limit: int, public_key: str | None) -> None:
             for row in (version_row(run.manifest(version)) for version in versions[-limit:])
         ]
         data = {"run": run.id, "num_versions": len(versions), "versions": rows, "replicas": heartbeat_rows(run, latest)}
-    show(data, lambda: ls_text(data))
+    terminal.show(data, lambda: ls_text(data))
 
 
 def extra_hops(run: "Run") -> dict[int, dict[str, Any]]:
     """For each version, the bases of skip deltas to it and whether it has an anchor besides its own hop."""
-    from deltawire.run.keys import MANIFESTS, read_document_key
-
-    found = [about for stat in run.store.list(MANIFESTS) if (about := read_document_key(stat.key))]
-    extra: dict[int, dict[str, Any]] = {
-        version: {"skip_deltas_from": [], "further_anchor": False} for version, _, is_manifest in found if is_manifest
-    }
+    found = run.documents().values()
+    bases: dict[int, list[int | None]] = {version: [] for version, _, is_manifest in found if is_manifest}
     for version, base, is_manifest in found:
-        if not is_manifest and version in extra:
-            if base is None:
-                extra[version]["further_anchor"] = True
-            else:
-                extra[version]["skip_deltas_from"].append(base)
-    return extra
+        if not is_manifest and version in bases:
+            bases[version].append(base)
+    return {
+        version: {"skip_deltas_from": [base for base in some if base is not None], "further_anchor": None in some}
+        for version, some in bases.items()
+    }
 
 
 def ls_text(data: Mapping[str, Any]) -> str:
     rows = [
         [
             str(row["version"]), "-" if row["step"] is None else str(row["step"]), row["kind"],
-            *("---" if row["base"] is None else change_cells(row)), size_text(row["bytes"]),
-            age_text(row["age_seconds"]), further_text(row),
+            *("---" if row["base"] is None else change_cells(row)), terminal.size_text(row["bytes"]),
+            terminal.age_text(row["age_seconds"]), further_text(row),
         ]
         for row in data["versions"]
     ]  # fmt: skip
     header = ["version", "step", "kind", "base", "changed", "density", "bytes", "age", "also"]
     count = data["num_versions"]
     shown = "" if len(rows) == count else f", the last {len(rows)} of them here"
-    text = f"run {plain(data['run'])}: {count_text(count, 'version')}{shown}"
-    text += f"\n\n{table(header, rows)}" if rows else ""
+    text = f"run {terminal.plain(data['run'])}: {terminal.count_text(count, 'version')}{shown}"
+    text += f"\n\n{terminal.table(header, rows)}" if rows else ""
     return f"{text}\n\n{replicas_table(data['replicas'])}" if data["replicas"] else text
 
 
@@ -90,16 +89,16 @@ def further_text(row: Mapping[str, Any]) -> str:
 @click.command("info")
 @click.argument("url")
 @click.option("--version", type=click.IntRange(0), help="The version to show.  [default: the newest]")
-@public_key_option
-@output_options
+@options.public_key_option
+@options.output_options
 def info_command(url: str, version: int | None, public_key: str | None) -> None:
     """Show a run and one of its versions in detail."""
-    with open_run(url, public_key) as run:
+    with options.open_run(url, public_key) as run:
         data = {"run": run_fields(run)}
         at = run.latest() if version is None else version
         if at is not None:
             data["version"] = version_fields(run, at)
-    show(data, lambda: info_text(data))
+    terminal.show(data, lambda: info_text(data))
 
 
 def run_fields(run: "Run") -> dict[str, Any]:
@@ -125,108 +124,84 @@ def run_fields(run: "Run") -> dict[str, Any]:
 
 
 def version_fields(run: "Run", version: int) -> dict[str, Any]:
-    from deltawire.errors import ChainError
-
     manifest = run.manifest(version)
+    hop = json_fields(manifest.hop, "base", "changed", "bytes", "encodings")
+    hop["objects"] = [json_fields(each, "key", "bytes", "sha256") for each in manifest.hop.objects]
     try:
         route: dict[str, Any] | None = route_from(run, None, version).as_dict()
-    except ChainError:
+    except errors.ChainError:
         route = None
-    return {
-        "version": version,
-        "step": manifest.step,
-        "digest": str(manifest.digest),
-        "total": manifest.num_elements,
-        "tied": dict(manifest.tied),
-        "metadata": dict(manifest.metadata),
-        "writer": manifest.writer,
-        "created": manifest.created,
-        "hop": hop_fields(manifest.hop),
-        "route": route,
-    }
-
-
-def hop_fields(hop: "StoredHop") -> dict[str, Any]:
-    return {
-        "base": hop.base,
-        "changed": hop.num_changed,
-        "bytes": hop.num_bytes,
-        "encodings": dict(hop.encodings),
-        "objects": [{"key": each.key, "bytes": each.num_bytes, "sha256": each.sha256} for each in hop.objects],
-    }
+    fields = json_fields(manifest, "version", "step", "digest", "total", "tied", "metadata", "writer", "created")
+    return {**fields, "hop": hop, "route": route}
 
 
 def info_text(data: Mapping[str, Any]) -> str:
     run = data["run"]
     span = "none yet" if run["latest"] is None else f"{run['versions']}, {run['first']} to {run['latest']}"
-    text = pairs_text([
+    text = terminal.pairs_text([
         ("run", run["id"]),
         ("store", run["url"]),
         ("signed", "yes" if run["signed"] else "no"),
         ("versions", span),
         ("anchors", str(run["anchors"])),
-        ("in store", f"{size_text(run['bytes'])} in {count_text(run['objects'], 'object')}"),
+        ("in store", f"{terminal.size_text(run['bytes'])} in {terminal.count_text(run['objects'], 'object')}"),
     ])  # fmt: skip
     return f"{text}\n\n{version_text(data['version'])}" if "version" in data else text
 
 
 def version_text(data: Mapping[str, Any]) -> str:
     hop = data["hop"]
-    changed = f"{hop['changed']:,} of {data['total']:,} weights ({percent_text(hop['changed'], data['total'])})"
     info = [
         ("version", f"{data['version']}" + ("" if data["step"] is None else f", step {data['step']}")),
         ("digest", data["digest"]),
-        ("written", f"{age_text(time.time() - data['created'])} ago by writer {data['writer']}"),
+        ("written", f"{terminal.age_text(time.time() - data['created'])} ago by writer {data['writer']}"),
         ("kind", "anchor" if hop["base"] is None else f"delta from version {hop['base']}"),
-        ("changed", changed),
-        ("payload", size_text(hop["bytes"])),
+        ("changed", terminal.changed_text(hop["changed"], data["total"])),
+        ("payload", terminal.size_text(hop["bytes"])),
         ("encodings", ", ".join(f"{name} {count}" for name, count in hop["encodings"].items()) or "-"),
         ("metadata", json.dumps(data["metadata"]) if data["metadata"] else "-"),
         ("route", "none: no unbroken chain leads here" if data["route"] is None else route_text(data["route"])),
     ]
     rows = [[each["key"], f"{each['bytes']:,}", f"{each['sha256'][:16]}..."] for each in hop["objects"]]
-    return f"{pairs_text(info)}\n\n{table(['object', 'bytes', 'sha256'], rows)}"
+    return f"{terminal.pairs_text(info)}\n\n{terminal.table(['object', 'bytes', 'sha256'], rows)}"
 
 
 def route_text(route: Mapping[str, Any]) -> str:
     steps = [f"anchor {each['version']}" if each["base"] is None else str(each["version"]) for each in route["hops"]]
     if len(steps) > 8:
         steps[4:-3] = [f"({len(steps) - 7} more)"]
-    return f"{' -> '.join(steps)}, {size_text(route['bytes'])}"
+    return f"{' -> '.join(steps)}, {terminal.size_text(route['bytes'])}"
 
 
 @click.command("route")
 @click.argument("url")
 @click.option("--from", "have", type=click.IntRange(0), help="The version to start from.  [default: nothing]")
-@click.option("--to", "folder", type=PATH, help="A mirror to start from.")
+@click.option("--to", "folder", type=options.PATH, help="A mirror to start from.")
 @click.option("--version", type=click.IntRange(0), help="The version to reach.  [default: the newest]")
-@public_key_option
-@output_options
+@options.public_key_option
+@options.output_options
 def route_command(url: str, have: int | None, folder: Path | None, version: int | None, public_key: str | None) -> None:
     """Show the route of a pull: the hops that it would fetch, without fetching them."""
     if have is not None and folder is not None:
         raise click.UsageError("give --from or --to, not both")
-    with open_run(url, public_key) as run:
+    with options.open_run(url, public_key) as run:
         if folder is not None:
             have = version_in(folder, run)
         found = route_from(run, have, version)
     objects = [{"key": each.key, "bytes": each.num_bytes} for hop in found.hops for each in hop.objects]
     data = {"run": run.id, **found.as_dict(), "objects": objects}
-    show(data, lambda: hops_text(data))
+    terminal.show(data, lambda: hops_text(data))
 
 
 def version_in(folder: Path, run: "Run") -> int | None:
     """The version that a mirror holds; None for one that does not exist yet."""
-    from deltawire.errors import ObjectMissing, RunMismatch
-    from deltawire.format.checkpoint import Checkpoint
-
     try:
-        checkpoint = Checkpoint(folder)
-    except ObjectMissing:
+        checkpoint = deltawire.Checkpoint(folder)
+    except errors.ObjectMissing:
         return None
     holds = checkpoint.field("run")
     if holds not in (None, run.id):
-        raise RunMismatch(
+        raise errors.RunMismatch(
             f"{folder} is at run {holds}, and {run.store.url} holds run {run.id}: take another folder, or pull --run",
             expected=holds, actual=run.id,
         )  # fmt: skip
@@ -235,20 +210,19 @@ def version_in(folder: Path, run: "Run") -> int | None:
 
 def route_from(run: "Run", have: int | None, version: int | None) -> "Route[StoredHop]":
     """The route of a replica from one version to another."""
-    from deltawire.errors import ObjectMissing
     from deltawire.follow.routing import find_route
 
     want = run.latest() if version is None else version
     if want is None:
-        raise ObjectMissing(f"run {run.id} has no version yet: publish one first", url=run.store.url)
+        raise errors.ObjectMissing(f"run {run.id} has no version yet: publish one first", url=run.store.url)
     return find_route(run, have, run.manifest(want))
 
 
 def hops_text(data: Mapping[str, Any]) -> str:
-    start = "nothing" if data["have"] is None else f"version {data['have']}"
     if not data["hops"]:
         return f"nothing to do: version {data['want']} is there"
-    total = f"{size_text(data['bytes'])} in {count_text(len(data['objects']), 'object')}"
+    start = "nothing" if data["have"] is None else f"version {data['have']}"
+    total = f"{terminal.size_text(data['bytes'])} in {terminal.count_text(len(data['objects']), 'object')}"
     return f"from {start} to version {data['want']}: {total}\n\n{hops_table(data['hops'])}"
 
 
@@ -257,4 +231,103 @@ def hops_table(hops: Sequence[Mapping[str, Any]]) -> str:
         ["anchor" if each["base"] is None else f"delta from {each['base']}", str(each["version"]), f"{each['bytes']:,}"]
         for each in hops
     ]
-    return table(["hop", "to version", "bytes"], rows)
+    return terminal.table(["hop", "to version", "bytes"], rows)
+
+
+@click.command("status")
+@click.argument("url")
+@click.option("--watch", "-w", is_flag=True, help="Keep running, and show changes. Ctrl-C ends it.")
+@click.option("--poll", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True,
+              help="How often to poll with --watch, in seconds.")  # fmt: skip
+@options.public_key_option
+@options.output_options
+def status_command(url: str, watch: bool, poll: float, public_key: str | None) -> None:
+    """Show the replicas of a run: version, lag, last pause, health.
+
+    Each writes a heartbeat every 15 seconds. Health is ok, behind, updating (a pull is running), fault with its text,
+    silent (no heartbeat for a minute outside a pull) or dead (none for ten minutes). With --watch the table is drawn in
+    place on a terminal; elsewhere each change prints it again, with --format json a JSON object on one line.
+    """
+    options.only_with("--watch", watch, "poll")
+    with options.open_run(url, public_key) as run:
+        data = fleet(run, url)
+        if not watch:
+            terminal.show(data, lambda: fleet_text(data))
+            return
+        with terminal.handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
+            follow(run, data, poll)
+
+
+def follow(run: "Run", data: dict[str, Any], poll_seconds: float) -> None:
+    """Redraw the fleet, or print it when it changes."""
+    drawing, shown, fault = terminal.Drawing(), None, None
+    while True:
+        if terminal.is_live():
+            drawing.draw(fleet_text(data) + (f"\n\nfault: {terminal.plain(fault)}" if fault else ""))
+        elif (lasting := without_ages(data)) != shown:
+            if terminal.wants_json():
+                click.echo(json.dumps(data))
+            else:
+                terminal.say(fleet_text(data) + "\n")
+            shown = lasting
+        time.sleep(poll_seconds)
+        try:
+            data, fault = fleet(run, data["url"], data["version"]), None
+        except errors.StoreError as error:
+            if not terminal.is_live() and str(error) != fault:
+                terminal.say(f"fault: {terminal.plain(error)}", err=True)
+            fault = str(error)
+
+
+def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
+    """A run and its replicas; the newest version is `known` or a later one."""
+    from deltawire.run.fleet import HEALTHS, heartbeat_rows
+
+    version = run.latest(after=-1 if known is None else known - 1)
+    about: dict[str, Any] = {"step": None, "metadata": {}, "created": None, "age_seconds": None}
+    if version is not None:
+        about = json_fields(run.manifest(version), "step", "metadata", "created")
+        about["age_seconds"] = max(time.time() - about["created"], 0.0)
+    rows = heartbeat_rows(run, version)
+    counts = {health: sum(row["health"] == health for row in rows) for health in reversed(HEALTHS)}
+    summary = {"replicas": len(rows), **counts}
+    return {"run": run.id, "url": url, "version": version, **about, "replicas": rows, "summary": summary}
+
+
+def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [{key: value for key, value in row.items() if key != "age_seconds"} for row in data["replicas"]]
+    return {key: value for key, value in data.items() if key != "age_seconds"} | {"replicas": rows}
+
+
+def fleet_text(data: Mapping[str, Any]) -> str:
+    summary, rows = data["summary"], data["replicas"]
+    counts = ", ".join(f"{number} {health}" for health, number in summary.items() if health != "replicas" and number)
+    text = f"run {terminal.plain(data['run'])}: {newest_text(data)}\n{terminal.count_text(len(rows), 'replica')}"
+    text += f": {counts}" if counts else ""
+    return f"{text}\n\n{replicas_table(rows)}" if rows else text
+
+
+def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = ["replica", "engine", "version", "lag", "pause", "heard", "health"]
+    cells = [
+        [
+            row["name"], *("-" if row[key] is None else str(row[key]) for key in ("engine", "version", "lag")),
+            terminal.pause_text(row["pause_seconds"]), terminal.age_text(row["age_seconds"]), health_text(row),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return terminal.table(header, cells)
+
+
+def newest_text(data: Mapping[str, Any]) -> str:
+    if data["version"] is None:
+        return "no version yet"
+    step = "" if data["step"] is None else f", step {data['step']}"
+    metadata = f", {json.dumps(data['metadata'])}" if data["metadata"] else ""
+    return f"version {data['version']}{step}, {terminal.age_text(data['age_seconds'])} ago{metadata}"
+
+
+def health_text(row: Mapping[str, Any]) -> str:
+    if row["health"] in ("silent", "dead"):
+        return f"{row['health']}: no heartbeat for {terminal.age_text(row['age_seconds'])}"
+    return f"{row['health']}: {row['detail']}" if row["detail"] else str(row["health"])

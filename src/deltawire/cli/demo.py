@@ -1,7 +1,9 @@
 """The demo command: a whole asynchronous RL run on this machine."""
 
+import importlib.util
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltawire.cli.options import PATH, output_options
-from deltawire.terminal import FAILURE, MISMATCH, is_quiet, need, say, show, speaking_errors, wants_json
+from deltawire.errors import MissingDependency
+from deltawire.terminal import FAILURE, MISMATCH, is_quiet, say, show, speaking_errors, wants_json
 
 if TYPE_CHECKING:
     from deltawire_demo.orchestrate import Options
@@ -109,6 +112,15 @@ def demo_command(
             demo.wait()
         if not summary["ok"]:
             sys.exit(MISMATCH if summary["steps"] else FAILURE)
+
+
+def need(what: str, modules: Sequence[str], extras: str) -> None:
+    """Raise MissingDependency if modules are not installed, before anything else happens."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependency(
+            f"{what} needs packages that are not installed ({', '.join(missing)}): pip install 'deltawire[{extras}]'"
+        )
 
 
 def options_of(model: str, quick: bool, given: dict[str, Any], others: dict[str, Any]) -> "Options":

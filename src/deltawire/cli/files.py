@@ -3,16 +3,14 @@
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+import deltawire
+from deltawire import errors, terminal
 from deltawire.cli.options import ENCODING_NAMES, PATH, max_file_bytes_option, output_options, threads_option
-from deltawire.terminal import percent_text, plain, progress_bar, show, size_text, speaking_errors, table
-
-if TYPE_CHECKING:
-    from deltawire.format.checkpoint import Checkpoint
-    from deltawire.format.delta import Delta
+from deltawire.run.plain import json_fields
 
 
 class DigestType(click.ParamType[str]):
@@ -44,22 +42,21 @@ def diff_command(
 
     OLD and NEW are safetensors files or folders of them. Tensors are read one by one.
     """
-    from deltawire.format.checkpoint import Checkpoint
     from deltawire.format.delta import diff_checkpoints
 
     started = time.perf_counter()
-    with speaking_errors():
-        before, after = Checkpoint(old), Checkpoint(new)
+    with terminal.speaking_errors():
+        before, after = deltawire.Checkpoint(old), deltawire.Checkpoint(new)
         if base_version is None:
             base_version = before.version or 0
-        with progress_bar("diff", num_elements(before)) as progress:
+        with terminal.progress_bar("diff", num_elements(before)) as progress:
             delta = diff_checkpoints(
                 before, after, output, encoding=encoding, run=run or before.field("run") or "",
                 version=base_version + 1 if version is None else version, base_version=base_version,
                 max_file_bytes=max_file_bytes, threads=threads, progress=progress,
             )  # fmt: skip
     data = {"output": str(output), **summary(delta), "seconds": round(time.perf_counter() - started, 3)}
-    show(data, lambda: f"wrote {output}\n{summary_text(delta)}")
+    terminal.show(data, lambda: f"wrote {output}\n{summary_text(delta)}")
 
 
 @click.command("apply")
@@ -74,23 +71,16 @@ def apply_command(base: Path, delta: Path, output: Path, threads: int | None) ->
 
     The digests of BASE and of the result are checked; the output appears only if both match.
     """
-    from deltawire.format.checkpoint import Checkpoint
-    from deltawire.format.delta import Delta
     from deltawire.format.replay import apply_to_checkpoint
 
     started = time.perf_counter()
-    with speaking_errors():
-        before, change = Checkpoint(base), Delta.load(delta)
-        with progress_bar("apply", num_elements(before)) as progress:
+    with terminal.speaking_errors():
+        before, change = deltawire.Checkpoint(base), deltawire.Delta.load(delta)
+        with terminal.progress_bar("apply", num_elements(before)) as progress:
             apply_to_checkpoint(before, change, output, threads=threads, progress=progress)
-    data = {
-        "output": str(output),
-        "run": change.run,
-        "version": change.version,
-        "digest": str(change.digest),
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-    show(data, lambda: f"wrote {output}\nversion  {change.version}\ndigest   {change.digest}")
+    seconds = round(time.perf_counter() - started, 3)
+    data = {"output": str(output), **json_fields(change, "run", "version", "digest"), "seconds": seconds}
+    terminal.show(data, lambda: f"wrote {output}\nversion  {change.version}\ndigest   {change.digest}")
 
 
 @click.command("verify")
@@ -115,7 +105,8 @@ def verify_command(
     the structure is checked; with --base also every bit of its result. Of a run all documents, objects and weights are
     checked; with --mirror a folder is compared with its version of the run, or with --version.
     """
-    if is_run(target):
+    # The URL of a run, or a folder that holds one.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target) or (Path(target) / "run.json").is_file():
         if base is not None or expected is not None:
             raise click.UsageError("--base and --digest go with files, and TARGET is a run")
         from deltawire.cli.upkeep import audit_run, compare_mirror
@@ -130,19 +121,12 @@ def verify_command(
     return verify_file(Path(target), base, expected, threads)
 
 
-def is_run(target: str) -> bool:
-    """Whether this is a URL, or a folder that holds a run."""
-    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target)) or (Path(target) / "run.json").is_file()
-
-
 def verify_file(target: Path, base: Path | None, expected: str | None, threads: int | None) -> None:
-    from deltawire.errors import DigestMismatch
-    from deltawire.format.delta import Delta
     from deltawire.format.parts import is_delta
 
-    with speaking_errors():
+    with terminal.speaking_errors():
         if is_delta(target):
-            change = Delta.load(target)
+            change = deltawire.Delta.load(target)
             checked = verify_delta_at(change, base, threads)
             found, stated = change.digest, None
         else:
@@ -152,12 +136,12 @@ def verify_file(target: Path, base: Path | None, expected: str | None, threads: 
             found, stated = checkpoint_digest(target, threads)
         wanted = expected or stated
         if wanted is not None and str(found) != wanted:
-            raise DigestMismatch(
+            raise errors.DigestMismatch(
                 f"{target} has digest {found}, not {wanted}", expected=wanted, actual=str(found), path=str(target)
             )
     data = {"target": str(target), "digest": str(found), "checked": checked, "stated_digest": wanted}
     against = "" if wanted is None else ", as stated"
-    show(data, lambda: f"ok: {target}\nchecked  {checked}\ndigest   {found}{against}")
+    terminal.show(data, lambda: f"ok: {target}\nchecked  {checked}\ndigest   {found}{against}")
 
 
 @click.command("inspect")
@@ -171,12 +155,11 @@ def inspect_command(delta: Path, sort: str, limit: int | None) -> None:
 
     Steps count units in the last place (for integers: units); they are unknown for coo and dense.
     """
-    from deltawire.format.delta import Delta
     from deltawire.format.inspection import STEP_NAMES, inspect_entry
 
-    with speaking_errors():
-        change = Delta.load(delta)
-        with progress_bar("inspect", change.num_changed) as progress:
+    with terminal.speaking_errors():
+        change = deltawire.Delta.load(delta)
+        with terminal.progress_bar("inspect", change.num_changed) as progress:
             rows = []
             for entry in change.entries:
                 rows.append(inspect_entry(entry))
@@ -196,13 +179,12 @@ def inspect_command(delta: Path, sort: str, limit: int | None) -> None:
             for row in shown
         ]  # fmt: skip
         rest = f"\n... and {len(rows) - len(shown)} more" if len(shown) < len(rows) else ""
-        return f"{summary_text(change)}\n\n{table(header, lines)}{rest}"
+        return f"{summary_text(change)}\n\n{terminal.table(header, lines)}{rest}"
 
-    show({**summary(change), "tensors": shown}, text)
+    terminal.show({**summary(change), "tensors": shown}, text)
 
 
-def verify_delta_at(change: "Delta", base: Path | None, threads: int | None) -> str:
-    from deltawire.format.checkpoint import Checkpoint
+def verify_delta_at(change: "deltawire.Delta", base: Path | None, threads: int | None) -> str:
     from deltawire.format.inspection import check_structure
     from deltawire.format.replay import verify_delta
 
@@ -210,53 +192,39 @@ def verify_delta_at(change: "Delta", base: Path | None, threads: int | None) -> 
         for entry in change.entries:
             check_structure(entry)
         return "structure (give --base to check every bit)"
-    before = Checkpoint(base)
-    with progress_bar("verify", num_elements(before)) as progress:
+    before = deltawire.Checkpoint(base)
+    with terminal.progress_bar("verify", num_elements(before)) as progress:
         verify_delta(change, before, threads=threads, progress=progress)
     return "every bit"
 
 
 def checkpoint_digest(path: Path, threads: int | None) -> tuple[Any, str | None]:
-    from deltawire.format.checkpoint import Checkpoint
-    from deltawire.tensors.digest import Digest, tensor_digest
+    from deltawire.tensors.digest import tensor_digest
     from deltawire.workers import Workers
 
-    checkpoint = Checkpoint(path)
-    state = Digest()
-    with Workers(threads) as workers, progress_bar("verify", num_elements(checkpoint)) as progress:
+    checkpoint, state = deltawire.Checkpoint(path), deltawire.Digest()
+    with Workers(threads) as workers, terminal.progress_bar("verify", num_elements(checkpoint)) as progress:
         for name in checkpoint:
             state += tensor_digest(name, checkpoint[name], workers)
             progress(name, checkpoint.num_elements(name))
     return state, checkpoint.field("digest")
 
 
-def num_elements(checkpoint: "Checkpoint") -> int:
+def num_elements(checkpoint: "deltawire.Checkpoint") -> int:
     return sum(checkpoint.num_elements(name) for name in checkpoint)
 
 
-def summary(delta: "Delta") -> dict[str, Any]:
-    return {
-        "run": delta.run,
-        "version": delta.version,
-        "base_version": delta.base_version,
-        "base_digest": str(delta.base_digest),
-        "digest": str(delta.digest),
-        "changed": delta.num_changed,
-        "total": delta.num_elements,
-        "bytes": delta.num_bytes,
-        "tensors_changed": len(delta.entries),
-        "tied": dict(delta.tied),
-    }
+def summary(delta: "deltawire.Delta") -> dict[str, Any]:
+    names = ("run", "version", "base_version", "base_digest", "digest", "changed", "total", "bytes", "tied")
+    return {**json_fields(delta, *names), "tensors_changed": len(delta.entries)}
 
 
-def summary_text(delta: "Delta") -> str:
+def summary_text(delta: "deltawire.Delta") -> str:
     per_change = f", {delta.num_bytes / delta.num_changed:.3f} B per change" if delta.num_changed else ""
-    tensors = "tensor" if len(delta.entries) == 1 else "tensors"
-    lines = [
-        f"version  {delta.base_version} -> {delta.version}" + (f" of run {plain(delta.run)}" if delta.run else ""),
-        f"changed  {delta.num_changed:,} of {delta.num_elements:,} weights "
-        f"({percent_text(delta.num_changed, delta.num_elements)}), in {len(delta.entries)} {tensors}",
-        f"payload  {size_text(delta.num_bytes)}{per_change}",
-        f"digest   {delta.base_digest} -> {delta.digest}",
-    ]
-    return "\n".join(lines)
+    changed = terminal.changed_text(delta.num_changed, delta.num_elements)
+    return terminal.pairs_text([
+        ("version", f"{delta.base_version} -> {delta.version}" + (f" of run {delta.run}" if delta.run else "")),
+        ("changed", f"{changed}, in {terminal.count_text(len(delta.entries), 'tensor')}"),
+        ("payload", f"{terminal.size_text(delta.num_bytes)}{per_change}"),
+        ("digest", f"{delta.base_digest} -> {delta.digest}"),
+    ])  # fmt: skip

@@ -39,17 +39,11 @@ max_file_bytes_option = click.option("--max-file-bytes", type=click.IntRange(1),
 
 def output_options(command: Command) -> Command:
     """Add --format and --quiet, for `show` and the progress bars."""
-    for option in (
-        click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet, expose_value=False),
-        click.option("--format", type=click.Choice(["text", "json"]), default="text", show_default=True,
-                     help="The format of the output.", callback=_format, expose_value=False),
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
-def _format(context: click.Context, _: click.Parameter, output_format: str) -> None:
-    context.meta[FORMAT] = output_format
+    quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet, expose_value=False)
+    chosen = click.option("--format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+                          help="The format of the output.", expose_value=False,
+                          callback=lambda context, _, value: context.meta.update({FORMAT: value}))  # fmt: skip
+    return chosen(quiet(command))
 
 
 def _quiet(context: click.Context, _: click.Parameter, quiet: bool) -> None:

@@ -10,24 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+import deltawire
+from deltawire import errors, terminal
 from deltawire.cli import options
-from deltawire.terminal import (
-    ByteBar,
-    count_text,
-    pairs_text,
-    percent_text,
-    progress_bar,
-    say,
-    show,
-    size_text,
-    speaking_errors,
-)
+from deltawire.run.plain import json_fields
 
 if TYPE_CHECKING:
-    from deltawire.follow.replica import Pull, Replica
-    from deltawire.format.checkpoint import Checkpoint
-    from deltawire.publish.publisher import Publisher
-    from deltawire.run.manifest import Manifest
     from deltawire.run.run import Run
     from deltawire.store import Buffer, Pieces, Store
 
@@ -70,16 +58,12 @@ def publish_command(
     The first version is an anchor: all weights, and the files next to them. Later ones are deltas against the version
     before, whose weights are read from --base or fetched. Returns when the version is committed.
     """
-    from deltawire.format.checkpoint import Checkpoint
-    from deltawire.publish.publisher import Publisher
-    from deltawire.store import open_store
-
     started = time.perf_counter()
-    with speaking_errors(url), ByteBar("publish") as bar:
-        weights, store = Checkpoint(checkpoint), open_store(url)
+    with terminal.speaking_errors(url), terminal.ByteBar("publish") as bar:
+        weights, store = deltawire.Checkpoint(checkpoint), deltawire.open_store(url)
         with (
             base_weights(store, base, anchor, sign_key) as before,
-            Publisher(
+            deltawire.Publisher(
                 cast("Store", CountingStore(store, bar)), weights, run=name, base=before, encoding=encoding,
                 sign_with=sign_key, max_file_bytes=max_file_bytes, threads=threads,
             ) as publisher,
@@ -88,53 +72,59 @@ def publish_command(
             bar.note("finding what has changed")
             publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor).wait()
             manifest = publisher.run.manifest(publication.version)
-    stats = publication.stats
-    data = published(manifest, url, stats["full_bytes"]) | {"seconds": round(time.perf_counter() - started, 3)}
-    show(data, lambda: published_text(data))
+    full_bytes, hop = publication.stats["full_bytes"], manifest.hop
+    data = {
+        "url": url,
+        **json_fields(manifest, "run", "version", "step", "total", "digest"),
+        **json_fields(hop, "kind", "base", "changed", "bytes", "encodings"),
+        "full_bytes": full_bytes,
+        "ratio": round(full_bytes / max(hop.num_bytes, 1), 2),
+        "objects": len(hop.objects),
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+    terminal.show(data, lambda: published_text(data))
 
 
 @contextmanager
 def base_weights(
     store: "Store", base: Path | None, anchor: bool, sign_key: Path | None
-) -> "Iterator[Checkpoint | None]":
+) -> "Iterator[deltawire.Checkpoint | None]":
     """The weights of the last version, from `base` or fetched; None if none are needed."""
-    from deltawire.follow.replica import Replica
-    from deltawire.format.checkpoint import Checkpoint
     from deltawire.run.run import Run
     from deltawire.run.signing import public_key_of
 
     run = Run(store)
     if base is not None or anchor or not run.exists() or run.latest() is None:
-        yield None if base is None else Checkpoint(base)
+        yield None if base is None else deltawire.Checkpoint(base)
         return
     key = None if sign_key is None else public_key_of(sign_key)
     with tempfile.TemporaryDirectory(prefix="deltawire-base-") as folder:
         with (
-            Replica(store, Path(folder) / "mirror", public_key=key, heartbeat_seconds=None) as replica,
-            ByteBar("fetch the last version", "checking") as bar,
+            deltawire.Replica(store, Path(folder) / "mirror", public_key=key, heartbeat_seconds=None) as replica,
+            terminal.ByteBar("fetch the last version", "checking") as bar,
         ):
             replica.pull(progress=bar)
-        yield Checkpoint(Path(folder) / "mirror")
+        yield deltawire.Checkpoint(Path(folder) / "mirror")
 
 
-def check_resumed(publisher: "Publisher", base: Path | None, anchor: bool) -> None:
+def check_resumed(publisher: "deltawire.Publisher", base: Path | None, anchor: bool) -> None:
     """Refuse weights that are not the last version: the library would upload an anchor, which was not requested."""
-    from deltawire.errors import BaseMismatch, Fenced
-
     if anchor or publisher.version is None or publisher.resumed:
         return
     if base is None:
-        raise Fenced(f"another writer has published version {publisher.version} meanwhile", version=publisher.version)
-    raise BaseMismatch(
+        raise errors.Fenced(
+            f"another writer has published version {publisher.version} meanwhile", version=publisher.version
+        )
+    raise errors.BaseMismatch(
         f"{base} does not hold version {publisher.version} of run {publisher.run.id}, which is the last one",
         version=publisher.version, path=str(base),
     )  # fmt: skip
 
 
 class CountingStore:
-    """A store that counts the bytes that were sent."""
+    """A store that shows on a bar how many bytes were sent."""
 
-    def __init__(self, store: "Store", bar: ByteBar) -> None:
+    def __init__(self, store: "Store", bar: terminal.ByteBar) -> None:
         self._store, self._bar = store, bar
         self._sent = 0
 
@@ -159,34 +149,13 @@ class _Counted:
             self._count(memoryview(piece).nbytes)
 
 
-def published(manifest: "Manifest", url: str, full_bytes: int) -> dict[str, Any]:
-    hop = manifest.hop
-    return {
-        "url": url,
-        "run": manifest.run,
-        "version": manifest.version,
-        "step": manifest.step,
-        "kind": "anchor" if hop.base is None else "delta",
-        "base": hop.base,
-        "changed": hop.num_changed,
-        "total": manifest.num_elements,
-        "bytes": hop.num_bytes,
-        "full_bytes": full_bytes,
-        "ratio": round(full_bytes / max(hop.num_bytes, 1), 2),
-        "objects": len(hop.objects),
-        "encodings": dict(hop.encodings),
-        "digest": str(manifest.digest),
-    }
-
-
 def published_text(data: Mapping[str, Any]) -> str:
-    changed = f"{data['changed']:,} of {data['total']:,} weights ({percent_text(data['changed'], data['total'])})"
     smaller = f", {data['ratio']:.1f} times smaller than all weights" if data["kind"] == "delta" else ", all weights"
     step = "" if data["step"] is None else f", step {data['step']}"
-    return pairs_text([
+    return terminal.pairs_text([
         ("version", f"{data['version']} of run {data['run']}{step}"),
-        ("changed", changed),
-        ("payload", f"{size_text(data['bytes'])}{smaller}"),
+        ("changed", terminal.changed_text(data["changed"], data["total"])),
+        ("payload", f"{terminal.size_text(data['bytes'])}{smaller}"),
         ("digest", data["digest"]),
         ("seconds", f"{data['seconds']:.2f}"),
     ])  # fmt: skip
@@ -208,26 +177,23 @@ def pull_command(
 
     The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
     """
-    from deltawire.follow.replica import Replica
     from deltawire.run.run import Run
 
     ours = layout == "deltawire"
     options.only_with("--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id")
-    with speaking_errors(url):
+    with terminal.speaking_errors(url):
         if not ours:
             return pull_from_trl(url, folder, version)
         run = Run(url, public_key=public_key, expected=run_id)
         # Before the folder is created: a wrong URL or version must leave nothing behind.
         _ = run.id if version is None else run.manifest(version)
-        with Replica(run, folder) as replica, ByteBar("pull", "checking and writing") as bar:
+        with deltawire.Replica(run, folder) as replica, terminal.ByteBar("pull", "checking and writing") as bar:
             done = replica.pull(version, progress=bar)
             data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
     if data["faults"]:
-        say(
-            f"warning: took another route after {count_text(data['faults'], 'fault')}; see: deltawire verify {url}",
-            err=True,
-        )
-    return show(data, lambda: pulled_text(data))
+        faults = terminal.count_text(data["faults"], "fault")
+        terminal.say(f"warning: took another route after {faults}; see: deltawire verify {url}", err=True)
+    return terminal.show(data, lambda: pulled_text(data))
 
 
 def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
@@ -237,26 +203,20 @@ def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
     unwritten = [[each.start, each.stop - 1] for each in TrlBucket(url).unwritten(found)]
     if unwritten:
         steps = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in unwritten)
-        say(f"note: there is no file for step {steps}: in this layout that means no change, or a lost file", err=True)
+        terminal.say(
+            f"note: there is no file for step {steps}: in this layout that means no change, or a lost file", err=True
+        )
     data = {"to": str(folder), "step": found, "layout": "trl", "unwritten": unwritten}
-    show(data, lambda: f"wrote {folder}: step {found}")
+    terminal.show(data, lambda: f"wrote {folder}: step {found}")
 
 
-def pulled(done: "Pull") -> dict[str, Any]:
-    return {
-        "version": done.version,
-        "base": done.base,
-        "anchor": done.anchor,
-        "changed": done.num_changed,
-        "bytes": done.num_bytes,
-        "objects": done.num_objects,
-        "fetch_seconds": round(done.fetch_seconds, 4),
-        "decode_seconds": round(done.decode_seconds, 4),
-        "apply_seconds": round(done.apply_seconds, 4),
-    }
+def pulled(done: "deltawire.Pull") -> dict[str, Any]:
+    times = {name: round(getattr(done, name), 4) for name in ("fetch_seconds", "decode_seconds", "apply_seconds")}
+    fields = json_fields(done, "version", "base", "anchor", "changed", "bytes")
+    return {**fields, "objects": done.num_objects, **times}
 
 
-def standing(replica: "Replica") -> dict[str, Any]:
+def standing(replica: "deltawire.Replica") -> dict[str, Any]:
     state = replica.target.served()
     digest, about = None if state is None else str(state.digest), replica.target.about()
     paused = {"pause_seconds": about["pause_seconds"]} if "pause_seconds" in about else {}
@@ -267,9 +227,9 @@ def pulled_text(data: Mapping[str, Any]) -> str:
     start = "an anchor" if data["anchor"] else f"version {data['base']}"
     source = f", from {start}" if data["objects"] else ", as it was already"
     times = "  ".join(f"{name} {data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply"))
-    return pairs_text([
+    return terminal.pairs_text([
         ("version", f"{data['version']} of run {data['run']}{source}"),
-        ("fetched", f"{size_text(data['bytes'])} in {count_text(data['objects'], 'object')}"),
+        ("fetched", f"{terminal.size_text(data['bytes'])} in {terminal.count_text(data['objects'], 'object')}"),
         ("digest", f"{data['digest']}, checked"),
         ("times", times),
     ])  # fmt: skip
@@ -277,7 +237,7 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 
 @click.command("export")
 @click.argument("url")
-@click.option("--to", "destination", metavar="options.PATH", required=True,
+@click.option("--to", "destination", metavar="PATH", required=True,
               help="A .safetensors file, or a folder that does not exist yet; for trl also a URL.")  # fmt: skip
 @click.option("--version", type=click.IntRange(0), help="The version to write (trl: the last).  [default: the newest]")
 @click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
@@ -295,7 +255,6 @@ def export_command(
 
     Its metadata has the version and the digest, so that publish, diff and verify know them.
     """
-    from deltawire.follow.replica import Replica
     from deltawire.follow.target import Export
 
     options.only_with("--layout trl", layout == "trl", "branch")
@@ -303,25 +262,25 @@ def export_command(
         if layout == "trl":
             return export_to_trl(run, destination, version, branch, threads)
         with (
-            Replica(run, Export(Path(destination)), threads=threads) as replica,
-            ByteBar("export", "checking and writing") as bar,
+            deltawire.Replica(run, Export(Path(destination)), threads=threads) as replica,
+            terminal.ByteBar("export", "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)
             digest = str(run.manifest(done.version).digest)
     data = {"output": destination, "run": run.id, "version": done.version, "digest": digest, "bytes": done.num_bytes}
     text = [("wrote", destination), ("version", f"{done.version} of run {run.id}"), ("digest", f"{digest}, checked")]
-    return show(data, lambda: pairs_text(text))
+    return terminal.show(data, lambda: terminal.pairs_text(text))
 
 
 def export_to_trl(run: "Run", destination: str, last: int | None, branch: str, threads: int | None) -> None:
     from deltawire.interop.trl import export_trl
 
-    with progress_bar("export", len(run.versions())) as bar:
+    with terminal.progress_bar("export", len(run.versions())) as bar:
         keys = export_trl(
             run, destination, last=last, branch=branch, threads=threads, progress=lambda _done, _total: bar("", 1)
         )
     data = {"output": destination, "run": run.id, "layout": "trl", "branch": branch, "keys": keys}
-    show(data, lambda: "\n".join([f"wrote {count_text(len(keys), 'file')} to {destination}", *keys]))
+    terminal.show(data, lambda: "\n".join([f"wrote {terminal.count_text(len(keys), 'file')} to {destination}", *keys]))
 
 
 @click.command("keygen")
@@ -335,7 +294,7 @@ def keygen_command(output: Path) -> None:
     """
     from deltawire.run.signing import generate_key
 
-    with speaking_errors():
+    with terminal.speaking_errors():
         public = generate_key(output)
     data = {"private_key": str(output), "public_key": public}
-    show(data, lambda: f"private key  {output}\npublic key   {public}")
+    terminal.show(data, lambda: f"private key  {output}\npublic key   {public}")

@@ -6,27 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import deltawire
+from deltawire import terminal
+from deltawire.cli import options
 from deltawire.cli.chain import hops_table
-from deltawire.cli.options import (
-    only_with,
-    open_run,
-    output_options,
-    public_key_option,
-    sign_key_option,
-    threads_option,
-)
-from deltawire.terminal import (
-    MISMATCH,
-    ByteBar,
-    count_text,
-    pairs_text,
-    plain,
-    progress_bar,
-    show,
-    size_text,
-    speaking_errors,
-    table,
-)
 
 if TYPE_CHECKING:
     from deltawire.maintain.audit import Audit
@@ -43,8 +26,8 @@ if TYPE_CHECKING:
 @click.option("--live", type=click.FloatRange(0), default=600.0, show_default=True,
               help="Keep what a replica needs that sent a heartbeat within so many seconds.")  # fmt: skip
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@public_key_option
-@output_options
+@options.public_key_option
+@options.output_options
 def gc_command(
     url: str, keep_anchors: int, only_plan: bool, grace: float, live: float, yes: bool, public_key: str | None
 ) -> None:
@@ -55,44 +38,39 @@ def gc_command(
     """
     from deltawire.maintain.gc import collect, plan_gc
 
-    only_with("a removal, and --plan removes nothing", not only_plan, "yes")
-    with open_run(url, public_key) as run:
+    options.only_with("a removal, and --plan removes nothing", not only_plan, "yes")
+    with options.open_run(url, public_key) as run:
         found = plan_gc(run, keep_anchors=keep_anchors, live_seconds=live, grace_seconds=grace)
         removes = bool(found.removals) and not only_plan
         if removes and not yes:
-            confirm(found)
+            if not sys.stdin.isatty():
+                raise click.UsageError("stdin is not a terminal to ask on: look with --plan, then give --yes")
+            size = terminal.size_text(found.num_bytes)
+            click.confirm(f"remove {terminal.count_text(len(found.removals), 'object')}, {size}?", abort=True, err=True)
         if removes:
             collect(run, found.removals)
-    show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan))
-
-
-def confirm(found: "GcPlan") -> None:
-    if not sys.stdin.isatty():
-        raise click.UsageError("stdin is not a terminal to ask on: look with --plan, then give --yes")
-    click.confirm(
-        f"remove {count_text(len(found.removals), 'object')}, {size_text(found.num_bytes)}?", abort=True, err=True
-    )
+    terminal.show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan))
 
 
 def gc_text(found: "GcPlan", only_plan: bool) -> str:
     removed, kept = ("would remove", "would keep") if only_plan else ("removed", "kept")
-    live = f"; {count_text(len(found.live_replicas), 'live replica')}" if found.live_replicas else ""
+    live = f"; {terminal.count_text(len(found.live_replicas), 'live replica')}" if found.live_replicas else ""
     lines = [
-        f"{removed} {count_text(len(found.removals), 'object')}, {size_text(found.num_bytes)}",
-        f"{kept} {count_text(found.num_kept, 'object')}, {size_text(found.kept_bytes)}{live}",
+        f"{removed} {terminal.count_text(len(found.removals), 'object')}, {terminal.size_text(found.num_bytes)}",
+        f"{kept} {terminal.count_text(found.num_kept, 'object')}, {terminal.size_text(found.kept_bytes)}{live}",
     ]
     if only_plan and found.removals:
         rows = [[each.key, f"{each.num_bytes:,}", each.why] for each in found.removals]
-        lines += ["", table(["object", "bytes", "why"], rows)]
+        lines += ["", terminal.table(["object", "bytes", "why"], rows)]
     return "\n".join(lines)
 
 
 @click.command("compact")
 @click.argument("url")
 @click.option("--anchor", is_flag=True, help="Add an anchor at the newest version too.")
-@sign_key_option
-@threads_option
-@output_options
+@options.sign_key_option
+@options.threads_option
+@options.output_options
 def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int | None) -> None:
     """Add the skip deltas that a run lacks.
 
@@ -101,64 +79,64 @@ def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int 
     """
     from deltawire.maintain.compact import compact
 
-    with open_run(url, sign_key=sign_key) as run, progress_bar("compact", max((run.latest() or 0), 1)) as bar:
+    with (
+        options.open_run(url, sign_key=sign_key) as run,
+        terminal.progress_bar("compact", max((run.latest() or 0), 1)) as bar,
+    ):
         made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
     rows = [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in made]
     data: dict[str, Any] = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}
-    text = f"added {size_text(data['bytes'])}\n\n{hops_table(rows)}"
-    show(data, lambda: text if made else "nothing to add: the chain has all its skip deltas")
+    text = f"added {terminal.size_text(data['bytes'])}\n\n{hops_table(rows)}"
+    terminal.show(data, lambda: text if made else "nothing to add: the chain has all its skip deltas")
 
 
 def audit_run(url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None) -> None:
-    """Verify a run."""
     from deltawire.maintain.audit import audit
     from deltawire.run.run import Run
 
-    with speaking_errors(url), ByteBar("verify") as bar:
+    with terminal.speaking_errors(url), terminal.ByteBar("verify") as bar:
         found = audit(Run(url, public_key=public_key), version=version, deep=deep, threads=threads, progress=bar)
-    show({"url": url, **found.as_dict()}, lambda: audit_text(found, url, public_key is not None))
+    terminal.show({"url": url, **found.as_dict()}, lambda: audit_text(found, url, public_key is not None))
     if not found.ok:
-        sys.exit(MISMATCH)
+        sys.exit(terminal.MISMATCH)
 
 
 def audit_text(found: "Audit", url: str, signed: bool) -> str:
-    head = f"ok: {url}" if found.ok else f"damaged: {url} has {count_text(len(found.problems), 'problem')}"
+    head = f"ok: {url}" if found.ok else f"damaged: {url} has {terminal.count_text(len(found.problems), 'problem')}"
     hops = (("anchor", found.num_anchors), ("delta", found.num_deltas), ("skip delta", found.num_skips))
     proven = f", the weights of {found.num_proven} rebuilt and compared" if found.deep else ""
     hashed = "every hash" if found.deep else "sizes only (without --shallow: every hash and the weights)"
     lines = [
         ("versions", f"{found.num_versions}{proven}" + (f", {found.num_early} early" if found.num_early else "")),
-        ("hops", ", ".join(count_text(count, noun) for noun, count in hops)),
-        ("objects", f"{found.num_objects}, {size_text(found.num_bytes)}, {hashed}"),
+        ("hops", ", ".join(terminal.count_text(count, noun) for noun, count in hops)),
+        ("objects", f"{found.num_objects}, {terminal.size_text(found.num_bytes)}, {hashed}"),
         ("signatures", "checked" if signed else "not checked (give --public-key)"),
     ]
     if found.num_orphans:
-        orphans = count_text(found.num_orphans, "object")
-        lines.append(("orphans", f"{orphans} without a document, {size_text(found.orphan_bytes)}"))
-    text = f"{head}\n{pairs_text(lines)}"
+        orphans = terminal.count_text(found.num_orphans, "object")
+        lines.append(("orphans", f"{orphans} without a document, {terminal.size_text(found.orphan_bytes)}"))
+    text = f"{head}\n{terminal.pairs_text(lines)}"
     for problem in found.problems:
-        text += f"\n\n{plain(problem.where)}\n  {problem.error}: {plain(problem.what)}"
+        text += f"\n\n{terminal.plain(problem.where)}\n  {problem.error}: {terminal.plain(problem.what)}"
     return text
 
 
 def compare_mirror(url: str, folder: Path, version: int | None, public_key: str | None, threads: int | None) -> None:
-    """Compare a folder with a version of a run."""
     from deltawire.follow.comparison import differing_names
-    from deltawire.format.checkpoint import Checkpoint
 
-    with open_run(url, public_key) as run:
-        weights = Checkpoint(folder)
+    with options.open_run(url, public_key) as run:
+        weights = deltawire.Checkpoint(folder)
         if version is None:
             version = weights.version
             if version is None or weights.field("run") != run.id:
                 raise click.UsageError(f"{folder} does not say which version of run {run.id} it is: give --version")
-        with ByteBar("fetch") as progress:
+        with terminal.ByteBar("fetch") as progress:
             differing = differing_names(run, version, weights, threads=threads, progress=progress)
     data = {"run": run.id, "version": version, "folder": str(folder), "ok": not differing, "differing": differing}
     text = f"ok: every element of {folder} is that of version {version}"
     if differing:
-        text = f"{folder} is not version {version}: {count_text(len(differing), 'tensor')} differ\n"
-        text += table(["tensor", "elements"], [[name, f"{count:,}"] for name, count in differing.items()])
-    show(data, lambda: text)
+        text = f"{folder} is not version {version}: {terminal.count_text(len(differing), 'tensor')} differ\n"
+        text += terminal.table(["tensor", "elements"], [[name, f"{count:,}"] for name, count in differing.items()])
+    terminal.show(data, lambda: text)
     if differing:
-        sys.exit(MISMATCH)
+        sys.exit(terminal.MISMATCH)

@@ -7,28 +7,14 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+import deltawire
+from deltawire import errors, terminal
 from deltawire.cli import options
 from deltawire.cli.runs import pulled, standing
-from deltawire.terminal import (
-    Drawing,
-    age_text,
-    handling_signals,
-    is_live,
-    pause_text,
-    plain,
-    say,
-    size_text,
-    speaking_errors,
-    table,
-    wants_json,
-)
-
-if TYPE_CHECKING:
-    from deltawire.follow.replica import Pull, Replica
 
 NUM_ROWS = 8
 REDRAW_SECONDS = 0.25
@@ -52,57 +38,53 @@ def watch_command(
     Ctrl-C ends it. On a terminal a table is drawn in place; elsewhere each pull prints a line, with --format json a
     JSON object.
     """
-    from deltawire.follow.replica import Replica
-
-    with speaking_errors(url), Replica(options.awaited_run(url, public_key, run_id), folder, name=name) as replica:
+    with (
+        terminal.speaking_errors(url),
+        deltawire.Replica(options.awaited_run(url, public_key, run_id), folder, name=name) as replica,
+    ):
         Watch(replica, view_of(replica, url), until, poll).run()
 
 
-def view_of(replica: "Replica", title: str) -> "Lines | Screen":
-    return Screen(replica, title) if is_live() else Lines(replica)
+def view_of(replica: "deltawire.Replica", title: str) -> "Lines | Screen":
+    return Screen(replica, title) if terminal.is_live() else Lines(replica)
 
 
 class Lines:
     """One line for each pull, and for each new fault."""
 
-    def __init__(self, replica: "Replica") -> None:
-        self._replica, self._json = replica, wants_json()
+    def __init__(self, replica: "deltawire.Replica") -> None:
+        self._replica, self._json = replica, terminal.wants_json()
         self._fault: str | None = None
 
-    def pulled(self, done: "Pull") -> None:
+    def pulled(self, done: "deltawire.Pull") -> None:
         data = {"time": time.time(), **pulled(done), **standing(self._replica)}
         if self._json:
             click.echo(json.dumps(data))
-        else:
-            say(line_text(data))
+            return
+        times = " ".join(f"{name} {data[f'{name}_seconds']:.2f} s," for name in ("fetch", "decode", "apply"))
+        pause = f" pause {terminal.pause_text(data['pause_seconds'])}," if "pause_seconds" in data else ""
+        source = "anchor" if data["anchor"] else f"from {data['base']}"
+        size = terminal.size_text(data["bytes"])
+        text = f"version {data['version']} ({source}), lag {data['lag']}, {size}, {times}{pause}"
+        terminal.say(f"{text} faults {data['faults']}")
 
     def refresh(self) -> None:
         fault = None if self._replica.error is None else str(self._replica.error)
         if fault is not None and fault != self._fault:
-            say(f"fault: {plain(fault)}", err=True)
+            terminal.say(f"fault: {terminal.plain(fault)}", err=True)
         self._fault = fault
-
-
-def line_text(data: dict[str, Any]) -> str:
-    times = " ".join(f"{name} {data[f'{name}_seconds']:.2f} s," for name in ("fetch", "decode", "apply"))
-    pause = f" pause {pause_text(data['pause_seconds'])}," if "pause_seconds" in data else ""
-    source = "anchor" if data["anchor"] else f"from {data['base']}"
-    return (
-        f"version {data['version']} ({source}), lag {data['lag']}, {size_text(data['bytes'])}, "
-        f"{times}{pause} faults {data['faults']}"
-    )
 
 
 class Screen:
     """The last pulls as a table, redrawn in place."""
 
-    def __init__(self, replica: "Replica", title: str) -> None:
+    def __init__(self, replica: "deltawire.Replica", title: str) -> None:
         self._replica, self._title = replica, title
         self._pulls: deque[tuple[float, dict[str, Any]]] = deque(maxlen=NUM_ROWS)
-        self._drawing = Drawing()
+        self._drawing = terminal.Drawing()
         self._pauses = "pause_seconds" in replica.target.about()
 
-    def pulled(self, done: "Pull") -> None:
+    def pulled(self, done: "deltawire.Pull") -> None:
         self._pulls.append((time.monotonic(), {**pulled(done), **standing(self._replica)}))
 
     def refresh(self) -> None:
@@ -112,26 +94,28 @@ class Screen:
         replica = self._replica
         version = "-" if replica.version is None else replica.version
         state = "waiting" if replica.lag is None else "current" if replica.lag == 0 else f"{replica.lag} behind"
-        head = f"version {version}  {state}  faults {replica.num_faults}  {plain(self._title)}"
+        head = f"version {version}  {state}  faults {replica.num_faults}  {terminal.plain(self._title)}"
         pause = ["pause"] if self._pauses else []
         header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", *pause, "faults", "ago"]
-        fault = f"\nlast fault: {plain(replica.error)}" if replica.error else ""
-        return f"{head}\n{table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
+        fault = f"\nlast fault: {terminal.plain(replica.error)}" if replica.error else ""
+        return f"{head}\n{terminal.table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
 
     def _row(self, when: float, data: dict[str, Any]) -> list[str]:
         return [
             str(data["version"]), "anchor" if data["anchor"] else str(data["base"]), str(data["lag"]),
-            f"{data['changed']:,}", size_text(data["bytes"]),
+            f"{data['changed']:,}", terminal.size_text(data["bytes"]),
             *(f"{data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply")),
-            *([pause_text(data["pause_seconds"])] if self._pauses else []),
-            str(data["faults"]), age_text(time.monotonic() - when),
+            *([terminal.pause_text(data["pause_seconds"])] if self._pauses else []),
+            str(data["faults"]), terminal.age_text(time.monotonic() - when),
         ]  # fmt: skip
 
 
 class Watch:
     """Runs a replica's watch in a thread; the main thread draws and handles signals."""
 
-    def __init__(self, replica: "Replica", view: Lines | Screen, until: int | None, poll_seconds: float) -> None:
+    def __init__(
+        self, replica: "deltawire.Replica", view: Lines | Screen, until: int | None, poll_seconds: float
+    ) -> None:
         self._replica, self._view, self._until = replica, view, until
         self._poll_seconds = poll_seconds
         self._stop = False
@@ -140,7 +124,7 @@ class Watch:
 
     def run(self) -> None:
         thread = threading.Thread(target=self._work, name="deltawire-watch", daemon=True)
-        with handling_signals(self._signalled):
+        with terminal.handling_signals(self._signalled):
             thread.start()
             while thread.is_alive() and not self._stop:
                 thread.join(REDRAW_SECONDS)
@@ -150,7 +134,7 @@ class Watch:
             self._replica.stop()
             thread.join(1.0)
             if thread.is_alive():
-                say("stopping after this pull; Ctrl-C again stops at once", err=True)
+                terminal.say("stopping after this pull; Ctrl-C again stops at once", err=True)
             thread.join()
             self._view.refresh()
         if self._failure is not None:
@@ -164,22 +148,17 @@ class Watch:
             self._failure = error
 
     def follow(self) -> None:
-        """Follow the run until the replica is stopped; runs in the thread."""
-        self._await_run()
+        """Wait for the run, and follow it until the replica is stopped; runs in the thread."""
+        while not self._stop:
+            with suppress(errors.StoreUnavailable):
+                if self._replica.run.exists():
+                    break
+            self._ended.wait(self._poll_seconds)
         if not self._stop:
             self._replica.check_run()
             self._replica.watch(self.pulled, poll_seconds=self._poll_seconds)
 
-    def _await_run(self) -> None:
-        from deltawire.errors import StoreUnavailable
-
-        while not self._stop:
-            with suppress(StoreUnavailable):
-                if self._replica.run.exists():
-                    return
-            self._ended.wait(self._poll_seconds)
-
-    def pulled(self, done: "Pull") -> None:
+    def pulled(self, done: "deltawire.Pull") -> None:
         self._view.pulled(done)
         self._check()
 

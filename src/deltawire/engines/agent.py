@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from deltawire.engines.engine import Engine
 from deltawire.engines.target import EngineTarget
-from deltawire.errors import AddressUnavailable, MissingDependency
+from deltawire.errors import MissingDependency
 from deltawire.follow.replica import Pull, Replica
 from deltawire.follow.target import Target
-from deltawire.hosts import answered_hosts
+from deltawire.hosts import answered_hosts, listen, web_server
 from deltawire.metrics import registry
 from deltawire.redact import redacted
 from deltawire.run.run import Run
@@ -99,7 +99,7 @@ class Agent:
         self._started = time.monotonic()
         application = None if port is None else _application(self, token, answered_hosts(host, allowed_hosts))
         with ExitStack() as undo:
-            listening = None if port is None else undo.enter_context(_listen(host, port))
+            listening = None if port is None else undo.enter_context(listen(host, port))
             self.target = EngineTarget(engine, mirror)
             if self.target.mirror is not None:
                 undo.callback(self.target.mirror.close)
@@ -195,34 +195,12 @@ class Agent:
         self.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that a port that is taken fails at once."""
-    if not host:
-        raise ValueError("say which host to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for all")
-    if not 0 <= port < 1 << 16:
-        raise ValueError(f"a port is between 0 and 65535, not {port}")
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise AddressUnavailable(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another, or 0 for a free port",
-            host=host, port=port,
-        ) from error  # fmt: skip
-
-
 class _Http:
     """A web application, served from a thread."""
 
     def __init__(self, application: "Starlette", listening: socket.socket) -> None:
-        import uvicorn
-
         self.port: int = listening.getsockname()[1]
-        # Logging and signals are left to the program that this runs in.
-        config = uvicorn.Config(
-            application, log_config=None, lifespan="off", loop="asyncio", ws="none", proxy_headers=False,
-            timeout_graceful_shutdown=5,
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self._server = web_server(application, grace_seconds=5)
         self._thread = threading.Thread(
             target=self._server.run, args=([listening],), name="deltawire-http", daemon=True
         )

@@ -31,8 +31,8 @@ class Server:
     def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         return self._request("POST", path, body, timeout)
 
-    def tell(self, path: str, body: Any = None, timeout: float | None = None) -> None:
-        """A request whose answer says only that it went well."""
+    def trigger(self, path: str, body: Any = None, timeout: float | None = None) -> None:
+        """POST a request whose response has no content that matters."""
         self._send("POST", path, body, timeout)
 
     def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:

@@ -106,7 +106,6 @@ class TrlBucket:
         return weights
 
     def _route(self, want: int) -> list[TrlFile]:
-        """The files to read, in order."""
         files = self.steps()
         anchors, deltas = ({each.step: each for each in files if each.kind == kind} for kind in (ANCHOR, DELTA))
         start = self._start([anchor for anchor in anchors.values() if anchor.step <= want], want)
@@ -197,7 +196,10 @@ def export_trl(
     if anchor_every is not None and anchor_every < 1:
         raise ValueError(f"anchor_every must be at least 1, got {anchor_every}")
     store, versions, tape = open_store(to), _span(run, first, last), _Tape()
-    _check_room(run, store, versions[0])
+    if store.url == run.store.url:
+        raise ValueError(f"{store.url} holds the run itself: export to another place")
+    if taken := next((each.key for each in TrlBucket(store).steps() if each.step >= versions[0]), None):
+        raise Conflict(f"{store.url} has {taken} already: remove it, or export to another place", key=taken)
     written: list[str] = []
     with closing(Replica(run, tape, heartbeat_seconds=None, threads=threads)) as replica:
         for version in versions:
@@ -228,25 +230,16 @@ def _span(run: Run, first: int | None, last: int | None) -> range:
         if not anchors:
             raise MissingAnchor(f"run {run.id} has no anchor at version {last} or before it", version=last)
         first = min(anchors)
-    if first > last:
+    span = range(first, last + 1)
+    if not span:
         raise ValueError(f"there are no versions from {first} to {last}")
-    known = set(versions)
-    for version in range(first, last + 1):
-        if version not in known:
-            raise BrokenChain(
-                f"version {version} does not exist or was removed, and the layout allows no gap: "
-                "choose first and last so that all between them exist",
-                version=version,
-            )
-    return range(first, last + 1)
-
-
-def _check_room(run: Run, store: Store, first: int) -> None:
-    if store.url == run.store.url:
-        raise ValueError(f"{store.url} holds the run itself: export to another place")
-    taken = [each.key for each in TrlBucket(store).steps() if each.step >= first]
-    if taken:
-        raise Conflict(f"{store.url} has {taken[0]} already: remove it, or export to another place", key=taken[0])
+    if absent := set(span).difference(versions):
+        raise BrokenChain(
+            f"version {min(absent)} does not exist or was removed, and the layout allows no gap: "
+            "choose first and last so that all between them exist",
+            version=min(absent),
+        )
+    return span
 
 
 class _Tape(MemoryTarget):

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -33,8 +34,6 @@ Changes = Mapping[str, tuple[Positions, Bits]]
 
 @dataclass(frozen=True, slots=True)
 class TrlFile:
-    """A file in the layout."""
-
     step: int
     kind: str
     """`anchor` or `delta`."""
@@ -58,7 +57,6 @@ def file_of(stat: Stat) -> TrlFile | None:
 
 
 def lay_over(weights: dict[str, Tensor], file: TrlFile, container: Container) -> None:
-    """Apply a file to weights in place."""
     if _is_sparse(file, container.header.metadata):
         _lay_sparse(weights, file, container)
         return
@@ -144,13 +142,10 @@ def _check_stated(file: TrlFile, metadata: Mapping[str, str], names: list[str], 
     for key, found in (("num_changed_params", len(names)), ("total_changed_elements", total)):
         if metadata.get(key, str(found)) != str(found):
             raise _corrupt(file, f"{key} is {metadata[key][:32]}, but {found} are there")
-    try:
-        stated = json.loads(metadata.get("changed_params", json.dumps(names)))
-        agrees = sorted(stated) == names
-    except (ValueError, TypeError, RecursionError):
-        agrees = False
-    if not agrees:
-        raise _corrupt(file, "changed_params does not name the tensors that are there")
+    with suppress(ValueError, TypeError, RecursionError):
+        if sorted(json.loads(metadata.get("changed_params", json.dumps(names)))) == names:
+            return
+    raise _corrupt(file, "changed_params does not name the tensors that are there")
 
 
 def _corrupt(file: TrlFile, problem: str, tensor: str | None = None) -> CorruptObject:
@@ -171,7 +166,6 @@ def check_carried(specs: Mapping[str, TensorSpec], *, deltas: bool, branch: str 
 
 
 def anchor_pieces(version: int, weights: Mapping[str, Tensor], branch: str) -> list[Buffer]:
-    """The bytes of an anchor."""
     total = sum(len(tensor.bits) for tensor in weights.values())
     arrays = {name: (tensor.dtype.name, tensor.shape, tensor.bits) for name, tensor in weights.items()}
     return _pieces(arrays, _metadata(version, sorted(weights), total, total, branch, sparse=False))

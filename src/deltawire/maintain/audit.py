@@ -3,30 +3,19 @@
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from deltawire.errors import (
-    BrokenChain,
-    ChainError,
-    CorruptObject,
-    DeltawireError,
-    DigestMismatch,
-    FormatError,
-    MissingAnchor,
-    ObjectMissing,
-    SignatureMismatch,
-    StoreUnavailable,
-)
+from deltawire import errors
 from deltawire.follow.fetch import Fetched, Progress, download_object
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.inspection import check_structure
 from deltawire.format.replay import Replay
-from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, RUN_KEY, manifest_key, read_document_key
-from deltawire.run.manifest import Manifest, StoredHop, StoredObject
+from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, RUN_KEY, manifest_key
+from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.planner import HopKey, cheapest_route, reachable
 from deltawire.run.run import Run
 from deltawire.tensors.digest import WeightVersion
@@ -88,8 +77,8 @@ def audit(
     """
     chain = _Chain(run)
     try:
-        chain.id = run.id
-    except (FormatError, SignatureMismatch) as error:
+        _ = run.id
+    except (errors.FormatError, errors.SignatureMismatch) as error:
         chain.note(RUN_KEY, None, error)
         return chain.result(deep, set())
     chain.read(version)
@@ -111,7 +100,6 @@ class _Chain:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.id: str | None = None
         self.problems: list[Problem] = []
         self.manifests: dict[int, Manifest] = {}
         self.hops: dict[HopKey, StoredHop] = {}
@@ -120,7 +108,7 @@ class _Chain:
         self._partial = False
         self._unreadable: set[int] = set()
 
-    def note(self, where: str, version: int | None, error: DeltawireError) -> None:
+    def note(self, where: str, version: int | None, error: errors.DeltawireError) -> None:
         problem = Problem(where, version, error.message, type(error).__name__)
         if problem not in self.problems:
             self.problems.append(problem)
@@ -130,29 +118,24 @@ class _Chain:
         """Record errors in the block as a problem, and mark the hop as bad if one is given."""
         try:
             yield
-        except StoreUnavailable:
+        except errors.StoreUnavailable:
             raise
-        except DeltawireError as error:
+        except errors.DeltawireError as error:
             self.note(where, version, error)
             if hop is not None:
                 self.bad.add((hop.version, hop.base))
 
     def read(self, version: int | None) -> None:
-        wanted = None if version is None else self._needed(version)
-        self._partial = wanted is not None
-        for stat in self.run.store.list(MANIFESTS):
-            about = read_document_key(stat.key)
-            if about is not None and (wanted is None or about[0] in wanted):
-                self._read_document(stat.key, *about)
+        self._partial = version is not None
+        wanted = {version}
+        if version is not None:
+            with suppress(errors.ChainError):
+                wanted |= {hop.version for hop in cheapest_route(None, version, self.run.hops()).hops}
+        for key, about in self.run.documents().items():
+            if not self._partial or about[0] in wanted:
+                self._read_document(key, *about)
         if version is not None and version not in self.manifests and version not in self._unreadable:
-            raise ObjectMissing(f"version {version} does not exist in {self.run.store.url}", version=version)
-
-    def _needed(self, version: int) -> set[int]:
-        """The versions on the cheapest route to a version."""
-        try:
-            return {version} | {hop.version for hop in cheapest_route(None, version, self.run.hops()).hops}
-        except ChainError:
-            return {version}
+            raise errors.ObjectMissing(f"version {version} does not exist in {self.run.store.url}", version=version)
 
     def _read_document(self, key: str, version: int, base: int | None, is_manifest: bool) -> None:
         before = len(self.problems)
@@ -169,10 +152,9 @@ class _Chain:
     def check_documents(self) -> None:
         """Check that all documents agree on each version."""
         for hop in self.hops.values():
-            key = manifest_key(hop.version)
-            with self.noting(key, hop.version, hop):
+            with self.noting(manifest_key(hop.version), hop.version, hop):
                 if hop.version not in self.manifests and hop.version not in self._unreadable:
-                    raise BrokenChain(f"{hop} leads to a version that does not exist")
+                    raise errors.BrokenChain(f"{hop} leads to a version that does not exist")
                 self._check_digests(hop)
         for manifest in self.manifests.values():
             with self.noting(manifest_key(manifest.version), manifest.version):
@@ -183,7 +165,7 @@ class _Chain:
         for version, stated in ((hop.version, hop.digest), (hop.base, hop.base_digest)):
             manifest = self.manifests.get(-1 if version is None else version)
             if manifest is not None and manifest.digest != stated:
-                raise DigestMismatch(
+                raise errors.DigestMismatch(
                     f"{hop} says that version {version} has digest {stated}, its manifest says {manifest.digest}"
                 )
 
@@ -198,15 +180,12 @@ class _Chain:
                 del self.hops[hop.version, hop.base]
                 continue
             for stored in hop.objects:
+                size = self._sizes.get(stored.key)
                 with self.noting(stored.key, hop.version, hop):
-                    self._check_object(stored)
-
-    def _check_object(self, stored: StoredObject) -> None:
-        size = self._sizes.get(stored.key)
-        if size is None:
-            raise ObjectMissing("the object is missing")
-        if size != stored.num_bytes:
-            raise CorruptObject(f"the object has {size:,} bytes, not {stored.num_bytes:,}")
+                    if size is None:
+                        raise errors.ObjectMissing("the object is missing")
+                    if size != stored.num_bytes:
+                        raise errors.CorruptObject(f"the object has {size:,} bytes, not {stored.num_bytes:,}")
 
     @property
     def good_hops(self) -> list[StoredHop]:
@@ -216,35 +195,34 @@ class _Chain:
     def check_reach(self) -> None:
         """Check that every version can be reached from an anchor."""
         if self.manifests and not any(base is None for _, base in self.hops):
-            self.note(MANIFESTS, None, MissingAnchor("there is no anchor to start from"))
+            self.note(MANIFESTS, None, errors.MissingAnchor("there is no anchor to start from"))
             return
-        reached = reachable(self.good_hops)
-        lost = sorted(v for v in self.manifests if v not in reached and v not in self._early() and not self._partial)
+        if self._partial:
+            return
+        lost = sorted(
+            version for version in self.manifests.keys() - reachable(self.good_hops) if version >= self._oldest()
+        )
         # Consecutive versions differ from their index by the same number.
         for _, stretch in groupby(enumerate(lost), key=lambda item: item[1] - item[0]):
             versions = [version for _, version in stretch]
             where = f"version {versions[0]}" + (f" to {versions[-1]}" if len(versions) > 1 else "")
-            self.note(where, versions[0], BrokenChain("no unbroken chain leads there from an anchor"))
+            self.note(where, versions[0], errors.BrokenChain("no unbroken chain leads there from an anchor"))
 
     def _oldest(self) -> int:
-        """The version of the oldest anchor."""
         return min((version for version, base in self.hops if base is None), default=0)
-
-    def _early(self) -> set[int]:
-        return {version for version in self.manifests if version < self._oldest()}
 
     def result(self, deep: bool, proven: set[int]) -> Audit:
         objects = {each.key: each for hop in self.hops.values() for each in hop.objects}
         orphans = {} if self._partial else {key: size for key, size in self._sizes.items() if key not in objects}
-        anchors = sum(base is None for _, base in self.hops)
+        anchors, oldest = sum(base is None for _, base in self.hops), self._oldest()
         skips = sum(base is not None and version - base > 1 for version, base in self.hops)
         return Audit(
-            run=self.id,
+            run=self.run.known_id,
             deep=deep,
             problems=tuple(self.problems),
             num_versions=len(self.manifests),
             num_proven=len(proven),
-            num_early=len(self._early()),
+            num_early=sum(version < oldest for version in self.manifests),
             num_anchors=anchors,
             num_deltas=len(self.hops) - anchors - skips,
             num_skips=skips,
@@ -270,7 +248,7 @@ class _Proof:
         # At each version the single delta comes first: its base is in memory.
         for hop in sorted(self._chain.hops.values(), key=lambda hop: (hop.version, hop.base is None, -(hop.base or 0))):
             if (hop.version, hop.base) not in self._chain.bad:
-                with self._fetching([hop]) as fetched:
+                with self._fetching([hop]) as (fetched,):
                     self._prove(fetched)
         self._target = MemoryTarget({})
 
@@ -292,13 +270,12 @@ class _Proof:
         if self._progress is not None:
             self._progress(self._done + num_bytes, self._total)
 
-    def _prove(self, fetched: list[Fetched]) -> None:
-        (each,) = fetched
-        hop = each.hop
+    def _prove(self, fetched: Fetched) -> None:
+        hop = fetched.hop
         if (hop.version, hop.base) in self._chain.bad:
             return
         with self._chain.noting(hop.objects[0].key, hop.version, hop):
-            if self._anchor(each) if hop.base is None else self._delta(each):
+            if self._anchor(fetched) if hop.base is None else self._delta(fetched):
                 self.proven.add(hop.version)
                 self._followed.add((hop.version, hop.base))
 
@@ -337,12 +314,10 @@ class _Proof:
     def take_cheapest(self) -> None:
         """Follow the route that a new replica would take to the newest version, unless it is proven already."""
         chain = self._chain
-        newest = max(chain.manifests, default=None)
-        if newest is None:
-            return
+        newest = max(chain.manifests, default=-1)
         try:
             hops = cheapest_route(None, newest, chain.good_hops).hops
-        except ChainError:
+        except errors.ChainError:
             return
         if all((hop.version, hop.base) in self._followed for hop in hops):
             return

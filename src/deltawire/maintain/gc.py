@@ -17,6 +17,7 @@ from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissi
 from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
 from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, REPLICAS, read_document_key, read_object_key
 from deltawire.run.manifest import StoredHop
+from deltawire.run.plain import json_fields
 from deltawire.run.planner import cheapest_route
 from deltawire.run.run import Run
 from deltawire.store import Stat
@@ -50,14 +51,9 @@ class GcPlan:
         return sum(removal.num_bytes for removal in self.removals)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "removals": [{"key": each.key, "bytes": each.num_bytes, "why": each.why} for each in self.removals],
-            "bytes": self.num_bytes,
-            "kept": self.num_kept,
-            "kept_bytes": self.kept_bytes,
-            "oldest_anchor": self.oldest_anchor,
-            "live_replicas": list(self.live_replicas),
-        }
+        removals = [json_fields(each, "key", "bytes", "why") for each in self.removals]
+        kept = json_fields(self, "bytes", "kept", "kept_bytes", "oldest_anchor", "live_replicas")
+        return {"removals": removals, **kept}
 
 
 def plan_gc(
@@ -75,7 +71,8 @@ def plan_gc(
     by_document = _read_hops(run, documents)
     known = [hop for hop in by_document.values() if hop is not None]
     sizes = {stat.key: stat.num_bytes for stat in objects}
-    anchors = sorted({hop.version for hop in known if hop.base is None and _is_whole(hop, sizes)})
+    whole = (hop for hop in known if all(sizes.get(each.key) == each.num_bytes for each in hop.objects))
+    anchors = sorted({hop.version for hop in whole if hop.base is None})
     floor = anchors[-keep_anchors:][0] if anchors else 0
     kept = {hop for hop in known if (hop.version if hop.base is None else hop.base) >= floor}
     hops = sorted(set(known), key=lambda hop: hop.version)
@@ -127,11 +124,6 @@ def _read_hops(run: Run, documents: Sequence[Stat]) -> dict[str, StoredHop | Non
     keys = [stat.key for stat in documents if read_document_key(stat.key)]
     with ThreadPoolExecutor(PARALLEL, "deltawire-gc") as pool:
         return {key: hop for found in pool.map(read, keys) for key, hop in found.items()}
-
-
-def _is_whole(hop: StoredHop, sizes: Mapping[str, int]) -> bool:
-    """Whether all objects of a hop exist, according to the listing."""
-    return all(sizes.get(each.key) == each.num_bytes for each in hop.objects)
 
 
 class _Keeping:

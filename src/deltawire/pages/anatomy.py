@@ -3,10 +3,12 @@
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from functools import lru_cache
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 from deltawire.errors import BrokenChain
@@ -14,9 +16,9 @@ from deltawire.follow.fetch import Fetcher
 from deltawire.format.inspection import STEP_NAMES, inspect_entry
 from deltawire.maintain.gc import GIVEN_UP, GcPlan, plan_gc
 from deltawire.pages.versions import Window, page_of
-from deltawire.run.fleet import Row, weights_bytes
+from deltawire.run.fleet import weights_bytes
 from deltawire.run.keys import read_object_key
-from deltawire.run.manifest import StoredHop
+from deltawire.run.plain import json_fields
 from deltawire.run.planner import ListedHop
 from deltawire.run.run import Run
 from deltawire.store import Store
@@ -36,47 +38,35 @@ class Anatomies:
 
     def __init__(self, store: Store, public_key: str | None) -> None:
         self._store, self._public_key = store, public_key
-        self._known: OrderedDict[tuple[str, int, int | None], dict[str, Any]] = OrderedDict()
+        self._inspected = lru_cache(MOST_KEPT)(self._inspect)
         self._turn = threading.Lock()
 
     def of(self, version: int, base: int | None = None) -> dict[str, Any]:
         """The delta to a version: its own, or the skip delta from `base`."""
         with self._turn:
-            run = Run(self._store, public_key=self._public_key)
-            key = (run.id, version, base)
-            if key not in self._known:
-                self._known[key] = self._inspect(run, version, base)
-                if len(self._known) > MOST_KEPT:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
-            return self._known[key]
+            return self._inspected(Run(self._store, public_key=self._public_key).id, version, base)
 
-    def _inspect(self, run: Run, version: int, base: int | None) -> dict[str, Any]:
+    def _inspect(self, run_id: str, version: int, base: int | None) -> dict[str, Any]:
+        run = Run(self._store, public_key=self._public_key, expected=run_id)
         manifest = run.manifest(version)
         hop = manifest.hop if base in (None, manifest.hop.base) else run.hop(version, base)
-        about = {"version": version, "base": hop.base, "step": manifest.step, "bytes": hop.num_bytes,
-                 "changed": hop.num_changed, "total": manifest.num_elements}  # fmt: skip
+        about = json_fields(manifest, "version", "step", "total") | json_fields(hop, "kind", "base", "bytes", "changed")
         if hop.base is None:
-            return {**about, "kind": "anchor", "weights_bytes": weights_bytes(hop)}
-        return {**about, "kind": "delta", **self._open(run.id, hop)}
-
-    def _open(self, run: str, hop: StoredHop) -> dict[str, Any]:
+            return {**about, "weights_bytes": weights_bytes(hop)}
         with closing(Fetcher(self._store, None)) as fetcher, fetcher.fetch([hop]) as (fetched,):
-            rows = [inspect_entry(entry) for entry in fetched.delta(run).entries]
-        return anatomy_of(rows, hop.num_bytes)
+            rows = [inspect_entry(entry) for entry in fetched.delta(run_id).entries]
+        return {**about, **anatomy_of(rows, hop.num_bytes)}
 
 
 def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
     """Encodings, step lengths and tensors of a delta, from the rows of `inspect`."""
     encodings: dict[str, dict[str, int]] = {}
-    steps = dict.fromkeys(STEP_NAMES, 0)
-    unknown = 0
     tensors: dict[str, dict[str, Any]] = {}
+    steps = dict.fromkeys(STEP_NAMES, 0)
     for row in rows:
         own = {"bytes": row["bytes"], "changed": row["changed"]}
         _add({"patches": 1, **own}, to=encodings.setdefault(row["encoding"], {}))
         _add(row["steps"] or {}, to=steps)
-        unknown += 0 if row["steps"] else row["changed"]
         about = {key: row[key] for key in ("name", "dtype", "shape", "encoding")} | {"total": prod(row["shape"])}
         _add(own, to=tensors.setdefault(row["name"], about))
     payload = sum(row["bytes"] for row in rows)
@@ -85,7 +75,7 @@ def anatomy_of(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
         "header_bytes": num_bytes - payload,
         "encodings": encodings,
         "steps": steps,
-        "steps_unknown": unknown,
+        "steps_unknown": sum(row["changed"] for row in rows if not row["steps"]),
         **heat_of(tensors.values()),
         "num_tensors": len(tensors),
         "tensors": list(tensors.values())[:MOST_TENSORS],
@@ -131,7 +121,6 @@ class Chain:
         self._until = 0.0
 
     def page(self, window: Window) -> dict[str, Any]:
-        """The hops to the versions of a page."""
         with self._turn:
             if self._known is None or time.monotonic() > self._until:
                 started = time.monotonic()
@@ -139,9 +128,7 @@ class Chain:
                 ended = time.monotonic()
                 self._until = ended + max(PLAN_SECONDS, PLAN_REST * (ended - started))
             hops, info = self._known
-        by_version: dict[int, list[Row]] = {}
-        for hop in hops:
-            by_version.setdefault(hop["version"], []).append(hop)
+        by_version = {version: list(some) for version, some in groupby(hops, key=itemgetter("version"))}
         page = page_of("hops", by_version, window)
         return {
             **info, **page,
@@ -161,12 +148,15 @@ class Chain:
         # A hop stays if only a second upload of it is removed.
         removals = [] if plan is None else [each for each in plan.removals if each.why != GIVEN_UP]
         going = {about[:2] for each in removals if (about := read_object_key(each.key))}
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"version": hop.version, "base": hop.base, "bytes": hop.num_bytes, "kind": kind_of(hop),
              "goes": (hop.version, hop.base) in going}
             for hop in hops
         ]  # fmt: skip
-        return rows, {"totals": totals_of(rows), "gc": None if plan is None else gc_fields(plan), "gc_problem": problem}
+        totals = {kind: {"hops": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
+        for row in rows:
+            _add({"hops": 1, "bytes": row["bytes"], "goes": row["goes"]}, to=totals[row["kind"]])
+        return rows, {"totals": totals, "gc": None if plan is None else gc_fields(plan), "gc_problem": problem}
 
 
 def kind_of(hop: ListedHop) -> str:
@@ -175,23 +165,13 @@ def kind_of(hop: ListedHop) -> str:
     return "delta" if hop.version - hop.base == 1 else "skip"
 
 
-def totals_of(hops: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    totals = {kind: {"hops": 0, "bytes": 0, "goes": 0} for kind in ("anchor", "delta", "skip")}
-    for hop in hops:
-        _add({"hops": 1, "bytes": hop["bytes"], "goes": hop["goes"]}, to=totals[hop["kind"]])
-    return totals
-
-
 def gc_fields(plan: GcPlan) -> dict[str, Any]:
     reasons: dict[str, dict[str, int]] = {}
     for each in plan.removals:
         _add({"objects": 1, "bytes": each.num_bytes}, to=reasons.setdefault(each.why, {}))
     return {
+        **json_fields(plan, "bytes", "kept", "kept_bytes", "oldest_anchor"),
         "objects": len(plan.removals),
-        "bytes": plan.num_bytes,
-        "kept": plan.num_kept,
-        "kept_bytes": plan.kept_bytes,
-        "oldest_anchor": plan.oldest_anchor,
         "live_replicas": len(plan.live_replicas),
         "reasons": reasons,
         "examples": [each.key for each in plan.removals[:MOST_EXAMPLES]],

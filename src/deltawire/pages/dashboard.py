@@ -13,14 +13,13 @@ It only reads, and has no login: anyone who can reach it can see it.
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltawire.errors import AddressUnavailable, DeltawireError, MissingDependency, ObjectMissing, StoreUnavailable
-from deltawire.hosts import answered_hosts
+from deltawire.errors import DeltawireError, MissingDependency, ObjectMissing, StoreUnavailable
+from deltawire.hosts import answered_hosts, listen, web_server
 from deltawire.pages.anatomy import Anatomies, Chain
 from deltawire.pages.feed import Feed, Polling
 from deltawire.pages.versions import Window
@@ -58,9 +57,6 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
 
     anatomies, chain = Anatomies(feed.store, feed.public_key), Chain(feed.store, feed.public_key)
 
-    def index(_: Request) -> Response:
-        return FileResponse(STATIC / "dashboard" / "index.html")
-
     def answered(work: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Response]:
         """Wrap a function of a request: its result becomes JSON, its exception an error status."""
 
@@ -82,7 +78,7 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app = Starlette(routes=[
-        Route("/", index),
+        Route("/", lambda _: FileResponse(STATIC / "dashboard" / "index.html")),
         Route("/api/events", events),
         Route("/api/state", answered(lambda _: {"now": time.time(), "answered": feed.answered, **feed.state()})),
         Route("/api/versions", answered(lambda request: feed.versions(window_of(request)))),
@@ -97,8 +93,6 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
 
 
 class _Headers:
-    """Adds the headers to every response."""
-
     def __init__(self, app: Any) -> None:
         self._app = app
 
@@ -164,8 +158,6 @@ def event(name: str, data: dict[str, Any], identity: str | None = None) -> str:
 
 
 class Dashboard:
-    """A dashboard with its server."""
-
     def __init__(
         self,
         feed: Feed,
@@ -177,11 +169,11 @@ class Dashboard:
     ) -> None:
         self._stopping = False
         app = application(feed, lambda: self._stopping, hosts=answered_hosts(host, allowed_hosts))
-        self._listening = _listen(host, port)
+        self._listening = listen(host, port)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
         self._polling = Polling(feed, every_seconds)
-        self._server = _server(app)
+        self._server = web_server(app, grace_seconds=2)
 
     def run(self) -> None:
         """Serve until `stop` is called, in this thread."""
@@ -194,31 +186,3 @@ class Dashboard:
         """End `run`; also from another thread, or from a signal handler."""
         self._stopping = True
         self._server.should_exit = True
-
-
-def _server(app: "Starlette") -> Any:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def capture_signals(self) -> Any:
-            """Leave signals to the program, which calls `stop`."""
-            from contextlib import nullcontext
-
-            return nullcontext()
-
-    # Logging is left to the program that this runs in.
-    config = uvicorn.Config(
-        app, log_config=None, lifespan="off", loop="asyncio", ws="none", proxy_headers=False,
-        timeout_graceful_shutdown=2,
-    )  # fmt: skip
-    return Server(config)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise AddressUnavailable(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port, or leave it out for a free "
-            "one", host=host, port=port,
-        ) from error  # fmt: skip

@@ -31,7 +31,10 @@ def single_file() -> str:
         return f"<style>\n{(PAGE.parent / match[1]).read_text()}</style>"
 
     def mapped(match: re.Match[str]) -> str:
-        imports = {name: _data_url(PAGE.parent / target) for name, target in json.loads(match[2])["imports"].items()}
+        imports = json.loads(match[2])["imports"]
+        for name, target in imports.items():
+            code = base64.b64encode((PAGE.parent / target).read_bytes()).decode()
+            imports[name] = f"data:text/javascript;base64,{code}"
         return match[1] + json.dumps({"imports": imports}) + match[3]
 
     html = _MAP.sub(mapped, _STYLE.sub(styled, PAGE.read_text()))
@@ -43,10 +46,6 @@ def single_file() -> str:
         f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
     )
     return html.replace("</main>", f'</main>\n<script type="application/json" id="recorded">{recorded}</script>')
-
-
-def _data_url(path: Path) -> str:
-    return "data:text/javascript;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def content_policy(html: str) -> str:

@@ -7,15 +7,15 @@ that has the first N asks for the rest. Nothing is ever written to the store.
 
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from deltawire.errors import DeltawireError, ObjectMissing
-from deltawire.pages.eventlog import EventLog, Record
-from deltawire.pages.followers import Heartbeats, replica_rows
+from deltawire.pages.followers import Heartbeats, Log, replica_row
 from deltawire.pages.versions import Versions, Window, page_of
-from deltawire.run.fleet import HEALTHS, printable
+from deltawire.run.fleet import HEALTHS, printable, worst_first
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 
@@ -23,6 +23,8 @@ from deltawire.store import Store, open_store
 READ_SECONDS = 0.2
 
 LATE_SECONDS = 8.0
+
+Record = dict[str, Any]
 
 
 class Feed:
@@ -32,12 +34,12 @@ class Feed:
     """
 
     def __init__(
-        self, url: str | Path | Store, *, public_key: str | None = None, events: Path | None = None,
+        self, url: str | Path | Store, *, public_key: str | None = None, events: Log | None = None,
         window: Window | None = None,
     ) -> None:  # fmt: skip
         # An unavailable store should be reported soon. There will be another poll.
         self.store = open_store(url, timeout_seconds=5.0, retries=1)
-        self.public_key, self._events, self._window = public_key, events, window
+        self.public_key, self._log, self._window = public_key, events or Log(), window
         self._lock = threading.Lock()
         self.failure: DeltawireError | None = None
         """Why the last poll of the store failed, if it did."""
@@ -51,22 +53,24 @@ class Feed:
         self._begin()
 
     def _begin(self) -> None:
-        """Start with empty data."""
         with self._lock:
             self.epoch = token_hex(4)
             self._run = Run(self.store, public_key=self.public_key)
             self._versions = Versions(self._run, self._window)
             self._beats = Heartbeats(self.store)
-            self._log = None if self._events is None else EventLog(self._events)
+            self._log.restart()
             self._faults: dict[str, str | None] = {}
             self._records: list[Record] = []
             self._steps: list[Record] = []
             self._state: dict[str, Any] = {}
-            self._has_run = False
 
     def poll(self) -> bool:
         """Poll once; whether there is more to read at once."""
-        self._read_log()
+        logged = self._log.read()
+        if logged is None:
+            self._restart()
+        else:
+            self._add(logged)
         try:
             self._read_store()
             failure = None
@@ -77,28 +81,13 @@ class Feed:
             self._since = time.time()
         self.failure = failure
         self._update_state()
-        has_more_log = self._log is not None and self._log.has_more
-        return has_more_log or (failure is None and bool(self._versions.num_pending))
-
-    def _read_log(self) -> None:
-        if self._log is None:
-            return
-        records = self._log.read()
-        if records is None:
-            self._restart()
-            return
-        self._add(records)
+        return self._log.has_more or (failure is None and bool(self._versions.num_pending))
 
     def _read_store(self) -> None:
-        if not self._has_run:
-            try:
-                _ = self._run.id
-            except ObjectMissing:
-                return
-            self._has_run = True
+        if not self._run.exists():
+            return
         if not self._versions.look():
-            is_same = Run(self.store, public_key=self.public_key).id == self._run.id
-            if is_same:
+            if Run(self.store, public_key=self.public_key).id == self._run.id:
                 raise ObjectMissing(f"version {self._versions.latest} is not in {self.store.url} any more")
             self._restart()
             return
@@ -129,9 +118,10 @@ class Feed:
                     self._steps.append(record)
 
     def _update_state(self) -> None:
-        """Build the state from what was read."""
-        versions, now = self._versions, time.time()
-        rows = replica_rows(self._beats.beats, {} if self._log is None else self._log.parts, versions.latest, now)
+        versions, beats, parts, now = self._versions, self._beats.beats, self._log.parts, time.time()
+        rows = worst_first(
+            replica_row(name, beats.get(name), parts.get(name), versions.latest, now) for name in {*beats, *parts}
+        )
         state = {
             "epoch": self.epoch,
             "run": self._run.known_id,
@@ -150,9 +140,8 @@ class Feed:
             },
             "replicas": rows,
             "summary": {health: sum(row["health"] == health for row in rows) for health in HEALTHS},
-            "log": None if self._log is None or not self._log.num_events
-            else {"path": str(self._log.path), "events": self._log.num_events, "phase": self._log.phase},
-        }  # fmt: skip
+            "log": self._log.about(),
+        }
         with self._lock:
             if state != self._state:
                 self._state = state
@@ -174,14 +163,12 @@ class Feed:
             return self.epoch, len(self._records), self._records[start : start + limit]
 
     def versions(self, window: Window) -> dict[str, Any]:
-        """A page of the versions that were read."""
         versions = self._versions
         # The polling thread adds rows meanwhile; copying a dict is one step.
         page = page_of("versions", versions.rows.copy(), window, versions.latest)
         return {**page, "unread": versions.num_pending}
 
     def steps(self, window: Window) -> dict[str, Any]:
-        """A page of the steps in the log."""
         with self._lock:
             known = {record["step"]: record for record in self._steps}
         return page_of("steps", known, window)
@@ -196,18 +183,15 @@ class Feed:
         self._versions.close()
 
 
-def snapshot(url: str | Path | Store, window: Window, *, public_key: str | None, events: Path | None) -> dict[str, Any]:
+def snapshot(url: str | Path | Store, window: Window, *, public_key: str | None, events: Log | None) -> dict[str, Any]:
     """The current state of a run, with one page of its versions and of its steps."""
-    feed = Feed(url, public_key=public_key, events=events, window=window)
-    try:
+    with closing(Feed(url, public_key=public_key, events=events, window=window)) as feed:
         _ = Run(feed.store, public_key=public_key).id
         while feed.poll():
             pass
         if feed.failure is not None:
             raise feed.failure
         return {**feed.state(), **feed.versions(window), "log_steps": feed.steps(window), "notes": feed.notes(200)}
-    finally:
-        feed.close()
 
 
 class Polling:

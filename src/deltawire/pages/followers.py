@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltawire.errors import LimitExceeded, ObjectMissing
-from deltawire.pages.eventlog import LoggedPart, ended_text
 from deltawire.run import fleet
 from deltawire.run.heartbeat import MOST_BYTES
 from deltawire.run.keys import REPLICAS, read_replica_key
@@ -34,6 +33,34 @@ class Beat:
         return self.stat.modified if own is None else own
 
 
+@dataclass(slots=True)
+class LoggedPart:
+    life: str
+    """starting, running or ended."""
+    since: float
+    detail: str | None = None
+    version: int | None = None
+    pause_seconds: float | None = None
+    pulled: float | None = None
+
+
+class Log:
+    """What a program has logged about its run, apart from the store; here nothing. The demo has a log."""
+
+    parts: Mapping[str, LoggedPart] = {}
+    has_more = False
+
+    def restart(self) -> None:
+        """Read from the start again."""
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """New records for the page; None if the log has started over, and all earlier records are void."""
+        return []
+
+    def about(self) -> dict[str, Any] | None:
+        return None
+
+
 class Heartbeats:
     """Reads the heartbeats that were written since they were last read."""
 
@@ -52,26 +79,13 @@ class Heartbeats:
                 found[name] = known
                 continue
             try:
-                found[name] = Beat(stat, now, self._read(stat))
+                fields = json.loads(self._store.get(stat.key, limit=MOST_BYTES))
             except ObjectMissing:
                 continue
+            except (LimitExceeded, ValueError, RecursionError):
+                fields = None
+            found[name] = Beat(stat, now, fields if isinstance(fields, dict) else None)
         self.beats = found
-
-    def _read(self, stat: Stat) -> Mapping[str, Any] | None:
-        try:
-            found = json.loads(self._store.get(stat.key, limit=MOST_BYTES))
-        except (LimitExceeded, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) else None
-
-
-def replica_rows(
-    beats: Mapping[str, Beat], parts: Mapping[str, LoggedPart], latest: int | None, now: float
-) -> list[fleet.Row]:
-    """A row for each replica of either source, the worst first."""
-    return fleet.worst_first(
-        replica_row(name, beats.get(name), parts.get(name), latest, now) for name in {*beats, *parts}
-    )
 
 
 def replica_row(name: str, beat: Beat | None, part: LoggedPart | None, latest: int | None, now: float) -> fleet.Row:
@@ -85,9 +99,8 @@ def replica_row(name: str, beat: Beat | None, part: LoggedPart | None, latest: i
     row |= {key: fleet.printable(row[key]) for key in ("engine", "address", "error", "detail") if row[key] is not None}
     row["heard"] = None if beat is None else beat.stat.modified
     if part is not None and (beat is None or part.since > beat.time) and part.life in ("ended", "starting"):
-        is_dead = part.life == "ended"
-        detail = ended_text(part.status) if is_dead else "started, has no weights yet"
-        return {**row, "health": "dead" if is_dead else "starting", "detail": detail, "version": None, "lag": None}
+        health = "dead" if part.life == "ended" else "starting"
+        return {**row, "health": health, "detail": part.detail, "version": None, "lag": None}
     if beat is None:
         return {**row, "health": "stopped", "detail": "took its heartbeat back"}
     return {**row, "version": None, "lag": None} if row["health"] == "dead" else row

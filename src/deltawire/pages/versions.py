@@ -12,6 +12,9 @@ from deltawire.run.run import Run
 READERS = 8
 BATCH = 64
 
+# What a damaged manifest does not show.
+UNKNOWN = ("step", "base", "bytes", "full_bytes", "ratio", "changed", "total", "density", "created")
+
 # Parsing holds the GIL: between batches requests are answered.
 BREATH_SECONDS = 0.005
 
@@ -82,15 +85,10 @@ class Versions:
             # Removed between listing and reading.
             return None
         except DeltawireError as error:
-            return damaged_row(version, error)
+            return {"version": version, "kind": "damaged", **dict.fromkeys(UNKNOWN), "error": str(error)}
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def damaged_row(version: int, error: Exception) -> Row:
-    empty = ("step", "base", "bytes", "full_bytes", "ratio", "changed", "total", "density", "created")
-    return {"version": version, "kind": "damaged", **dict.fromkeys(empty), "error": str(error)}
 
 
 def windowed(numbers: Sequence[int], window: Window) -> list[int]:

@@ -52,7 +52,6 @@ class Commits:
         return manifest
 
     def _check_lease(self) -> None:
-        """Raise Fenced if another writer has taken over."""
         if self._run.store.conditional:
             return
         try:

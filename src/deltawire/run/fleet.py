@@ -9,6 +9,7 @@ from typing import Any
 
 from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
 from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.plain import json_fields
 from deltawire.run.run import Run
 
 Row = dict[str, Any]
@@ -23,20 +24,13 @@ HEALTHS = ("dead", "fault", "silent", "starting", "updating", "behind", "ok", "s
 def version_row(manifest: Manifest) -> Row:
     """A manifest as a row. `full_bytes` is the size of the weights in the anchor that its route starts at."""
     hop = manifest.hop
-    anchor = hop if hop.base is None else next((each for each in manifest.route if each.base is None), None)
-    full = None if anchor is None else weights_bytes(anchor)
+    full = next((weights_bytes(each) for each in (hop, *manifest.route) if each.base is None), None)
     return {
-        "version": manifest.version,
-        "step": manifest.step,
-        "kind": "anchor" if hop.base is None else "delta",
-        "base": hop.base,
-        "bytes": hop.num_bytes,
+        **json_fields(manifest, "version", "step", "total", "created"),
+        **json_fields(hop, "kind", "base", "bytes", "changed"),
         "full_bytes": full,
         "ratio": hop.num_bytes / full if full else None,
-        "changed": hop.num_changed,
-        "total": manifest.num_elements,
         "density": hop.num_changed / manifest.num_elements if manifest.num_elements else None,
-        "created": manifest.created,
         "error": None,
     }
 
@@ -63,21 +57,18 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
         "age_seconds": age_seconds,
         "error": str(beat["error"]) if beat.get("error") else None,
     }
-    health, detail = _health(row, fields is not None, bool(beat.get("using")))
-    if health == "ok" and (version is None or row["lag"]) and latest is not None:
+    health, detail = "ok", row["error"]
+    if fields is None:
+        health, detail = "fault", "its heartbeat cannot be read"
+    elif age_seconds > LIVE_SECONDS:
+        health, detail = "dead", f"no heartbeat for {LIVE_SECONDS:.0f} s"
+    elif age_seconds > SILENT_SECONDS and not beat.get("using"):
+        health, detail = "silent", f"no heartbeat for {SILENT_SECONDS:.0f} s"
+    elif row["error"]:
+        health = "fault"
+    elif (version is None or row["lag"]) and latest is not None:
         health = "updating" if beat.get("using") else "behind"
     return {**row, "health": health, "detail": detail}
-
-
-def _health(row: Row, is_readable: bool, is_pulling: bool) -> tuple[str, str | None]:
-    """What is wrong with a replica, and the details; ok whatever its version is."""
-    if not is_readable:
-        return "fault", "its heartbeat cannot be read"
-    if row["age_seconds"] > LIVE_SECONDS:
-        return "dead", f"no heartbeat for {LIVE_SECONDS:.0f} s"
-    if row["age_seconds"] > SILENT_SECONDS and not is_pulling:
-        return "silent", f"no heartbeat for {SILENT_SECONDS:.0f} s"
-    return ("fault", row["error"]) if row["error"] else ("ok", None)
 
 
 def heartbeat_rows(run: Run, latest: int | None) -> list[Row]:

@@ -37,14 +37,8 @@ class Heartbeat:
             return
         self._last = now
         with suppress(DeltawireError):
-            document = {
-                "name": self.name,
-                "run": self._run.id,
-                "time": now,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-            }
-            self._run.store.put(self._key, json.dumps({**document, **status}).encode())
+            sender = {"name": self.name, "run": self._run.id, "host": socket.gethostname(), "pid": os.getpid()}
+            self._run.store.put(self._key, json.dumps({**sender, "time": now, **status}).encode())
             self._written = True
 
     def remove(self) -> None:

@@ -36,7 +36,6 @@ def manifest_key(version: int) -> str:
 
 
 def hop_key(version: int, base: int | None) -> str:
-    """The key of the document of an additional hop."""
     return f"{MANIFESTS}{version:08}.{'anchor' if base is None else f'from-{base:08}'}.json"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from deltawire.errors import CorruptObject, FormatError, LimitExceeded, SignatureMismatch, UnsupportedFormat
 from deltawire.format.container import no_duplicates
 from deltawire.run.keys import MOST_VERSION, is_file_name, read_object_key
-from deltawire.run.plain import plain_metadata, plain_step
+from deltawire.run.plain import json_fields, plain_metadata, plain_step
 from deltawire.run.planner import hop_text
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.names import check_ties, is_text
@@ -60,6 +60,10 @@ class StoredHop:
     num_changed: int
     encodings: Mapping[str, int] = field(hash=False)
     """The number of patches per encoding."""
+
+    @property
+    def kind(self) -> str:
+        return "anchor" if self.base is None else "delta"
 
     @property
     def num_bytes(self) -> int:
@@ -112,42 +116,18 @@ class Manifest:
 
 
 def manifest_bytes(manifest: Manifest, sign: Sign | None = None) -> bytes:
-    data = _document(
-        "version",
-        {
-            "run": manifest.run,
-            "version": manifest.version,
-            "step": manifest.step,
-            "digest": str(manifest.digest),
-            "total": manifest.num_elements,
-            "tied": dict(manifest.tied),
-            "writer": manifest.writer,
-            "created": manifest.created,
-            "metadata": dict(manifest.metadata),
-            "hop": _hop_fields(manifest.hop),
-            "route": [_hop_fields(hop) for hop in manifest.route],
-        },
-        sign,
-    )
-    return _readable(data, read_manifest)
+    fields = json_fields(manifest, "run", "version", "step", "digest", "total", "tied", "writer", "created", "metadata")
+    hops = {"hop": _hop_fields(manifest.hop), "route": [_hop_fields(hop) for hop in manifest.route]}
+    return _document("version", {**fields, **hops}, sign, read_manifest)
 
 
 def hop_bytes(run: str, hop: StoredHop, writer: str, created: float, sign: Sign | None = None) -> bytes:
-    data = _document("hop", {"run": run, "writer": writer, "created": created, "hop": _hop_fields(hop)}, sign)
-    return _readable(data, read_hop)
+    fields = {"run": run, "writer": writer, "created": created, "hop": _hop_fields(hop)}
+    return _document("hop", fields, sign, read_hop)
 
 
 def run_bytes(run: str, writer: str, created: float, sign: Sign | None = None) -> bytes:
-    return _readable(_document("run", {"run": run, "writer": writer, "created": created}, sign), read_run)
-
-
-def _readable(data: bytes, read: Callable[[bytes], object]) -> bytes:
-    """The document, after checking that readers will accept it."""
-    try:
-        read(data)
-    except FormatError as error:
-        raise ValueError(f"this cannot be written, since no reader would take it: {error.message}") from None
-    return data
+    return _document("run", {"run": run, "writer": writer, "created": created}, sign, read_run)
 
 
 def read_manifest(data: bytes, verify: Verify | None = None) -> Manifest:
@@ -180,18 +160,22 @@ def read_hop(data: bytes, verify: Verify | None = None) -> tuple[str, StoredHop]
 
 
 def read_run(data: bytes, verify: Verify | None = None) -> str:
-    """Read `run.json`: the run's id."""
     fields = _read(data, "run", verify)
     with _reading("run.json"):
         return _run_id(fields["run"])
 
 
-def _document(kind: str, fields: Mapping[str, Any], sign: Sign | None) -> bytes:
-    body = json.dumps({"format": DOCUMENT_VERSION, "kind": kind, **fields}, separators=(",", ":")).encode()
-    body = b'{"sha256":"' + sha256(body).hexdigest().encode() + b'",' + body[1:]
-    if sign is None:
-        return body
-    return b'{"signature":"' + sign(body).hex().encode() + b'",' + body[1:]
+def _document(kind: str, fields: Mapping[str, Any], sign: Sign | None, read: Callable[[bytes], object]) -> bytes:
+    """The bytes of a document, after checking that readers will accept it."""
+    data = json.dumps({"format": DOCUMENT_VERSION, "kind": kind, **fields}, separators=(",", ":")).encode()
+    data = b'{"sha256":"' + sha256(data).hexdigest().encode() + b'",' + data[1:]
+    if sign is not None:
+        data = b'{"signature":"' + sign(data).hex().encode() + b'",' + data[1:]
+    try:
+        read(data)
+    except FormatError as error:
+        raise ValueError(f"this cannot be written, since no reader would take it: {error.message}") from None
+    return data
 
 
 def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
@@ -200,7 +184,12 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
     signature = _SIGNATURE.match(data)
     if signature is not None:
         data = b"{" + data[signature.end() :]
-    _check_sum(data)
+    stated = _CHECKSUM.match(data)
+    if stated is None:
+        raise CorruptObject("a document does not start with its SHA-256")
+    expected, actual = stated[1].decode(), sha256(b"{" + data[stated.end() :]).hexdigest()
+    if expected != actual:
+        raise CorruptObject("a document is not what its SHA-256 says: it is damaged", expected=expected, actual=actual)
     if verify is not None:
         if signature is None:
             raise SignatureMismatch("this is not signed, and with a public key unsigned documents are not accepted")
@@ -220,17 +209,6 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
     return fields
 
 
-def _check_sum(data: bytes) -> None:
-    stated = _CHECKSUM.match(data)
-    if stated is None:
-        raise CorruptObject("a document does not start with its SHA-256")
-    actual = sha256(b"{" + data[stated.end() :]).hexdigest()
-    if stated[1].decode() != actual:
-        raise CorruptObject(
-            "a document is not what its SHA-256 says: it is damaged", expected=stated[1].decode(), actual=actual
-        )
-
-
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
     """Turn the Python exceptions that a malformed document causes into CorruptObject."""
@@ -241,17 +219,8 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _hop_fields(hop: StoredHop) -> dict[str, Any]:
-    return {
-        "version": hop.version,
-        "base": hop.base,
-        "digest": str(hop.digest),
-        "base_digest": None if hop.base_digest is None else str(hop.base_digest),
-        "changed": hop.num_changed,
-        "encodings": dict(hop.encodings),
-        "objects": [
-            {"key": each.key, "bytes": each.num_bytes, "sha256": each.sha256, "file": each.file} for each in hop.objects
-        ],
-    }
+    fields = json_fields(hop, "version", "base", "digest", "base_digest", "changed", "encodings")
+    return {**fields, "objects": [json_fields(each, "key", "bytes", "sha256", "file") for each in hop.objects]}
 
 
 def _read_hop(fields: Mapping[str, Any]) -> StoredHop:

@@ -1,4 +1,4 @@
-"""Step and metadata of a version as plain JSON values. Writers and readers share these checks."""
+"""Values as plain JSON: step and metadata of a version, checked alike by writers and readers, and fields of objects."""
 
 import json
 from collections.abc import Mapping
@@ -9,6 +9,20 @@ from deltawire.tensors.names import is_text
 
 MOST_METADATA_BYTES = 1_000_000
 MOST_DEPTH = 32
+
+# Attributes that have a longer name than the field of a document.
+_ATTRIBUTES = {"bytes": "num_bytes", "changed": "num_changed", "total": "num_elements", "kept": "num_kept"}
+
+
+def json_fields(thing: Any, *names: str) -> dict[str, Any]:
+    """Attributes of an object as fields of a document; `bytes` is `num_bytes`, and so on. A digest becomes text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping | tuple):
+            return dict(value) if isinstance(value, Mapping) else list(value)
+        return value if value is None or isinstance(value, str | int | float) else str(value)
+
+    return {name: plain(getattr(thing, _ATTRIBUTES.get(name, name))) for name in names}
 
 
 def plain_step(value: Any) -> int | None:

@@ -2,28 +2,19 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
-from deltawire.errors import (
-    BrokenChain,
-    ChainError,
-    Conflict,
-    CorruptObject,
-    Fenced,
-    FormatError,
-    LimitExceeded,
-    MismatchError,
-    ObjectMissing,
-    RunMismatch,
-)
+from deltawire import errors
 from deltawire.redact import redacted
 from deltawire.run import keys
 from deltawire.run import manifest as documents
 from deltawire.run.manifest import MOST_BYTES, Manifest, StoredHop, Verify
-from deltawire.run.planner import ListedHop, hop_text
+from deltawire.run.planner import HopKey, ListedHop, hop_text
 from deltawire.run.signing import signer, verifier
 from deltawire.store import Store, open_store
 
@@ -74,12 +65,12 @@ class Run:
         if self._id is None:
             try:
                 found = self._read(keys.RUN_KEY, documents.read_run)
-            except ObjectMissing:
-                raise ObjectMissing(
+            except errors.ObjectMissing:
+                raise errors.ObjectMissing(
                     f"there is no run at {self.store.url}: publish to it first, or check the URL", url=self.store.url
                 ) from None
             if self.expected not in (None, found):
-                raise RunMismatch(
+                raise errors.RunMismatch(
                     f"{self.store.url} holds run {found}, not {self.expected}: check the URL, or name the run that is "
                     "there. Nothing was fetched",
                     expected=self.expected, actual=found,
@@ -96,7 +87,7 @@ class Run:
         """Whether the store holds a run."""
         try:
             return bool(self.id)
-        except ObjectMissing:
+        except errors.ObjectMissing:
             return False
 
     def start(self, name: str | None) -> None:
@@ -107,16 +98,15 @@ class Run:
         data = documents.run_bytes(run, self.writer, time.time(), self._sign)
         try:
             self.store.create(keys.RUN_KEY, data)
-        except Conflict:
+        except errors.Conflict:
             if name is not None and self.id != name:
-                raise Conflict(
+                raise errors.Conflict(
                     f"{self.store.url} holds run {self.id}, not {name}", expected=name, actual=self.id
                 ) from None
 
     def versions(self, after: int = -1) -> list[int]:
         """All versions later than `after`, in order."""
-        found = (keys.read_document_key(key) for key in self._document_keys(after))
-        return [about[0] for about in found if about is not None and about[2]]
+        return [version for version, _, is_manifest in self.documents(after).values() if is_manifest]
 
     def latest(self, after: int = -1) -> int | None:
         """The newest version; None if none is later than `after`."""
@@ -149,16 +139,16 @@ class Run:
         """Whether a version exists, by reading its manifest; a damaged one counts, since a listing has it too."""
         try:
             return version <= keys.MOST_VERSION and bool(self.manifest(version))
-        except ObjectMissing:
+        except errors.ObjectMissing:
             return False
-        except (FormatError, MismatchError):
+        except (errors.FormatError, errors.MismatchError):
             return True
 
     def _hint(self) -> int:
         """The version in `latest.json`; -1 if it says none. It may be old or wrong, and is only where to begin."""
         try:
             version = json.loads(self.store.get(keys.LATEST_KEY, limit=MOST_HINT_BYTES))["version"]
-        except (ObjectMissing, LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
+        except (errors.ObjectMissing, errors.LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
             return -1
         return version if type(version) is int and version <= keys.MOST_VERSION else -1
 
@@ -169,24 +159,23 @@ class Run:
             self.store.put(keys.LATEST_KEY, json.dumps({"version": latest}).encode())
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a version, cached."""
         known = self._manifests.get(version)
         if known is not None:
             return known
         try:
             manifest = self._read(keys.manifest_key(version), documents.read_manifest)
-        except ObjectMissing:
-            raise ObjectMissing(
+        except errors.ObjectMissing:
+            raise errors.ObjectMissing(
                 f"version {version} does not exist in {self.store.url}, or was removed", version=version
             ) from None
         if (manifest.run, manifest.version) != (self.id, version):
             if manifest.run != self.id and self._read(keys.RUN_KEY, documents.read_run) == manifest.run:
-                raise RunMismatch(
+                raise errors.RunMismatch(
                     f"{self.store.url} held run {self.id}, and holds run {manifest.run} now: to follow that, start "
                     "again with fresh weights or an empty folder",
                     expected=self.id, actual=manifest.run,
                 )  # fmt: skip
-            raise CorruptObject(
+            raise errors.CorruptObject(
                 f"the manifest of version {version} is about version {manifest.version} of run {manifest.run}",
                 version=version,
             )
@@ -196,10 +185,8 @@ class Run:
     def _read(self, key: str, parse: Callable[[bytes, Verify | None], Document]) -> Document:
         """Read a document, again if it arrives damaged."""
         for _ in range(READ_ATTEMPTS - 1):
-            try:
+            with suppress(errors.CorruptObject):
                 return parse(self.store.get(key, limit=MOST_BYTES), self._verify)
-            except CorruptObject:
-                continue
         return parse(self.store.get(key, limit=MOST_BYTES), self._verify)
 
     def _remember(self, manifest: Manifest) -> None:
@@ -212,10 +199,12 @@ class Run:
         """The hop from a base to a version; BrokenChain if no document confirms it."""
         try:
             run, hop = self._read(keys.hop_key(version, base), documents.read_hop)
-        except ObjectMissing:
+        except errors.ObjectMissing:
             run, hop = self.id, self.manifest(version).hop
         if (run, hop.version, hop.base) != (self.id, version, base):
-            raise BrokenChain(f"{hop_text(ListedHop(version, base, 0))} is not part of the chain", version=version)
+            raise errors.BrokenChain(
+                f"{hop_text(ListedHop(version, base, 0))} is not part of the chain", version=version
+            )
         return hop
 
     def hops(self, after: int = -1) -> list[ListedHop]:
@@ -224,35 +213,29 @@ class Run:
         If an upload that was never committed exists next to a committed one, the larger size is given; `hop` has the
         right one.
         """
-        found = {about for key in self._document_keys(after) if (about := keys.read_document_key(key))}
-        own = {version for version, _, is_manifest in found if is_manifest}
-        further = {(version, base) for version, base, is_manifest in found if not is_manifest}
-        sizes: dict[tuple[int, int | None], dict[str, int]] = {}
-        for version, base, upload, num_bytes in self._uploads(after):
-            if version in own or (version, base) in further:
-                uploads = sizes.setdefault((version, base), {})
-                uploads[upload] = uploads.get(upload, 0) + num_bytes
-        return sorted(
-            (ListedHop(version, base, max(uploads.values())) for (version, base), uploads in sizes.items()),
-            key=lambda hop: (hop.version, -1 if hop.base is None else hop.base),
-        )
-
-    def _uploads(self, after: int) -> Iterator[tuple[int, int | None, str, int]]:
+        listed = self.documents(after).values()
+        own = {version for version, _, is_manifest in listed if is_manifest}
+        further = {(version, base) for version, base, is_manifest in listed if not is_manifest}
+        sizes: dict[HopKey, Counter[str]] = defaultdict(Counter)
         for folder in (keys.DELTAS, keys.ANCHORS):
             for stat in self.store.list(folder, after=f"{folder}{after + 1:08}"):
-                if about := keys.read_object_key(stat.key):
-                    yield *about, stat.num_bytes
+                about = keys.read_object_key(stat.key)
+                if about is not None and (about[0] in own or about[:2] in further):
+                    sizes[about[:2]][about[2]] += stat.num_bytes
+        found = [ListedHop(*hop, max(uploads.values())) for hop, uploads in sizes.items()]
+        return sorted(found, key=lambda hop: (hop.version, -1 if hop.base is None else hop.base))
 
-    def _document_keys(self, after: int) -> Iterator[str]:
-        for stat in self.store.list(keys.MANIFESTS, after=keys.manifest_key(after) if after >= 0 else ""):
-            yield stat.key
+    def documents(self, after: int = -1) -> dict[str, tuple[int, int | None, bool]]:
+        """The documents of versions later than `after`: version, base and whether it is a manifest, by their keys."""
+        listed = self.store.list(keys.MANIFESTS, after=keys.manifest_key(after) if after >= 0 else "")
+        return {stat.key: about for stat in listed if (about := keys.read_document_key(stat.key))}
 
     def commit(self, data: bytes, manifest: Manifest) -> None:
         """Make a version exist, or raise Fenced if another writer has published it first."""
         try:
             self.store.create(keys.manifest_key(manifest.version), data)
-        except Conflict:
-            raise Fenced(
+        except errors.Conflict:
+            raise errors.Fenced(
                 f"another writer has published version {manifest.version} of run {self.id}: this one must stop. "
                 "Close this publisher; to continue from the newest version, create a new one",
                 version=manifest.version,
@@ -260,7 +243,6 @@ class Run:
         self._remember(manifest)
 
     def sign(self, manifest: Manifest) -> bytes:
-        """The bytes of a manifest, signed if there is a key."""
         return documents.manifest_bytes(manifest, self._sign)
 
     def commit_hop(self, hop: StoredHop) -> None:
@@ -268,6 +250,6 @@ class Run:
         data = documents.hop_bytes(self.id, hop, self.writer, time.time(), self._sign)
         try:
             self.store.create(keys.hop_key(hop.version, hop.base), data)
-        except Conflict:
+        except errors.Conflict:
             if self.hop(hop.version, hop.base).digest != hop.digest:
-                raise ChainError(f"two hops to version {hop.version} lead to different weights") from None
+                raise errors.ChainError(f"two hops to version {hop.version} lead to different weights") from None

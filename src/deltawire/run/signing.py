@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from deltawire.errors import MissingDependency, ObjectMissing
 from deltawire.redact import is_like_a_key
@@ -87,8 +87,7 @@ def _private_key(path: Path) -> "Ed25519PrivateKey":
         key = None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise ValueError(f"{path} is not an ed25519 private key in PEM format: create one with deltawire keygen")
-    found: Ed25519PrivateKey = key
-    return found
+    return cast("Ed25519PrivateKey", key)
 
 
 def _public_hex(key: "Ed25519PrivateKey") -> str:

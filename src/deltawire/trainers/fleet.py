@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from deltawire.engines.agent import Agent
 from deltawire.engines.engine import Engine
 from deltawire.engines.server import Server
+from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import DeltawireError
 from deltawire.publish.publication import Publication
 from deltawire.redact import redacted
@@ -59,19 +60,6 @@ class Serving:
     """The last error, if it has not been resolved since."""
     pause_seconds: float | None = None
     """How long it was paused for the last update."""
-
-
-class _Connection(Protocol):
-    """The connection to one engine."""
-
-    lasts: bool
-    """Whether the engine keeps following the run after `close`."""
-
-    def nudge(self, version: int) -> None: ...
-
-    def serving(self) -> Serving: ...
-
-    def close(self) -> None: ...
 
 
 EngineChoice = str | AgentAt | Engine
@@ -119,8 +107,8 @@ class Fleet:
         poll_seconds: float = 1.0,
     ) -> None:
         self._changed = threading.Condition()
-        self._connections: dict[str, _Connection] = {}
-        self._errors: dict[str, str] = {}
+        self._connections: dict[str, _Here | _Elsewhere] = {}
+        self._errors: dict[str, str | None] = {}
         self._publications: queue.SimpleQueue[Publication | None] = queue.SimpleQueue()
         try:
             for name, each in engines.items():
@@ -129,7 +117,8 @@ class Fleet:
                     continue
                 folder = None if mirrors is None else Path(mirrors) / re.sub(r"\W+", "-", name)
                 own = Run(run.store, public_key=public_key, expected=run.id)
-                agent = Agent(_engine_of(each), own, mirror=folder, poll_seconds=poll_seconds)
+                engine = VllmEngine(each) if isinstance(each, str) else each
+                agent = Agent(engine, own, mirror=folder, poll_seconds=poll_seconds)
                 self._connections[name] = _Here(agent, self._notify)
         except BaseException:
             self.close()
@@ -138,7 +127,6 @@ class Fleet:
         self._thread.start()
 
     def serving(self) -> dict[str, Serving]:
-        """What each engine serves, by its name."""
         return {name: each.serving() for name, each in self._connections.items()}
 
     def follow(self, publication: Publication) -> None:
@@ -175,23 +163,19 @@ class Fleet:
         if self.wait(lambda serving: all(is_there(*each) for each in serving.items()), grace):
             return
         self.wait(lambda serving: all(is_there(*each) or is_away(each[1]) for each in serving.items()), seconds - grace)
-        left = {name: each for name, each in self.serving().items() if not is_there(name, each)}
-        if left:
+        if left := {name: each for name, each in self.serving().items() if not is_there(name, each)}:
             _log.warning("training ends, and these engines do not serve version %d: %s", version, left)
 
     def report(self) -> None:
         """Log which engines have failed or recovered since the last call."""
         for name, each in self.serving().items():
-            before = self._errors.pop(name, None)
-            if each.error is not None:
-                self._errors[name] = each.error
+            before, self._errors[name] = self._errors.get(name), each.error
             if each.error is not None and before is None:
                 _log.warning("the engine at %s does not follow: %s", name, each.error)
             elif each.error is None and before is not None:
                 _log.warning("the engine at %s follows again, and serves version %s", name, each.version)
 
     def close(self) -> None:
-        """Leave the engines as they are."""
         self._publications.put(None)
         with ThreadPoolExecutor(max(len(self._connections), 1)) as pool:
             list(pool.map(lambda each: each.close(), self._connections.values()))
@@ -211,6 +195,7 @@ class _Here:
     """An engine on this machine, and the agent that drives it in a thread."""
 
     lasts = False
+    """Whether the engine keeps following the run after `close`."""
 
     def __init__(self, agent: Agent, notify: Callable[[], None]) -> None:
         self.agent, self._notify = agent, notify
@@ -239,9 +224,8 @@ class _Here:
         self.agent.stop()
         self._thread.join(END_SECONDS)
         if self._thread.is_alive():
-            _log.warning(
-                "the agent of %s still waits for a response, and is abandoned", self.agent.target.engine.address
-            )
+            address = self.agent.target.engine.address
+            _log.warning("the agent of %s still waits for a response, and is abandoned", address)
         else:
             self.agent.close()
 
@@ -278,9 +262,8 @@ class _Elsewhere:
             status = self._server.get("/status")
             error = status.get("error")
             if status.get("run") not in (None, self._run):
-                return Serving(
-                    None, f"the agent at {redacted(self._place.url)} follows run {status['run']}, not {self._run}"
-                )
+                url = redacted(self._place.url)
+                return Serving(None, f"the agent at {url} follows run {status['run']}, not {self._run}")
             version = None if status.get("run") is None else status.get("version")
             return Serving(version, error or refused, status.get("pause_seconds"))
         except (DeltawireError, AttributeError) as error:
@@ -292,7 +275,7 @@ class _Elsewhere:
         if self._place.token is None or wanted <= self._nudged:
             return None
         try:
-            self._server.tell("/nudge")
+            self._server.trigger("/nudge")
         except DeltawireError as error:
             return str(error)
         self._nudged = wanted
@@ -313,19 +296,10 @@ class _Elsewhere:
             self._server.close()
 
 
-def _engine_of(choice: str | Engine) -> Engine:
-    if not isinstance(choice, str):
-        return choice
-    from deltawire.engines.vllm.adapter import VllmEngine
-
-    return VllmEngine(choice)
-
-
 def lowest(serving: Mapping[str, Serving]) -> int | None:
     """The version that every engine has reached; None if that of one is unknown."""
-    versions = [each.version for each in serving.values()]
-    known = [version for version in versions if version is not None]
-    return min(known) if known and len(known) == len(versions) else None
+    known = [each.version for each in serving.values() if each.version is not None]
+    return min(known) if known and len(known) == len(serving) else None
 
 
 def flat(serving: Mapping[str, Serving]) -> dict[str, Any]:

@@ -36,10 +36,9 @@ class NumbersCallback(TrainerCallback):  # type: ignore[misc]
         if logs is None:
             return
         numbers = self._numbers()
-        logs.update(numbers)
-        # The Trainer puts a copy of its logs there before it calls the callbacks.
-        if state.log_history:
-            state.log_history[-1].update(numbers)
+        # The Trainer puts a copy of its logs into the history before it calls the callbacks.
+        for each in (logs, *state.log_history[-1:]):
+            each.update(numbers)
 
 
 class DeltawireCallback(NumbersCallback):
@@ -88,8 +87,6 @@ class DeltawireCallback(NumbersCallback):
             self._publish(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.publisher is None:
-            return
         if self.last is None or self.last.step != state.global_step:
             self._publish(state)
         self._close()

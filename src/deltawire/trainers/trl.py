@@ -137,9 +137,9 @@ class DeltawireTransfer:
     @property
     def lag(self) -> int | None:
         """How many syncs the slowest engine is behind; None if that of one is unknown, or there are no engines."""
-        lags = [self._lag_of(each) for each in self.served.values()]
-        known = [lag for lag in lags if lag is not None]
-        return max(known) if known and len(known) == len(lags) else None
+        served = self.served.values()
+        known = [lag for each in served if (lag := self._lag_of(each)) is not None]
+        return max(known) if known and len(known) == len(served) else None
 
     def _lag_of(self, serving: Serving) -> int | None:
         # Counted in syncs, not in versions: one that failed, or was merged with the next, has no version of its own.

@@ -245,7 +245,7 @@ class SglangEngine(HttpEngine):
 
     def _pause(self, mode: str) -> None:
         self._paused = True
-        self._server.tell("/pause_generation", {"mode": mode})
+        self._server.trigger("/pause_generation", {"mode": mode})
 
     def _pause_and_flush(self) -> float:
         """Pause as the user wants it; the moment when that began.
@@ -256,7 +256,7 @@ class SglangEngine(HttpEngine):
         self._pause(self.pauses[self._running_requests])
         if self._running_requests != "keep":
             try:
-                self._server.tell("/flush_cache", {})
+                self._server.trigger("/flush_cache", {})
             except EngineRejected as error:
                 self._resume_if_sound()
                 raise EngineRejected(f"nothing was changed, the cache cannot be emptied: {error}") from error
@@ -273,7 +273,7 @@ class SglangEngine(HttpEngine):
         self._step("/update_weight_version", {"new_version": str(state.version), "abort_all_requests": False})
 
     def _resume(self) -> None:
-        self._server.tell("/continue_generation", {})
+        self._server.trigger("/continue_generation", {})
         self._paused = False
 
     def _resume_if_sound(self) -> None:

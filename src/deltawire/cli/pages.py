@@ -1,14 +1,15 @@
-"""The dashboard command: a run in the browser, or as one JSON document."""
+"""Commands that serve pages: the dashboard of a run, and explain, figures about deltas."""
 
 import json
-import webbrowser
+import signal
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import click
 
 from deltawire.cli.options import PATH, allow_host_option, only_with, output_options, public_key_option
-from deltawire.terminal import handling_signals, is_quiet, say, speaking_errors, wants_json
+from deltawire.terminal import handling_signals, is_quiet, say, show, size_text, speaking_errors, wants_json
 
 MOST_LIMIT = 1000
 
@@ -45,9 +46,12 @@ def dashboard_command(
     only_with(
         "the page, and there is none with --format json", not is_json, "host", "port", "allow_host", "opens", "every"
     )
+    from deltawire_demo.eventlog import EventLog
+
     with speaking_errors(url):
         store, found = places(url)
-        log = events or found
+        path = events or found
+        log = None if path is None else EventLog(path)
         if is_json:
             from deltawire.pages.feed import snapshot
 
@@ -63,7 +67,7 @@ def dashboard_command(
             if not is_quiet():
                 say(f"the dashboard of {feed.store.url}; Ctrl-C ends it", err=True)
             if opens:
-                webbrowser.open(dashboard.url)
+                click.launch(dashboard.url)
             dashboard.run()
 
 
@@ -77,3 +81,39 @@ def places(url: str) -> tuple[str, Path | None]:
         return str(folder / "store"), folder / "events.jsonl"
     log = folder.absolute().parent / "events.jsonl"
     return url, log if log.is_file() else None
+
+
+@click.command("explain")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="The port to "
+              "listen on, for this machine only.")  # fmt: skip
+@click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open the page in a browser.")
+@click.option("--output", "-o", type=PATH, help="Write the page as one HTML file instead, which needs no server.")
+@output_options
+def explain_command(port: int, opens: bool, output: Path | None) -> None:
+    """Show in four interactive figures how deltas work.
+
+    What full weights and deltas cost, why few bf16 weights change, what is in a bucket, and one update from end to end,
+    computed from recorded training steps, measured times and your own numbers. Serves the page on this machine
+    until Ctrl-C and prints its address, or writes it to a file. Nothing is loaded from the network.
+    """
+    only_with("the page as it is served, not with --output", output is None, "port")
+    from deltawire.pages.explain import serve, single_file, url_of
+
+    with speaking_errors():
+        if output is not None:
+            text = single_file()
+            output.write_text(text, encoding="utf-8")
+            data = {"file": str(output), "bytes": len(text.encode())}
+            show(data, lambda: f"{output}: {size_text(len(text.encode()))}")
+            if opens:
+                click.launch(output.absolute().as_uri())
+            return
+        with serve(port) as server:
+            url = url_of(server)
+            show({"url": url}, lambda: url)
+            if not is_quiet():
+                say("Ctrl-C ends it.", err=True)
+            if opens:
+                click.launch(url)
+            with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
+                server.serve_forever()

@@ -1,41 +1,27 @@
-"""Follows the event log of a demo: the events of its parts, one JSON object per line."""
+"""Follows the event log of a demo for the dashboard: the events of its parts, one JSON object per line."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from deltawire.pages.feed import Record
+from deltawire.pages.followers import Log, LoggedPart
 from deltawire.run.fleet import count, number, printable
 
 READ_BYTES = 4 << 20
 MOST_LINE_BYTES = 1 << 16
 
-Record = dict[str, Any]
 
-
-@dataclass(slots=True)
-class LoggedPart:
-    """A replica, as the log shows it."""
-
-    life: str
-    """starting, running or ended."""
-    since: float
-    status: int | None = None
-    version: int | None = None
-    pause_seconds: float | None = None
-    pulled: float | None = None
-
-
-class EventLog:
+class EventLog(Log):
     """Reads what was added since the last time. The log may not exist yet, or end in the middle of a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._forget()
+        self.restart()
 
-    def _forget(self) -> None:
+    def restart(self) -> None:
         self._offset, self._rest = 0, b""
         self.parts: dict[str, LoggedPart] = {}
         self._names: dict[str, str] = {}
@@ -48,7 +34,7 @@ class EventLog:
         try:
             size = self.path.stat().st_size
             if size < self._offset:
-                self._forget()
+                self.restart()
                 return None
             with self.path.open("rb") as log:
                 log.seek(self._offset)
@@ -61,6 +47,9 @@ class EventLog:
         if len(self._rest) > MOST_LINE_BYTES:
             self._rest = b""
         return [record for line in lines if (record := self._take(line))]
+
+    def about(self) -> dict[str, Any] | None:
+        return {"path": str(self.path), "events": self.num_events, "phase": self.phase} if self.num_events else None
 
     def _take(self, line: bytes) -> Record | None:
         try:
@@ -102,7 +91,7 @@ class EventLog:
     def _on_serving(self, event: Mapping[str, Any], when: float) -> None:
         name = printable(event.get("part"))
         self._names[printable(event.get("url"))] = name
-        self.parts[name] = LoggedPart("starting", when)
+        self.parts[name] = LoggedPart("starting", when, "started, has no weights yet")
 
     def _on_pull(self, event: Mapping[str, Any], when: float) -> Record | None:
         name, version = printable(event.get("replica")), count(event.get("version"))
@@ -114,10 +103,10 @@ class EventLog:
 
     def _on_ended(self, event: Mapping[str, Any], when: float) -> Record:
         name, status = printable(event.get("part")), event.get("status")
-        status = status if type(status) is int else None
+        text = ended_text(status if type(status) is int else None)
         if name in self.parts:
-            self.parts[name] = LoggedPart("ended", when, status)
-        return note(when, "death", name, ended_text(status))
+            self.parts[name] = LoggedPart("ended", when, text)
+        return note(when, "death", name, text)
 
     def _on_fault(self, event: Mapping[str, Any], when: float) -> Record:
         part = printable(event.get("part"))

@@ -1,7 +1,7 @@
 """The rooms of the package and who imports whom, read from the source: the map in ARCHITECTURE.md, and its test."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -36,18 +36,20 @@ def files_of(room: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def imports(file: Path) -> list[str]:
     """The modules that a file imports, and names from them, which may be modules; not those for types only."""
+    found: list[str] = []
     waiting: list[ast.AST] = [ast.parse(file.read_text())]
     for node in waiting:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        waiting += ast.iter_child_nodes(node)
+            found += [alias.name for alias in node.names]
+        waiting += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+    return found
 
 
 def imported_rooms(room: str) -> set[str]:

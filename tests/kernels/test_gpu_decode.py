@@ -15,6 +15,7 @@ from deltawire.workers import SERIAL
 from support.patterns import CORNERS
 from support.recorded import recorded_steps
 
+pytestmark = pytest.mark.interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = 0x9ABCDEF012345678
 KEY = TensorKey(np.uint64(SEED), Digest())

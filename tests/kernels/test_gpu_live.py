@@ -17,6 +17,7 @@ from deltawire.tensors.digest import Digest, TensorKey, WeightVersion
 from deltawire.workers import SERIAL
 from support.patterns import examples
 
+pytestmark = pytest.mark.interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY = TensorKey(np.uint64(0x9ABCDEF012345678), Digest())
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -19,8 +19,8 @@ from support.vllm_reference import ENVIRONMENT, checksums
 from support.vllm_server import serving
 from support.waiting import PATIENCE
 
-pytest.importorskip("trl")
-pytest.importorskip("vllm")
+if find_spec("trl") is None or find_spec("vllm") is None:  # the programs that are started import them
+    pytest.skip("TRL or vLLM is not installed", allow_module_level=True)
 pytestmark = pytest.mark.vllm
 SECONDS = 400
 

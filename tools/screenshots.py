@@ -59,7 +59,8 @@ def dashboard() -> Iterator[str]:
     from deltawire.pages.dashboard import Dashboard
     from deltawire.pages.feed import Feed
     from deltawire_demo.eventlog import EventLog
-    from support.demo_run import started, step_of, wait_for
+    from support.demo_run import started, step_of
+    from support.waiting import eventually
 
     options = ["--steps", "1000", "--evaluate", "0"]
     harm = ["--kill-replica-at", "15", "--late-join-at", "20"]
@@ -67,7 +68,7 @@ def dashboard() -> Iterator[str]:
         folder = Path(temporary) / "demo"
         with started(folder, *options, *harm):
             for wanted in (1, 10, 20, 30):
-                wait_for(lambda wanted=wanted: step_of(folder) >= wanted, f"step {wanted}")
+                eventually(lambda wanted=wanted: step_of(folder) >= wanted, f"step {wanted}")
             served = Dashboard(Feed(folder / "store", events=EventLog(folder / "events.jsonl")))
             thread = threading.Thread(target=served.run)
             thread.start()

@@ -155,16 +155,23 @@ def test_boxes_of_a_sharded_publisher(kind):
     assert np.array_equal(process.bits()["a"], new["a"].bits)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [
+        ("host", 13),
+        pytest.param("device", 60, marks=pytest.mark.interpreter),
+        pytest.param("device", 13, marks=[pytest.mark.interpreter, pytest.mark.slow]),
+    ],
+)
 @pytest.mark.parametrize("encoding", ["gap", "context"])
-def test_flipped_bits_are_an_error_or_another_digest(kind, encoding):
+def test_flipped_bits_are_an_error_or_another_digest(kind, every, encoding):
     """Nothing is written, and what would be is known to be wrong before it could be."""
     rng = np.random.default_rng(5)
-    old = weights_of(rng, {"a": (30, 20)})
+    old = weights_of(rng, {"a": (60, 50)})
     new = changed(rng, old, 0.1)
     process = Process(old, kind)
     right = version(1, new)
-    for byte in range(0, 200, 13):
+    for byte in range(0, 200, every):
         delta = deltawire.diff(old, new, encoding=encoding, run="run")
         payload = delta.entries[0].arrays[encoding]
         # Behind the size of a tile: two sizes may mean the same.

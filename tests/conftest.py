@@ -26,7 +26,7 @@ from support.web_servers import NGINX, Nginx, Served, file_server
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The tensors are small, and threads that wait for each other spin: with another worker on the cores, 20 times as long.
+# Tensors are small, and threads that wait for each other spin: with another worker on the cores, many times as long.
 torch.set_num_threads(1)
 
 # The first call of a kernel compiles it, and these machines are noisy: time says nothing about an example.

@@ -320,9 +320,9 @@ def test_tensors_on_a_device_are_compared_there(form, tmp_path, monkeypatch):
     used = []
     original = Part.stage
     monkeypatch.setattr(Part, "stage", lambda self, weights: used.append(len(self.names)) or original(self, weights))
-    made = {"a": patterns(600, 1).to(DEVICE), "b": patterns(70, 2).to(DEVICE), "n": torch.arange(5, device=DEVICE)}
+    made = {"a": patterns(5000, 1).to(DEVICE), "b": patterns(700, 2).to(DEVICE), "n": torch.arange(5, device=DEVICE)}
     made["tied"] = made["a"]
-    made["turned"] = patterns(60, 3).to(DEVICE).reshape(6, 10).T
+    made["turned"] = patterns(600, 3).to(DEVICE).reshape(20, 30).T
 
     class OnAccess(dict):
         def __getitem__(self, name):
@@ -334,13 +334,13 @@ def test_tensors_on_a_device_are_compared_there(form, tmp_path, monkeypatch):
     }[form]  # fmt: skip
     with Publisher(tmp_path / "run", source, snapshot="device", check_share=1) as publisher:
         publisher.publish().wait()
-        for version in range(2):
+        for version in range(3):
             for name, seed in (("a", 10), ("b", 20)):
                 made[name][::7] = patterns(len(made[name][::7]), seed + version).to(DEVICE)
             made["turned"][3, 5] += 1
             made["n"] += 1
             publisher.publish().wait()
-    assert len(used) == 2
+    assert len(used) == 3
     assert set(used) == {4 if form == "made on access" else 3}
     found = {}
     with Replica(tmp_path / "run", found, heartbeat_seconds=None) as replica:

@@ -63,7 +63,9 @@ class Piece:
         from deltawire.kernels.cpu.live import pick_rows
 
         chosen = np.empty(len(some) + 1, np.int64)
-        count = pick_rows(np.require(some, np.int64, "CW"), first, self.columns, self.start, self.stride, index, chosen)
+        count = pick_rows(
+            np.require(some, np.int64, ["C", "W"]), first, self.columns, self.start, self.stride, index, chosen
+        )
         return index[:count], chosen[:count]
 
     def as_list(self) -> list[Any]:

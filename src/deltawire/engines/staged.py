@@ -118,7 +118,7 @@ def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Bits, Bits]:
         from deltawire.kernels.cpu.live import gather
 
         old = np.empty(len(positions), bits.dtype)
-        gather(bits, np.require(positions, np.int64, "CW"), old)
+        gather(bits, np.require(positions, np.int64, ["C", "W"]), old)
     else:
         old = bits[positions]
     return positions, old, new

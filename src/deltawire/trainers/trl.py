@@ -248,14 +248,15 @@ class DeltawireTransfer:
         published, num_sent, self._is_whole = getattr(torch, TORCH_NAMES[self._dtype]), 0, False
         while True:
             started = time.perf_counter()
-            name, tensor = next(iterator, (None, None))
+            pair: Any = next(iterator, self)
             self._seconds["take_seconds"] += time.perf_counter() - started
-            if name is None and tensor is None:
+            if pair is self:
                 break
+            name, tensor = pair
             is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
             yield plain_name(name), tensor.detach().to(published) if is_cast else tensor.detach()
             num_sent += 1
-            del tensor
+            del pair, tensor
         if not num_sent:
             raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
 

@@ -56,11 +56,11 @@ def counted(monkeypatch):
 class Loop:
     """As much of an AsyncGRPOTrainer as a sync needs: its own methods on a tiny model, with real steps between."""
 
-    def __init__(self, module, transfer, vocab_size=64):
+    def __init__(self, module, transfer, vocab_size=64, num_layers=2):
         torch.manual_seed(0)
         config = transformers.Qwen3Config(
-            vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+            vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=num_layers,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
         )  # fmt: skip
         self.model = transformers.Qwen3ForCausalLM(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
@@ -134,21 +134,22 @@ def test_only_what_is_encoded_crosses_the_bus(trl_trainer, snapshot, monkeypatch
     # The check of live weights runs on the device where there is one, and not in the interpreter.
     options = {"encoding": ["gap", "context"], "check_share": 0, "anchors": None, "skips": ()}
     transfer = DeltawireTransfer(url, snapshot=snapshot, **options)
-    loop = Loop(trl_trainer, transfer, vocab_size=512)
+    loop = Loop(trl_trainer, transfer, vocab_size=512, num_layers=1)
     loop.sync()
     transfer.last.wait(PATIENCE)
     assert transfer.publisher.snapshot == snapshot
     weights = sum(bits.nbytes for bits in loop.bits().values())
-    for _ in range(2):
-        loop.train()
-        with counted(monkeypatch) as crossed:
-            loop.sync()
-            stats = transfer.last.wait(PATIENCE).stats
-        assert 0 < stats["num_bytes"] < weights / 10
-        # The delta, and what leads back from it; sizes and digests of tiles.
-        most = 3 * stats["num_bytes"]
-        assert (crossed["bytes"] < most) == (snapshot == "device"), (crossed, stats["num_bytes"], weights)
-    assert crossed["bytes"] >= weights or snapshot == "device"
+    loop.train()
+    with counted(monkeypatch) as crossed:
+        loop.sync()
+        stats = transfer.last.wait(PATIENCE).stats
+    # The delta, and what leads back from it; sizes and digests of tiles.
+    most = 3 * stats["num_bytes"]
+    assert 0 < most < weights
+    if snapshot == "device":
+        assert 0 < crossed["bytes"] < most
+    else:
+        assert crossed["bytes"] >= weights
     transfer.destroy()
     assert same(arrived(url), loop.bits())
 

@@ -375,7 +375,7 @@ def test_masters_of_float32_are_cast_where_they_lie(form, snapshot, tmp_path):
 @pytest.mark.parametrize(
     ("returned", "error", "match"),
     [
-        (lambda: iter([("a", torch.ones(2)), ("a", torch.ones(2))]), ValueError, "a twice"),
+        (lambda: iter([("a", torch.ones(2)), ("a", torch.ones(2))]), ValueError, "a came twice"),
         (lambda: iter([torch.ones(2)]), TypeError, "pairs of a name and a tensor"),
         (lambda: "weights", TypeError, "not str"),
         (lambda: None, TypeError, "not NoneType"),

@@ -65,6 +65,7 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/density.py
 	$(BIN)/python benchmarks/chain.py
 	$(BIN)/python benchmarks/recheck.py
+	$(BIN)/python benchmarks/engine_split.py
 	$(BIN)/python benchmarks/vllm_updates.py
 	$(BIN)/python benchmarks/charts.py
 

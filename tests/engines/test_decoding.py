@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import deltawire
 from deltawire import Publisher, Replica
 from deltawire.codec import ENCODINGS
+from deltawire.engines.device_memory import DeviceMemory
 from deltawire.engines.engine import EngineDelta
 from deltawire.engines.layout import Piece
 from deltawire.engines.live_weights import LiveModel
@@ -67,7 +68,6 @@ class Process:
         self.live = LiveModel(lambda _: (pieces, signed), threads=1)
         if kind != "host" and DEVICE == "cpu":
             from deltawire.engines import live_weights
-            from deltawire.engines.device_memory import DeviceMemory
 
             original = live_weights.memory_of
             live_weights.memory_of = lambda storages, _: DeviceMemory(storages)
@@ -237,9 +237,12 @@ def equal(model, other):
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
 
 
-@pytest.fixture
-def run():
+@pytest.fixture(params=["host", "device"])
+def run(request, monkeypatch):
+    """With weights in host memory, and with kernels of a GPU, in Triton's interpreter where there is none."""
     trained, served = models()
+    if request.param == "device":
+        monkeypatch.setattr("deltawire.engines.live_weights.memory_of", lambda storages, _: DeviceMemory(storages))
     with Publisher(url := fresh_url(), trained, anchors=None, skips=()) as publisher:
         publisher.publish().wait()
         yield url, trained, served, publisher
@@ -328,4 +331,62 @@ def test_a_damaged_delta_is_not_taken(run, monkeypatch):
         advance(trained, publisher)
         replica.pull()
         assert replica.version == 2
+        assert equal(trained, served)
+
+
+def test_an_agent_that_dies_between_decode_and_write(run):
+    """What was decoded and not written is nothing; whoever comes next goes on from the version that is told."""
+    url, trained, served, publisher = run
+    engine = TorchEngine(served)
+    commit = engine.commit
+
+    def die(change):
+        raise KeyboardInterrupt
+
+    with Replica(url, EngineTarget(engine, False), heartbeat_seconds=None) as replica:
+        replica.pull()
+        before = [parameter.clone() for parameter in served.parameters()]
+        advance(trained, publisher)
+        engine.commit = die
+        with pytest.raises(KeyboardInterrupt):
+            replica.pull()
+        assert engine.status().state.version == replica.version == 0
+        assert all(torch.equal(a, b) for a, b in zip(before, served.parameters(), strict=True))
+    engine.commit = commit
+    advance(trained, publisher)
+    with Replica(url, EngineTarget(engine, False), heartbeat_seconds=None) as replica:
+        replica.pull()
+        assert engine.status().state.version == replica.version == 2
+        assert equal(trained, served)
+
+
+def test_a_delta_for_other_weights_and_one_that_another_has_replaced(run):
+    url, trained, served, publisher = run
+    engine, seen = TorchEngine(served), []
+    stage = engine.stage
+    with Replica(url, EngineTarget(engine, False), heartbeat_seconds=None) as replica:
+        replica.pull()
+        advance(trained, publisher)
+
+        def twice(change):
+            """Staged, and staged again before it is written; then for weights that the engine does not have."""
+            stage(change)
+            stage(change)
+            seen.append(change)
+            if len(seen) == 1:
+                with pytest.raises(BaseMismatch):
+                    stage(EngineDelta(change.state, change.base, change.files))
+                assert engine.status().state == change.base
+                stage(change)
+
+        engine.stage = twice
+        replica.pull()
+        assert engine.status().state.version == replica.version == 1
+        assert equal(trained, served)
+        # Written once, it leads from weights that are no longer there.
+        with pytest.raises(BaseMismatch):
+            stage(EngineDelta(seen[0].base, seen[0].state, seen[0].files))
+        advance(trained, publisher)
+        replica.pull()
+        assert engine.status().state.version == replica.version == 2
         assert equal(trained, served)

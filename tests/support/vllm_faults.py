@@ -1,5 +1,8 @@
 """A worker extension that fails when it is told to."""
 
+import os
+import signal
+
 from deltawire.engines.vllm.worker import WorkerExtension
 
 
@@ -26,4 +29,16 @@ class FaultyExtension(WorkerExtension):
         """Turn the sign of one element of a parameter on one rank, as nobody should; again, and it is as it was."""
         if self.rank == rank:
             self.get_model().get_parameter(name).data.view(-1)[0] *= -1
+        return {}
+
+    def die_in_decode(self):
+        """Let the process be killed when it has decoded the first entry of the next delta."""
+        memory = self.weight_transfer_engine.live._memory
+        decode = memory.decode
+
+        def dying(entries):
+            decode(entries[:1])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        memory.decode = dying
         return {}

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -29,14 +30,37 @@ def trl_trainer():
     return async_grpo_trainer
 
 
+@contextmanager
+def counted(monkeypatch):
+    """How many bytes of tensors deltawire takes to the host, by any of torch's ways; Triton's interpreter may."""
+    crossed = {"bytes": 0}
+
+    def count(original):
+        def counting(tensor, *arguments, **named):
+            frame, modules = sys._getframe(1), set()
+            while frame is not None:
+                modules.add(frame.f_globals.get("__name__", "").partition(".")[0])
+                frame = frame.f_back
+            if "triton" not in modules:
+                crossed["bytes"] += tensor.nbytes
+            return original(tensor, *arguments, **named)
+
+        return counting
+
+    with monkeypatch.context() as patched:
+        for name in ("numpy", "tolist", "item", "__array__", "__int__", "__float__", "__bool__"):
+            patched.setattr(torch.Tensor, name, count(getattr(torch.Tensor, name)))
+        yield crossed
+
+
 class Loop:
     """As much of an AsyncGRPOTrainer as a sync needs: its own methods on a tiny model, with real steps between."""
 
-    def __init__(self, module, transfer):
+    def __init__(self, module, transfer, vocab_size=64, num_layers=2):
         torch.manual_seed(0)
         config = transformers.Qwen3Config(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+            vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=num_layers,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
         )  # fmt: skip
         self.model = transformers.Qwen3ForCausalLM(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
@@ -101,6 +125,33 @@ def test_every_sync_is_a_version_with_the_models_bits(trl_trainer):
     assert numbers["deltawire/transfer/syncs"] == numbers["deltawire/publish/published"] == 6
     assert numbers["deltawire/publish/num_bytes"] < numbers["deltawire/publish/full_bytes"]
     assert {"deltawire/transfer/take_seconds", "deltawire/transfer/publish_seconds"} <= numbers.keys()
+
+
+@pytest.mark.parametrize("snapshot", ["device", "host"])
+def test_only_what_is_encoded_crosses_the_bus(trl_trainer, snapshot, monkeypatch):
+    """What TRL sends is compared where it lies. Kernels run in Triton's interpreter where there is no GPU."""
+    url = fresh_url()
+    # The check of live weights runs on the device where there is one, and not in the interpreter.
+    options = {"encoding": ["gap", "context"], "check_share": 0, "anchors": None, "skips": ()}
+    transfer = DeltawireTransfer(url, snapshot=snapshot, **options)
+    loop = Loop(trl_trainer, transfer, vocab_size=512, num_layers=1)
+    loop.sync()
+    transfer.last.wait(PATIENCE)
+    assert transfer.publisher.snapshot == snapshot
+    weights = sum(bits.nbytes for bits in loop.bits().values())
+    loop.train()
+    with counted(monkeypatch) as crossed:
+        loop.sync()
+        stats = transfer.last.wait(PATIENCE).stats
+    # The delta, and what leads back from it; sizes and digests of tiles.
+    most = 3 * stats["num_bytes"]
+    assert 0 < most < weights
+    if snapshot == "device":
+        assert 0 < crossed["bytes"] < most
+    else:
+        assert crossed["bytes"] >= weights
+    transfer.destroy()
+    assert same(arrived(url), loop.bits())
 
 
 def test_syncs_do_not_wait_for_uploads(trl_trainer):
@@ -200,6 +251,26 @@ def test_a_version_that_fails_is_covered_by_the_next_or_at_the_end(trl_trainer):
         assert transfer.version == 0
     transfer.destroy()
     assert transfer.version == 1
+    assert same(arrived(store.url), loop.bits())
+
+
+def test_a_first_version_that_fails_is_tried_again_at_the_end(trl_trainer):
+    """TRL sends it once, and the publisher starts over with an anchor: from what it has kept."""
+    store = Hooked(fresh_url())
+    loop = Loop(trl_trainer, DeltawireTransfer(store))
+
+    def fail(verb, key):
+        if verb == "put":
+            raise StoreUnavailable("down")
+
+    store.before = fail
+    loop.sync()
+    transfer = loop.weight_transfer
+    with pytest.raises(StoreUnavailable):
+        transfer.last.wait(PATIENCE)
+    store.before = lambda verb, key: None
+    transfer.destroy()
+    assert transfer.version == 0
     assert same(arrived(store.url), loop.bits())
 
 

@@ -54,12 +54,19 @@ class Piece:
 
     def select(self, positions: Positions) -> tuple[npt.NDArray[np.uint32], Any]:
         """The elements of the tensor (ascending) that are here: their numbers in the piece, and their indices."""
+        end = self.start + (self.rows - 1) * self.stride + self.columns
+        first, last = np.searchsorted(positions, [self.start, end]).tolist()
+        some = positions[first:last]
+        index = np.empty(len(some) + 1, np.uint32)
         if self.is_one_run:
-            first, last = np.searchsorted(positions, [self.start, self.start + self.num_elements])
-            return (positions[first:last] - self.start).astype(np.uint32), slice(first, last)
-        rows, columns = np.divmod(positions - self.start, self.stride)
-        inside = (rows >= 0) & (rows < self.rows) & (columns < self.columns)
-        return (rows[inside] * self.columns + columns[inside]).astype(np.uint32), inside
+            return np.subtract(some, self.start, out=index[:-1], casting="unsafe"), slice(first, last)
+        from deltawire.kernels.cpu.live import pick_rows
+
+        chosen = np.empty(len(some) + 1, np.int64)
+        count = pick_rows(
+            np.require(some, np.int64, ["C", "W"]), first, self.columns, self.start, self.stride, index, chosen
+        )
+        return index[:count], chosen[:count]
 
     def as_list(self) -> list[Any]:
         return [self.tensor, self.storage, self.rows, self.columns, self.start, self.stride, list(self.place)]

@@ -24,6 +24,7 @@ from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import Bits, dtype_named
 from deltawire.tensors.weights import TensorSpec, view
+from deltawire.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,27 +106,40 @@ class StagedChange:
 
 def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Bits, Bits]:
     """The positions that a patch changes in a tensor, ascending, with their old and new bits."""
-    old, new = bits[patch.where], patch.bits
-    if isinstance(patch.where, slice):
-        positions = np.flatnonzero(old != new)
-        return positions, old[positions], new[positions]
-    positions = patch.where
+    positions, new = patch.where, patch.bits
+    if isinstance(positions, slice):
+        positions = np.flatnonzero(bits != new)
+        return positions, bits[positions], new[positions]
     if np.any(positions[1:] < positions[:-1]):
         order = np.argsort(positions)
-        return positions[order], old[order], new[order]
+        positions, new = positions[order], new[order]
+    # A kernel is compiled for arrays that can be written, and looks at no end.
+    if len(positions) and 0 <= positions[0] <= positions[-1] < len(bits) and bits.flags.writeable:
+        from deltawire.kernels.cpu.live import gather
+
+        old = np.empty(len(positions), bits.dtype)
+        gather(bits, np.require(positions, np.int64, ["C", "W"]), old)
+    else:
+        old = bits[positions]
     return positions, old, new
 
 
 def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange]:
     """What changes in each process."""
-    ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
-    for patch in change.patches:
+
+    def split_patch(patch: Patch) -> list[list[PieceChange]]:
         if patch.name not in layout.specs:
             raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
         positions, old, new = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
+        ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
         for changes, pieces, by_tensor in zip(ranks, layout.ranks, layout.by_tensor, strict=True):
             for number in by_tensor.get(patch.name, []):
                 index, inside = pieces[number].select(positions)
                 if len(index):
                     changes.append(PieceChange(number, index, old[inside], new[inside]))
+        return ranks
+
+    with Workers() as workers:
+        found = workers.map(split_patch, change.patches)
+    ranks = [[each for ranks in found for each in ranks[rank]] for rank in range(len(layout.ranks))]
     return [StagedChange(token, change.base, change.state, changes) for changes in ranks]

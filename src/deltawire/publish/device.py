@@ -9,6 +9,7 @@ of a module, and frozen parameters, are kept in host memory as `History` does.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +20,19 @@ from triton import knobs
 
 from deltawire.codec import CONTEXT, GAP
 from deltawire.kernels.gpu import encode as kernels
-from deltawire.publish.device_part import DTYPES, Part, single_stride
+from deltawire.publish.device_part import DTYPES, SMALL, Part, single_stride
 from deltawire.publish.history import CHUNK, ChunkKey, History, PackedVersion, Prepared, Record, StagedVersion
 from deltawire.publish.sources import ModuleWeights
+from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.dtypes import Bits, DType
 from deltawire.tensors.weights import Tensor
 from deltawire.workers import Workers
+
+# Weights that come one by one are copied until all are there, or so many bytes: the room that the first version needs
+# beyond the snapshot.
+MOST_COPIED = 1 << 32
 
 
 class OnDevice:
@@ -71,44 +77,71 @@ class DeviceHistory(History):
 
     def __init__(
         self,
-        weights: ModuleWeights,
+        weights: ModuleWeights | Stream,
         version: int,
         *,
         allowed: list[str],
         tied: Mapping[str, str] | None = None,
         scratch: Path | None = None,
     ) -> None:
-        by_device: dict[Any, list[str]] = {}
-        for name in weights:
-            if is_kept(weights, name):
-                by_device.setdefault((weights.tensor(name).device, weights.dtype_of(name).name), []).append(name)
-        self._on_device = {name for names in by_device.values() for name in names}
+        self._on_device: set[str] = set()
+        self._parts: list[Part] = []
+        self._warming: list[threading.Thread] = []
+        self._coming: dict[tuple[Any, str], dict[str, Any]] = {}
+        self._num_copied: Counter[tuple[Any, str]] = Counter()
+        self._copies = isinstance(weights, Stream)
         super().__init__(weights, version, tied=tied, scratch=scratch)
+        for place in list(self._coming):
+            self._add_part(place)
         self._allowed = allowed
-        self._parts = [Part(weights, self.boxes, names) for names in by_device.values()]
-        for part in self._parts:
-            for name in part.names:
-                self._snapshot[name] = cast(Bits, DeviceBits(part, name))
         # Reading and moving the snapshot exclude each other.
         self._alone = threading.RLock()
-        self._warming = [warm_up(device, dtype) for device, dtype in by_device if device.type == "cuda"]
+
+    @property
+    def place(self) -> str:
+        on_host = len(self._on_device) < len(self.specs)
+        return " and ".join(["device"] * bool(self._on_device) + ["host"] * on_host)
+
+    def _begin(self, weights: Mapping[str, Tensor]) -> None:
+        kept = [name for name in weights if isinstance(weights, ModuleWeights) and is_kept(weights, name)]
+        self._on_device.update(kept)
+        super()._begin(weights)
+        for name in kept:
+            assert isinstance(weights, ModuleWeights)
+            tensor, dtype = weights.tensor(name), weights.dtype_of(name).name
+            place = tensor.device, dtype
+            # Of those that come one by one the next may have the same memory.
+            self._coming.setdefault(place, {})[name] = tensor.clone() if self._copies else tensor
+            self._num_copied[place] += tensor.nbytes if self._copies else 0
+            if self._num_copied[place] > MOST_COPIED:
+                self._add_part(place)
+
+    def _add_part(self, place: tuple[Any, str]) -> None:
+        tensors, self._num_copied[place] = self._coming.pop(place), 0
+        # Small ones lie together, to be looked at together.
+        names = sorted(tensors, key=lambda name: tensors[name].numel() <= SMALL)
+        part = Part(ModuleWeights(tensors, dict.fromkeys(tensors, place[1]), frozenset(), {}), self.boxes, names)
+        self._parts.append(part)
+        for name in names:
+            self._snapshot[name] = cast(Bits, DeviceBits(part, name))
+        if place[0].type == "cuda":
+            self._warming.append(warm_up(*place))
 
     def _first_bits(self, name: str, tensor: Tensor) -> Bits:
         return np.empty(0, np.uint16) if name in self._on_device else super()._first_bits(name, tensor)
 
     def stage(
-        self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
+        self, version: int, weights: Mapping[str, Tensor] | Stream, workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
-        if not isinstance(weights, ModuleWeights):
+        if not isinstance(weights, ModuleWeights | Stream):
             raise TypeError("a snapshot on a device is for torch tensors: use snapshot='host' for other weights")
         with self._alone:
             if self.version in self._records:
                 self._encode(self.version)
-            staged = super().stage(version, weights, workers, {*fixed, *self._on_device})
-            records: list[kernels.Record] = []
+            staged, records = super().stage(version, weights, workers, fixed), []
             try:
                 for part in self._parts:
-                    records.append(part.stage(weights))  # noqa: PERF401 (one by one: what was staged is undone)
+                    records.append(part.end())  # noqa: PERF401 (one by one: what was staged is undone)
             except BaseException:
                 for part, record in zip(self._parts[: len(records)], records, strict=True):
                     part.put_back(record)
@@ -116,6 +149,21 @@ class DeviceHistory(History):
                 raise
             self._records[version] = OnDevice(staged, records)
             return staged
+
+    def _move(
+        self, record: StagedVersion, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str]
+    ) -> None:
+        super()._move(record, weights, workers, {*fixed, *self._on_device})
+        if isinstance(weights, ModuleWeights):
+            for part in self._parts:
+                part.look(weights)
+        elif not self._on_device.isdisjoint(weights):
+            raise TypeError(f"{next(iter(weights))} was a torch tensor: use snapshot='host' where others come, too")
+
+    def copy_of(self, name: str) -> Any:
+        if name not in self._on_device:
+            return super().copy_of(name)
+        return self._part_of(name).copy_of(name, self.specs[name][1])
 
     def _encode(self, version: int) -> None:
         """Encode the changes of a version while the snapshot is still at it."""
@@ -158,6 +206,8 @@ class DeviceHistory(History):
     def _undo(self, version: int) -> None:
         with self._alone:
             record = self._records[version]
+            for part in self._parts:
+                part.give_up()
             if isinstance(record, OnDevice) and record.reverse is None:
                 for part, each in zip(self._parts, record.records, strict=True):
                     part.put_back(each)
@@ -176,6 +226,9 @@ class DeviceHistory(History):
         return next(part for part in self._parts if name in part.held)
 
     def _take_chunk(self, name: str, index: int) -> tuple[Bits, dict[int, Record]]:
+        if name not in self._on_device:
+            # Without the lock: the thread that packs them has it, and waits for others that read them.
+            return super()._take_chunk(name, index)
         with self._alone:
             if self.version in self._records:
                 self._encode(self.version)
@@ -212,7 +265,8 @@ def _encode_something(device: Any, dtype: str) -> None:
     for encoding in (CONTEXT.name, GAP.name):
         part = Part(weights, boxes, [""])
         values.view(torch.int16)[::50] += 3
-        record = part.stage(weights)
+        part.look(weights)
+        record = part.end()
         counts = part.num_changed(record)
         part.encode(record, counts, [encoding], PackedVersion({"": int(counts[""].sum())}, None))
         part.digest("")

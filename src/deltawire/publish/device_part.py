@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
 from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
-from deltawire.kernels.gpu.arena import Arena
+from deltawire.kernels.gpu.arena import Arena, joined
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.sums import Runs, box_sum
 from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
@@ -140,6 +140,11 @@ class Part:
         edges = np.append(self._chunks.first_blocks, self._arena.num_blocks)
         self._chunk_edges = torch.from_numpy(edges).to(self._device)
         self._small: dict[str, Bits] | None = None
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+        self._arenas = {(0, len(names)): self._arena}
+        """The whole arena, and the parts of it that were looked at alone: from one tensor to another."""
+        self._found: dict[tuple[int, int], kernels.Record] = {}
+        self._waiting: dict[str, torch.Tensor] = {}
 
     def _alone(self) -> AbstractContextManager[Any]:
         """The stream of this snapshot, so that training goes on in parallel."""
@@ -155,20 +160,69 @@ class Part:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def stage(self, weights: ModuleWeights) -> kernels.Record:
-        """Move the snapshot to the weights, and return when they may change again."""
+    def look(self, weights: ModuleWeights) -> None:
+        """Move the snapshot to some weights, all or one tensor, and return when they may change again.
+
+        Small tensors that come alone are copied, and looked at together.
+        """
+        mine = [name for name in weights if name in self.held]
+        if len(mine) == len(self.names):
+            self._look(0, [weights.tensor(name) for name in self.names])
+            return
+        for name in mine:
+            if self.held[name].num_elements <= SMALL:
+                self._waiting[name] = weights.tensor(name).clone()
+            else:
+                self._look(self._numbers[name], [weights.tensor(name)])
+
+    def _look(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         self._small = None
+        stretch = first, first + len(tensors)
         with self._after_training():
-            self._arena.point_at([weights.tensor(name) for name in self.names])
-            record = self._arena.find()
+            if stretch not in self._arenas:
+                self._arenas[stretch] = self._arena.part(*stretch)
+            arena = self._arenas[stretch]
+            arena.point_at(tensors)
+            self._found[stretch] = arena.find()
         self._join()
+        arena.let_go()
+
+    def end(self) -> kernels.Record:
+        """What all looks have found."""
+        waiting = sorted((self._numbers[name], tensor) for name, tensor in self._waiting.items())
+        self._waiting = {}
+        for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
+            numbered = [each for _, each in some]
+            self._look(numbered[0][0], [tensor for _, tensor in numbered])
+        with self._alone():
+            record = joined([self._found[stretch] for stretch in sorted(self._found)])
+        self._join()
+        self._found = {}
         return record
+
+    def give_up(self) -> None:
+        """Undo what was found since the last end."""
+        self._small, self._waiting = None, {}
+        with self._alone():
+            for stretch, record in self._found.items():
+                self._arenas[stretch].put_back(record)
+        self._join()
+        self._found = {}
 
     def put_back(self, record: kernels.Record) -> None:
         self._small = None
         with self._alone():
             self._arena.put_back(record)
         self._join()
+
+    def copy_of(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A copy of a tensor, as it was last seen."""
+        if name in self._waiting:
+            return self._waiting[name]
+        held = self.held[name]
+        first = held.first_block * BLOCK
+        bits = self._arena.snapshot[first : first + held.num_elements].clone()
+        return bits.view(DTYPES[held.dtype.name]).view(shape)
 
     def read(self, name: str, stretch: slice) -> Bits:
         held = self.held[name]

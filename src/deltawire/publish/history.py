@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from deltawire.codec import Encoded
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
+from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, box_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, no_room
@@ -149,7 +150,7 @@ class History:
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | Stream,
         version: int,
         *,
         tied: Mapping[str, str] | None = None,
@@ -161,21 +162,30 @@ class History:
         self.specs: dict[str, tuple[DType, tuple[int, ...]]] = {}
         """Dtypes and shapes of whole tensors."""
         self._snapshot: dict[str, Bits] = {}
-        for name, tensor in weights.items():
-            self.boxes[name] = getattr(weights, "boxes", {}).get(name) or Box.whole(tensor.shape)
-            self.specs[name] = tensor.dtype, self.boxes[name].full
-            self._snapshot[name] = self._first_bits(name, tensor)
+        for some in weights.each(self) if isinstance(weights, Stream) else [weights]:
+            self._begin(some)
         self._records: dict[int, Record] = {}
         self._scratch = scratch
         # A new object before a record is removed or replaced, so that readers notice.
         self._epoch = object()
         self.oldest = self.version = version
 
+    def _begin(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            self.boxes[name] = getattr(weights, "boxes", {}).get(name) or Box.whole(tensor.shape)
+            self.specs[name] = tensor.dtype, self.boxes[name].full
+            self._snapshot[name] = self._first_bits(name, tensor)
+
     def _first_bits(self, name: str, tensor: Tensor) -> Bits:
         try:
             return np.array(tensor.bits[:])
         except MemoryError:
             raise no_room(f"the snapshot of {name}", tensor.bits.nbytes) from None
+
+    @property
+    def place(self) -> str:
+        """Where the snapshot is."""
+        return "host"
 
     @property
     def num_elements(self) -> int:
@@ -185,11 +195,34 @@ class History:
         return len(self._snapshot[name])
 
     def stage(
-        self, version: int, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str] = ()
+        self, version: int, weights: Mapping[str, Tensor] | Stream, workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         """Move the snapshot to new weights, as the next version, and record the old bits. `fixed` is not compared."""
-        self._check(weights)
-        record = StagedVersion()
+        if not isinstance(weights, Stream):
+            self._check_names(weights)
+            self._check(weights)
+        record = self._records[version] = StagedVersion()
+        try:
+            if isinstance(weights, Stream):
+                for some in weights.each(self):
+                    self._check(some)
+                    self._move(record, some, workers, fixed)
+                self._check_names(weights.names)
+            else:
+                self._move(record, weights, workers, fixed)
+        except BaseException as error:
+            if isinstance(weights, Stream) and weights.once and isinstance(error, UnknownParameter | ShapeMismatch):
+                done = weights.names.keys() - weights.fixed - weights.tied.keys()
+                weights.put_back([(name, self.copy_of(name)) for name in done])
+            self._undo(version)
+            raise
+        self.version = version
+        return record
+
+    def _move(
+        self, record: StagedVersion, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str]
+    ) -> None:
+        """Compare some tensors, record their old bits, and move the snapshot to the new ones."""
 
         def stage_tensor(name: str, workers: Workers) -> None:
             from deltawire.kernels.cpu.blocks import changed_positions
@@ -209,16 +242,14 @@ class History:
 
             workers.map(stage_chunk, range(-(-len(bits) // CHUNK)))
 
-        self._records[version] = record
-        try:
-            names = [name for name in self._snapshot if name not in fixed]
-            for _ in workers.spread(names, lambda name: len(self._snapshot[name]), stage_tensor):
-                pass
-        except BaseException:
-            self._undo(version)
-            raise
-        self.version = version
-        return record
+        names = [name for name in weights if name not in fixed]
+        for _ in workers.spread(names, lambda name: len(self._snapshot[name]), stage_tensor):
+            pass
+
+    def copy_of(self, name: str) -> Any:
+        """A copy of a tensor's snapshot, which a history can be given."""
+        dtype, shape = self.specs[name]
+        return Tensor(dtype, shape, self._snapshot[name].copy())
 
     def roll_back(self, version: int) -> None:
         """Undo everything that was staged from this version on."""
@@ -324,13 +355,13 @@ class History:
     def _chunks(self, names: Iterable[str]) -> list[ChunkKey]:
         return [(name, i) for name in list(names) for i in range(-(-len(self._snapshot[name]) // CHUNK))]
 
+    def _check_names(self, names: Collection[str]) -> None:
+        if missing := self.specs.keys() - set(names):
+            raise _unknown(min(missing), "no longer")
+
     def _check(self, weights: Mapping[str, Tensor]) -> None:
-        for missing, where in ((self.specs.keys() - weights.keys(), "no longer"), (weights.keys() - self.specs, "not")):
-            if missing:
-                raise UnknownParameter(
-                    f"{min(missing)} is {where} among the published weights: call publish(anchor=True) to start over",
-                    tensor=min(missing),
-                )
+        if unknown := weights.keys() - self.specs:
+            raise _unknown(min(unknown), "not")
         boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
         for name in weights:
             (dtype, shape), now = self.specs[name], spec(weights, name)
@@ -345,6 +376,12 @@ class History:
                 f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start over",
                 tensor=name, expected=expected, actual=actual,
             )  # fmt: skip
+
+
+def _unknown(name: str, where: str) -> UnknownParameter:
+    return UnknownParameter(
+        f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
+    )
 
 
 class TensorAt:

@@ -109,6 +109,12 @@ class BasePublisher:
         return len(self._pending)
 
     @property
+    def snapshot(self) -> str | None:
+        """Where the snapshot is kept: `device`, `host`, or `device and host`; None before there is one."""
+        held = self._worker.latest
+        return None if held is None else held.history.place
+
+    @property
     def _is_busy(self) -> bool:
         return bool(self._pending) or bool(self._leader is not None and self._leader.tasks)
 
@@ -419,7 +425,8 @@ class BasePublisher:
         return {f"deltawire/publish/{name}": value for name, value in {**values, **last}.items() if value is not None}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({redacted(self.run.store.url)!r}, version={self.version})"
+        where = "" if self.snapshot is None else f", snapshot={self.snapshot!r}"
+        return f"{type(self).__name__}({redacted(self.run.store.url)!r}, version={self.version}{where})"
 
     def __enter__(self) -> Self:
         return self

@@ -32,12 +32,13 @@ class Publisher(BasePublisher):
 
     Args:
         store: A URL, a path, or a `Store`.
-        weights: A torch module, a mapping from names to arrays or tensors, or a function that returns such a mapping.
-            It is read at each `publish`.
+        weights: A torch module, a mapping from names to arrays or tensors, or a function that returns such a mapping,
+            or pairs of a name and a tensor one by one. It is read at each `publish`.
         run: The id of a new run. For a run that exists it must be its id.
         base: The weights of the last version, if they differ from the current ones.
         files: Files that are uploaded with the anchors: configuration, tokenizer.
-        dtype: The dtype to publish in. Modules: bf16 by default. Plain integer arrays: what their bits are.
+        dtype: The dtype to publish in, or a mapping from names. Modules: bf16 by default. Tensors of torch that are
+            floats are cast to it. Plain integer arrays: what their bits are.
         tied: Names that share the weights of other names; detected where they share memory.
         frozen: Names or patterns such as `visual.*` of tensors that do not change: in anchors, never compared.
         encoding: `auto`: the smallest for each tensor. `mirrorless`: the smallest of those that need no full copy at
@@ -47,7 +48,7 @@ class Publisher(BasePublisher):
         anchors: `auto`: when the deltas have grown large enough. A number: every so many versions. `None`: the first.
         skips: Lengths of skip deltas, in versions; empty for none.
         sign_with: The file with the private key from `deltawire keygen`.
-        snapshot: Where the snapshot lives: `device`, `host`, or `None`: on the GPU if the module is there.
+        snapshot: Where the snapshot lives: `device`, `host`, or `None`: on the GPU if the weights are there.
         scratch: A folder for the changed bits of recent versions; by default the system's temporary folder.
         check_share: The share of time that may go into hashing live weights again, without the snapshot; 0: none.
         max_file_bytes: Deltas and checkpoints larger than this are split into several files.

@@ -18,6 +18,8 @@ import numpy as np
 from deltawire.errors import SnapshotMismatch
 from deltawire.publish.history import History
 from deltawire.publish.sources import TORCH_NAMES
+from deltawire.publish.streams import Stream
+from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, TensorKey, box_digest, tensor_key
 from deltawire.tensors.dtypes import DType
 from deltawire.tensors.weights import Tensor, Weights, is_torch
@@ -58,8 +60,28 @@ class Recheck:
         self._last: float | None = None
         self._next = 0
 
-    def measure(self, weights: Weights, history: History, workers: Workers) -> dict[str, Digest]:
+    def attend(self, stream: Stream, history: History | None) -> None:
+        """Measure all tensors of a stream as they come; where it has a history, copy those whose turn it is."""
+        if history is None and self._share:
+
+            def measure(name: str, value: Any, history: History) -> None:
+                stream.measured[name] = _measured(_copied({name: value}, name, name, history), history)
+
+            stream.watch = measure
+        elif history is not None:
+            chosen = self._chosen(history)
+
+            def copy(name: str, value: Any, history: History) -> None:
+                if name in chosen:
+                    stream.copied.append(_copied({name: value}, name, name, history))
+
+            stream.watch = copy
+
+    def measure(self, weights: Weights | Stream, history: History, workers: Workers) -> dict[str, Digest]:
         """The digests of all live tensors; tied ones are compared at once."""
+        if isinstance(weights, Stream):
+            self._last = time.monotonic()
+            return weights.measured
         if not self._share:
             return {}
         sources = _sources(history)
@@ -75,26 +97,34 @@ class Recheck:
         self._last = time.monotonic()
         return {name: found[name] for name in history.specs}
 
-    def copy(self, weights: Weights, history: History) -> list[Copied]:
+    def copy(self, weights: Weights | Stream, history: History) -> list[Copied]:
         """Copies of the tensors whose turn it is."""
+        if isinstance(weights, Stream):
+            copied = weights.copied
+        else:
+            copied = [_copied(weights, name, to, history) for name, to in self._chosen(history).items()]
+        _wait_for(copied)
+        return copied
+
+    def _chosen(self, history: History) -> dict[str, str]:
+        """The names whose turn it is, and those that a reader takes their weights from."""
         now = time.monotonic()
         interval, self._last = 0.0 if self._last is None else now - self._last, now
         if not self._share:
-            return []
+            return {}
         sources = list(_sources(history).items())
         self._credit += self._share * interval
-        copied: list[Copied] = []
+        chosen: dict[str, str] = {}
         for name, source in sources[self._next :] + sources[: self._next]:
             cost = history.num_elements_of(source) / self._rate
             if cost > self._credit and self._share < 1:
                 break
             self._credit -= cost
-            copied.append(_copied(weights, name, source, history))
+            chosen[name] = source
         # Never save up for more than one pass over all tensors.
         self._credit = min(max(self._credit, 0.0), history.num_elements / self._rate)
-        self._next = (self._next + len(copied)) % max(len(sources), 1)
-        _wait_for(copied)
-        return copied
+        self._next = (self._next + len(chosen)) % max(len(sources), 1)
+        return chosen
 
     def compare(self, copied: list[Copied], expected: Digests, history: History) -> None:
         """Raise SnapshotMismatch if the copied tensors differ from what the version would contain."""
@@ -156,8 +186,16 @@ def _copy(value: Any, dtype: DType) -> Any:
 
 def _measured(copied: Copied, history: History) -> Digest:
     """The contribution of a copied tensor to the digest, under the name that a reader takes it from."""
-    dtype, box = history.specs[copied.source][0], history.boxes[copied.source]
-    key, value = tensor_key(copied.source, dtype, box.full), copied.value
+    return _hashed(copied.value, copied.source, history.specs[copied.source][0], history.boxes[copied.source])
+
+
+def hashed(value: Any, name: str, dtype: DType, shape: tuple[int, ...]) -> Digest:
+    """The contribution of a live tensor to the digest, under the name that a reader takes it from."""
+    return _hashed(_copy(value, dtype), name, dtype, Box.whole(shape))
+
+
+def _hashed(value: Any, name: str, dtype: DType, box: Box) -> Digest:
+    key = tensor_key(name, dtype, box.full)
     if is_torch(value):
         import torch
 

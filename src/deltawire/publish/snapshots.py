@@ -1,26 +1,41 @@
 """Where a publisher keeps its snapshot: next to the weights on a GPU, or in host memory."""
 
 import importlib.util
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from deltawire.errors import MissingDependency
 from deltawire.publish.history import History
 from deltawire.publish.settings import Settings
-from deltawire.publish.sources import ModuleWeights
+from deltawire.publish.sources import ModuleWeights, lies_on_gpu
+from deltawire.publish.streams import Stream
 from deltawire.tensors.names import check_names
-from deltawire.tensors.weights import Tensor
+from deltawire.tensors.weights import Tensor, is_torch
+
+log = logging.getLogger("deltawire")
 
 
-def new_history(weights: Mapping[str, Tensor], version: int, tied: Mapping[str, str], settings: Settings) -> History:
+def new_history(
+    weights: Mapping[str, Tensor] | Stream, version: int, tied: Mapping[str, str], settings: Settings
+) -> History:
     """A history that starts with the current weights; by default on their GPU, if they are on one."""
-    check_names(weights)
+    if not isinstance(weights, Stream):
+        check_names(weights)
+    history = _new_history(weights, version, tied, settings)
+    log.info("the snapshot of %d tensors is kept on: %s", len(history.specs), history.place)
+    return history
+
+
+def _new_history(
+    weights: Mapping[str, Tensor] | Stream, version: int, tied: Mapping[str, str], settings: Settings
+) -> History:
     if not _on_device(weights, settings.snapshot):
         return History(weights, version, tied=tied, scratch=settings.scratch)
     from deltawire.publish.device import DeviceHistory, is_kept
 
-    assert isinstance(weights, ModuleWeights)
-    if not any(is_kept(weights, name) for name in weights):
+    assert isinstance(weights, ModuleWeights | Stream)
+    if isinstance(weights, ModuleWeights) and not any(is_kept(weights, name) for name in weights):
         return History(weights, version, tied=tied, scratch=settings.scratch)
     return DeviceHistory(weights, version, allowed=settings.allowed, tied=tied, scratch=settings.scratch)
 
@@ -29,9 +44,13 @@ def _on_device(weights: Any, snapshot: str | None) -> bool:
     has_triton = importlib.util.find_spec("triton") is not None
     if snapshot == "host":
         return False
+    # Of weights that come one by one the first says where they are.
+    is_stream, first = isinstance(weights, Stream), weights.first() if isinstance(weights, Stream) else None
+    is_torch_source = is_torch(first) if is_stream else isinstance(weights, ModuleWeights)
+    is_on_gpu = lies_on_gpu(first) if is_stream else is_torch_source and _has_cuda(weights)
     if snapshot is None:
-        return has_triton and isinstance(weights, ModuleWeights) and _lies_on_gpu(weights)
-    if not isinstance(weights, ModuleWeights):
+        return has_triton and is_on_gpu
+    if not is_torch_source:
         raise ValueError(
             "snapshot='device' is for a torch module, or torch tensors on a GPU; other weights are published with "
             "snapshot='host'"
@@ -41,10 +60,10 @@ def _on_device(weights: Any, snapshot: str | None) -> bool:
     from triton import knobs
 
     # The interpreter runs the kernels on the CPU; it is for tests.
-    if not _lies_on_gpu(weights) and not knobs.runtime.interpret:
+    if not is_on_gpu and not knobs.runtime.interpret:
         raise ValueError("snapshot='device' needs a module on a GPU; use snapshot='host' for one on the CPU")
     return True
 
 
-def _lies_on_gpu(weights: ModuleWeights) -> bool:
+def _has_cuda(weights: ModuleWeights) -> bool:
     return any(weights.tensor(name).device.type == "cuda" for name in weights)

@@ -1,14 +1,17 @@
 """Where a publisher's weights come from: a mapping, a function that returns one, or a torch module as it trains."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple, cast
 
 from deltawire.errors import UnknownParameter, UnsupportedPlacement
+from deltawire.publish.streams import NOT_WEIGHTS, Stream
 from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest
 from deltawire.tensors.dtypes import Bits, DType, dtype_named
-from deltawire.tensors.names import check_names, plain_name, resolve_ties
+from deltawire.tensors.names import check_names, check_ties, plain_name, resolve_ties
 from deltawire.tensors.weights import (
     DTypeChoice,
     Tensor,
@@ -293,7 +296,7 @@ def _published(dtype: Any) -> str:
     return published
 
 
-def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> Callable[[], Weights]:
+def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> Callable[[], Weights | Stream]:
     """A function that returns the current weights."""
     if hasattr(weights, "named_parameters"):
         return module_source(weights, dtype=dtype, frozen=frozen)
@@ -304,38 +307,34 @@ def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> C
     raise TypeError(f"expected a mapping, a torch module or a function, got {type(weights).__name__}")
 
 
-def _returned(weights: Any) -> Weights:
+def _returned(weights: Any) -> Weights | Stream:
     """What a function for weights has returned: by name, or as pairs of a name and a tensor."""
     if isinstance(weights, Mapping):
         return weights
-    found: dict[str, Any] = {}
-    problem = (
-        "the function for weights must return them by name, or as pairs of a name and a tensor, not "
-        f"{type(weights).__name__}"
-    )
-    if isinstance(weights, str | bytes) or not isinstance(weights, Iterable):
-        raise TypeError(problem)
-    for pair in weights:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise TypeError(problem)
-        if pair[0] in found:
-            raise ValueError(f"the function for weights has returned {pair[0]} twice")
-        found[pair[0]] = pair[1]
-    return found
+    if isinstance(weights, str | bytes) or not isinstance(weights, Iterable | Stream):
+        raise TypeError(f"{NOT_WEIGHTS}{type(weights).__name__}")
+    return weights if isinstance(weights, Stream) else Stream(weights)
 
 
 def lies_on_gpu(value: Any) -> bool:
     return is_torch(value) and bool(value.is_cuda)
 
 
+def _untied(name: str, to: str) -> ValueError:
+    return ValueError(
+        f"{name} is tied to {to} and has other weights: call publish(anchor=True) where it was untied, or leave it out "
+        "of tied="
+    )
+
+
 class Taken(NamedTuple):
     """The weights at one moment."""
 
-    live: Weights
+    live: Weights | Stream
     """As the trainer has them."""
-    bits: Mapping[str, Tensor]
+    bits: Mapping[str, Tensor] | Stream
     tied: Mapping[str, str]
-    fixed: frozenset[str]
+    fixed: AbstractSet[str]
     """Names that need not be compared."""
 
 
@@ -362,14 +361,18 @@ class WholeSource(Source):
         self._stated_ties = None if tied is None else dict(tied)
         self._names: frozenset[str] = frozenset()
 
-    def check(self, weights: Weights) -> None:
-        """Refuse names, ties and patterns that do not fit, before anything is published."""
+    def check(self, weights: Weights | Stream) -> None:
+        """Refuse names, ties and patterns that do not fit, before anything is published; of a stream, as it comes."""
+        if isinstance(weights, Stream):
+            return
         check_names(weights)
         self._ties(weights)
         self._fixed(weights)
 
     def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
         weights = self.read() if weights is None else weights
+        if isinstance(weights, Stream):
+            return self._take_stream(weights)
         names = frozenset(getattr(weights, "live", weights))
         if tied is None:
             tied, self._names = self._ties(weights), names
@@ -380,25 +383,58 @@ class WholeSource(Source):
             raise UnknownParameter(
                 f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
             )
-        if (name := untied_name(weights, tied, self._dtype)) is not None:
-            raise ValueError(
-                f"{name} is tied to {tied[name]} and has other weights: call publish(anchor=True) where it was untied, "
-                "or leave it out of tied="
-            )
         bits = weights if isinstance(weights, ModuleWeights) else self._bits(weights, tied)
+        if (name := untied_name(weights, tied, None if isinstance(bits, ModuleWeights) else self._dtype)) is not None:
+            raise _untied(name, tied[name])
         if not bits:
             raise ValueError("there are no tensors to publish: the mapping is empty; pass one with at least one tensor")
         return Taken(weights, bits, tied, self._fixed(weights))
 
+    def _take_stream(self, stream: Stream) -> Taken:
+        stated = self._stated_ties or {}
+        stream.tied = resolve_ties(stated, {*stated, *stated.values()})
+        stream.is_frozen = lambda name: any(fnmatchcase(name, pattern) for pattern in self._frozen)
+        stream.view = self._one
+        return Taken(stream, stream, stream.tied, stream.fixed)
+
+    def finish(self, stream: Stream, digest_of: Callable[[str], Digest]) -> None:
+        """Refuse ties and patterns that do not fit, which the end of a stream shows."""
+        check_ties(stream.tied, stream.names)
+        matching_names(stream.names, self._frozen)
+        for name, digest in stream.ties.items():
+            if digest != digest_of(stream.tied[name]):
+                raise _untied(name, stream.tied[name])
+
+    def _one(self, name: str, value: Any, is_fixed: bool) -> Mapping[str, Tensor]:
+        """One tensor as bits; what torch has as what it is, so that it is compared where it lies."""
+        dtypes = self._casts({name: value})
+        if dtypes is not None:
+            return ModuleWeights({name: value}, dtypes, frozenset([name] if is_fixed else ()), {})
+        return Viewed({name: value}, self._dtype)
+
+    def _casts(self, tensors: Mapping[str, Any]) -> dict[str, str] | None:
+        """The dtypes to cast to; None unless all are plain tensors of torch, of floats where a dtype is stated."""
+        dtypes = {}
+        for name, tensor in tensors.items():
+            if not is_torch(tensor) or hasattr(tensor, "to_local"):
+                return None
+            check_plain(name, tensor)
+            stated = self._dtype.get(name) if isinstance(self._dtype, Mapping) else self._dtype
+            if stated is not None:
+                is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+                if not is_wide or dtype_named(stated).name not in TORCH_NAMES:
+                    return None
+                dtypes[name] = dtype_named(stated).name
+        return dtypes
+
     def _bits(self, weights: Weights, tied: Mapping[str, str]) -> Mapping[str, Tensor]:
-        """Weights as bits; torch tensors on a GPU as what they are, so that they are compared there."""
+        """Weights as bits; tensors of torch on a GPU, or to be cast, as what they are, to be compared there."""
         first = next(iter(weights), None)
-        if self._dtype is None and first is not None and lies_on_gpu(weights[first]):
+        if first is not None and is_torch(weights[first]) and (self._dtype is not None or lies_on_gpu(weights[first])):
             tensors = {name: weights[name] for name in weights}
-            if all(is_torch(tensor) and not hasattr(tensor, "to_local") for tensor in tensors.values()):
-                for name, tensor in tensors.items():
-                    check_plain(name, tensor)
-                return ModuleWeights(tensors, {}, self._fixed(weights), tied)
+            dtypes = self._casts(tensors)
+            if dtypes is not None:
+                return ModuleWeights(tensors, dtypes, self._fixed(weights), tied)
         return Viewed(weights, self._dtype, tied)
 
     def _ties(self, weights: Weights) -> dict[str, str]:

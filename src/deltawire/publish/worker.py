@@ -8,7 +8,7 @@ to a later one.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ from deltawire.publish.history import History
 from deltawire.publish.recheck import Copied, Digests, Recheck
 from deltawire.publish.settings import Settings
 from deltawire.publish.snapshots import new_history
-from deltawire.publish.sources import Source, Taken
+from deltawire.publish.sources import Source, Taken, WholeSource
+from deltawire.publish.streams import Stream
 from deltawire.publish.upload import pieces_of, put_parts, put_shards
 from deltawire.run.manifest import StoredObject
 from deltawire.run.plain import plain_metadata, plain_step
@@ -56,6 +57,9 @@ class Worker:
         self._recheck = Recheck(settings.check_share)
         # The weights to resume with, where they were read before.
         self._first = first
+        self._resumed: Stream | None = None
+        self._once = False
+        """Whether the weights come in streams that cannot be read again."""
         self._held: dict[int, Held] = {}
         self._errors: dict[int, BaseException] = {}
         self._encoded: dict[int, list[list[Entry]]] = {}
@@ -89,6 +93,9 @@ class Worker:
             plain = plain_step(step), plain_metadata(metadata)
             before = None if anchor else self.latest
             taken = self.source.take(None if before is None else before.tied)
+            if isinstance(taken.live, Stream):
+                self._once = taken.live.once
+                self._recheck.attend(taken.live, None if before is None else before.history)
             with Workers(self._settings.threads) as workers:
                 if before is None:
                     held = self._snapshot(taken, call)
@@ -96,6 +103,11 @@ class Worker:
                 else:
                     held = Held(before.history, before.specs, before.tied)
                     held.history.stage(call, taken.bits, workers, taken.fixed)
+                    try:
+                        self._finish_stream(taken, held.history, call)
+                    except BaseException:
+                        held.history.roll_back(call)
+                        raise
                     held.copied = self._recheck.copy(taken.live, held.history)
             held.step = plain[0]
             with self._changed:
@@ -117,8 +129,14 @@ class Worker:
             self.num_calls = call - 1
         held.history.roll_back(call)
 
+    def _finish_stream(self, taken: Taken, history: History, call: int) -> None:
+        if isinstance(taken.live, Stream) and isinstance(self.source, WholeSource):
+            with Workers(self._settings.threads) as workers:
+                self.source.finish(taken.live, lambda name: history.digest_of(name, call, workers))
+
     def _snapshot(self, taken: Taken, call: int) -> Held:
         history = new_history(taken.bits, call, taken.tied, self._settings)
+        self._finish_stream(taken, history, call)
         own = {name: (dtype.name, shape) for name, (dtype, shape) in history.specs.items()}
         return Held(history, getattr(taken.bits, "specs", own), taken.tied)
 
@@ -143,12 +161,23 @@ class Worker:
         self._first = None
         if not has_version:
             return {}
+        self._resumed = weights if isinstance(weights, Stream) else None
         self._held = {0: self._snapshot(self.source.take(None, weights), 0)}
         return self.measure(0)
 
     def start_over(self) -> None:
         """Drop the weights of the start: they are not those of the last version."""
+        if self._resumed is not None and self._resumed.once:
+            self._resumed.put_back(self.staged(self._resumed.fixed))
         self._held = {}
+
+    def staged(self, without: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+        """The weights that were staged last, one by one."""
+        if self.latest is None:
+            return iter(())
+        history = self.latest.history
+        names = [name for name in history.specs if name not in without]
+        return ((name, history.copy_of(name)) for name in names)
 
     def encode(self, base: int, call: int, threads: int | None) -> Message:
         """Encode what changed here between two calls."""
@@ -231,7 +260,8 @@ class Worker:
         """A call was not committed: a later one covers it, as a delta or, if the leader `starts_over`, as an anchor."""
         self._finish(call)
         if starts_over:
-            self._forget(call + 1)
+            # Weights that nobody sends again stay, also where all of them are written anew.
+            self._forget(call if self._once else call + 1)
         else:
             self._pack(call)
         return {}

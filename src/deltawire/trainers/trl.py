@@ -27,6 +27,7 @@ from typing import Any
 from deltawire.errors import EnginesBehind, ShapeMismatch, UnknownParameter
 from deltawire.publish.publisher import Publication, Publisher
 from deltawire.publish.sources import TORCH_NAMES
+from deltawire.publish.streams import Stream
 from deltawire.redact import redacted
 from deltawire.run.signing import public_key_of
 from deltawire.store import Store, open_store
@@ -38,17 +39,11 @@ from deltawire.trainers.fleet import AgentAt, EngineChoice, Fleet, Serving, flat
 __all__ = ["AgentAt", "DeltawireTransfer", "Serving"]
 
 
-class _Sent(dict[str, Any]):
-    """The weights to publish: those that TRL has sent, and those in `fixed`, which it never sends."""
-
-    fixed: frozenset[str] = frozenset()
-
-
 class DeltawireTransfer:
     """Publishes the weights that TRL sends, one version per sync, and keeps engines current. Does not wait for uploads.
 
-    Tensors are cast to `dtype` and copied to host memory as they arrive, and compared when all are there. That copy is
-    kept for the next sync, so with the publisher's snapshot rank 0 has the model twice in host memory.
+    Tensors are cast to `dtype` and compared as they arrive, where they lie: on a GPU with a snapshot there. No copy of
+    them is kept.
 
     TRL counts every sync as a version, also one that reached no engine; `version` is what the store has, and `served`
     what the engines have. A version that fails is covered by the next.
@@ -103,7 +98,9 @@ class DeltawireTransfer:
         self._mirrors, self._poll_seconds = mirrors, poll_seconds
         self._frozen = frozen or {}
         self._options = {"when_full": "coalesce", **options}
-        self._host: dict[str, Any] = {}
+        self._stream: Stream | None = None
+        self._is_whole = False
+        """Whether the last sync that began to be read was read in whole."""
         self._fleet: Fleet | None = None
         self._served: dict[str, Serving] = {}
         self._is_open = self._gave_up = False
@@ -161,7 +158,7 @@ class DeltawireTransfer:
         """Do nothing: engines keep serving while weights are compared, uploaded, fetched and decoded."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Copy all weights to the host, and publish them as the next version.
+        """Compare all weights, each where it lies as it comes, and publish them as the next version.
 
         On ranks other than 0 it takes part in the gathering and publishes nothing.
         """
@@ -169,11 +166,20 @@ class DeltawireTransfer:
             deque(iterator, maxlen=0)
             return
         started = time.perf_counter()
-        self._take(iterator)
-        taken = time.perf_counter()
+        self._seconds = {"take_seconds": 0.0}
+        self._stream = Stream(self._sent(iterator), self._frozen, once=True)
         self.num_syncs += 1
-        self._publish()
-        self._seconds = {"take_seconds": taken - started, "publish_seconds": time.perf_counter() - taken}
+        try:
+            self._publish()
+            self._is_whole = True
+        except BaseException:
+            self.num_syncs -= 1
+            raise
+        finally:
+            # Whatever failed, the other ranks gather until the end.
+            deque(iterator, maxlen=0)
+            self._stream = None
+        self._seconds["publish_seconds"] = time.perf_counter() - started - self._seconds["take_seconds"]
 
     def resume(self) -> None:
         """Wait for engines that are too far behind, if `max_lag` is given. No rank is at a barrier any more."""
@@ -235,43 +241,24 @@ class DeltawireTransfer:
             numbers |= flat(served) | ({} if lag is None else {"deltawire/engines/lag_max": lag})
         return numbers
 
-    def _take(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Copy every tensor to the host. The iterator is exhausted, whatever fails."""
-        # Empty until all tensors are there: a mix of two syncs must not be published.
-        buffers, self._host = self._host, {}
-        taken: dict[str, Any] = {}
-        gpu = None
-        try:
-            for name, tensor in iterator:
-                plain = plain_name(name)
-                if plain in taken:
-                    raise ValueError(f"TRL sent {plain} twice")
-                taken[plain] = self._copy(tensor, buffers.get(plain))
-                gpu = tensor.device if tensor.is_cuda else gpu
-        finally:
-            deque(iterator, maxlen=0)
-        if not taken:
-            raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
-        if gpu is not None:
-            import torch
-
-            torch.cuda.current_stream(gpu).synchronize()
-        self._host = taken
-
-    def _copy(self, tensor: Any, buffer: Any) -> Any:
-        """A tensor in the published dtype, in host memory; the copy from a GPU may not have ended yet."""
+    def _sent(self, iterator: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """What TRL sends, under plain names and in the published dtype, cast where it lies."""
         import torch
 
-        is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-        fresh = tensor.detach().to(getattr(torch, TORCH_NAMES[self._dtype])) if is_cast else tensor.detach()
-        if buffer is None or (buffer.shape, buffer.dtype) != (fresh.shape, fresh.dtype):
-            buffer = torch.empty(fresh.shape, dtype=fresh.dtype, pin_memory=fresh.is_cuda)
-        return buffer.copy_(fresh, non_blocking=fresh.is_cuda)
-
-    def _read(self) -> _Sent:
-        weights = _Sent({**self._frozen, **self._host})
-        weights.fixed = frozenset(self._frozen) - self._host.keys()
-        return weights
+        published, num_sent, self._is_whole = getattr(torch, TORCH_NAMES[self._dtype]), 0, False
+        while True:
+            started = time.perf_counter()
+            pair: Any = next(iterator, self)
+            self._seconds["take_seconds"] += time.perf_counter() - started
+            if pair is self:
+                break
+            name, tensor = pair
+            is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+            yield plain_name(name), tensor.detach().to(published) if is_cast else tensor.detach()
+            num_sent += 1
+            del pair, tensor
+        if not num_sent:
+            raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
 
     def _publish(self) -> None:
         if self.publisher is None or not self._is_open:
@@ -283,7 +270,7 @@ class DeltawireTransfer:
         self._next_version()
 
     def _open(self) -> Publisher:
-        publisher = self.publisher = Publisher(self._store, self._read, **self._options)
+        publisher = self.publisher = Publisher(self._store, lambda: self._stream, **self._options)
         self._is_open = True
         if self._engines:
             key = self._options.get("sign_with")
@@ -301,7 +288,8 @@ class DeltawireTransfer:
         try:
             self.last = self.publisher.publish(step=step, metadata=metadata)
         except (UnknownParameter, ShapeMismatch):
-            # Parameters were added, removed or reshaped. An error here would leave the other ranks at a barrier.
+            # Parameters were added, removed or reshaped, and what was read of them is put back. An error here would
+            # leave the other ranks at a barrier.
             self.last = self.publisher.publish(step=step, metadata=metadata, anchor=True)
         self._sync_of[self.last.version] = self.num_syncs
         if self._fleet is not None:
@@ -309,8 +297,9 @@ class DeltawireTransfer:
 
     def _try_again(self) -> bool:
         """Publish the last version once more, if it failed; whether that was so."""
-        if self.last is None or self.last.error is None or not self._host:
+        if self.publisher is None or self.last is None or self.last.error is None or not self._is_whole:
             return False
+        self._stream = Stream(self.publisher._worker.staged(), once=True)
         self._next_version()
         return True
 

@@ -50,3 +50,34 @@ def put(
         if writes:
             live[where] = new[i]
     return unexpected, low, high
+
+
+@kernel
+def gather(bits: Any, positions: Any, out: Any) -> None:
+    """The elements at some positions, all of which must be there: memory is asked for before it is needed."""
+    for i in range(positions.size):
+        if i + AHEAD < positions.size:
+            prefetch(bits, np.intp(positions[i + AHEAD]))
+        out[i] = bits[positions[i]]
+
+
+@kernel
+def pick_rows(positions: Any, first: Any, columns: Any, start: Any, stride: Any, index: Any, chosen: Any) -> Any:
+    """Which of a tensor's positions, ascending and none before `start`, lie in the first columns of rows: their numbers
+    in that grid, and their own numbers, from `first` on; how many. Both arrays have room for one more than all.
+    """
+    count = 0
+    row = begin = np.int64(0)
+    for i in range(positions.size):
+        behind = positions[i] - start - begin
+        # Rows are found by a division, but only where one is left.
+        if behind >= stride:
+            steps = behind // stride
+            row += steps
+            begin += steps * stride
+            behind -= steps * stride
+        # Written in any case, so that nothing depends on a guess.
+        index[count] = row * columns + behind
+        chosen[count] = first + i
+        count += behind < columns
+    return count

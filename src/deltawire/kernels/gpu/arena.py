@@ -1,5 +1,6 @@
 """The snapshot of many tensors on a device, and the weights that are held against it where they lie."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,17 +47,33 @@ class Arena:
         self._tensors = self._to_device(tensors)
         self._ordinals = self._to_device(ordinals.astype(np.int32))
         self._lengths = self._to_device(lengths.astype(np.int32))
+        self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
+        self._start()
+
+    def _start(self) -> None:
         self.expected: float | None = None
         """How many elements of a block change, by the last look."""
-        self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
         self._words = self.snapshot.view(torch.int64)
         # How much of each pool is taken; always 0 before a look.
         num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
-        self._taken = torch.zeros(num_pools, dtype=torch.int32, device=device)
+        self._taken = torch.zeros(num_pools, dtype=torch.int32, device=self._device)
         self._pointers: tuple[tuple[int, int], ...] = ()
-        self._addresses = torch.empty(0, dtype=torch.int64, device=device)
+        self._addresses = torch.empty(0, dtype=torch.int64, device=self._device)
         self._kinds: list[tuple[int, int, Any]] = []
         self._kept: list[torch.Tensor] = []
+
+    def part(self, first: int, last: int) -> "Arena":
+        """The tensors from one to another, as an arena that shares the snapshot."""
+        begin, end = (([*self.first_blocks, self.num_blocks])[each] for each in (first, last))
+        part = copy.copy(self)
+        part.first_blocks = [each - begin for each in self.first_blocks[first:last]]
+        part.num_blocks = end - begin
+        part._tensors = self._tensors[begin:end] - first
+        # A copy, since kernels are compiled for how arrays are aligned.
+        part._ordinals, part._lengths = self._ordinals[begin:end], self._lengths[begin:end].clone()
+        part.snapshot = self.snapshot[begin * BLOCK : end * BLOCK]
+        part._start()
+        return part
 
     def _to_device(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
@@ -80,11 +97,16 @@ class Arena:
             self._kinds.append((first, stop, cast))
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies in one piece, on a whole pair of words, in a dtype that the kernels take."""
+        """A tensor that lies in one piece, on a whole pair of words, here, in a dtype that the kernels take."""
+        tensor = tensor.to(self._device)
         if tensor.dtype not in (self._dtype, torch.float32):
             tensor = tensor.to(self._dtype)
         tensor = tensor.contiguous()
         return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+    def let_go(self) -> None:
+        """Do not keep the weights alive once they were looked at."""
+        self._kept = []
 
     def take_all(self) -> None:
         """Make the snapshot equal to the weights."""
@@ -139,7 +161,7 @@ class Arena:
         for first, stop, cast in self._kinds:
             compare.find_changes[(stop - first,)](
                 first, self._addresses, self._lengths, self._words, self._taken, pool, changes, starts, begins,
-                CAST=cast, POOLS=num_pools, **FIND,
+                num_pools, CAST=cast, **FIND,
             )  # fmt: skip
         taken = Fetch(self._taken)
         # The device does the rest while the host waits.
@@ -148,6 +170,16 @@ class Arena:
         found = taken.wait().tolist()
         self.expected = sum(found) / self.num_blocks
         return Record(begins, starts, changes), max(found) <= pool
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """The records of parts that follow each other, as one."""
+    if len(records) == 1:
+        return records[0]
+    begins = torch.cat([records[0].begins[:1], *(each.begins.diff() for each in records)]).cumsum(0)
+    at = np.cumsum([0, *(len(each.changes) for each in records)]).tolist()
+    starts = torch.cat([each.starts + offset for each, offset in zip(records, at, strict=False)])
+    return Record(begins, starts, torch.cat([each.changes for each in records]))
 
 
 def _both(first: Record, second: Record) -> Record:

@@ -109,15 +109,15 @@ def order_of(changed, ROWS: tl.constexpr):
 
 
 # A word for each lane: with wider loads all that is stored at scattered places would have to change lanes first.
-@triton.jit(do_not_specialize=["first_block", "pool"], do_not_specialize_on_alignment=["snapshot"])
+@triton.jit(do_not_specialize=["first_block", "pool", "num_pools"], do_not_specialize_on_alignment=["snapshot"])
 def find_changes(
-    first_block, addresses, lengths, snapshot, taken, pool, changes, starts, begins,
-    CAST: tl.constexpr, POOLS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    first_block, addresses, lengths, snapshot, taken, pool, changes, starts, begins, num_pools,
+    CAST: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Blocks from a first one on: their changes to a pool, new bits to the snapshot; where they start, how many.
 
-    There are `POOLS` pools of `pool` places, which the blocks take in turns. `taken` counts the places of each; it goes
-    on where a block finds no room, which then says that it has no changes.
+    There are `num_pools` pools of `pool` places, which the blocks take in turns. `taken` counts the places of each; it
+    goes on where a block finds no room, which then says that it has no changes.
     """
     program = tl.program_id(0)
     block = first_block + program
@@ -129,7 +129,7 @@ def find_changes(
     changed = difference != 0
     count = num_changed(difference)
     order, num_words = order_of(changed, ROWS)
-    own = program % POOLS
+    own = program % num_pools
     start = tl.atomic_add(taken + own, count, sem="relaxed")
     fits = start + count <= pool
     start = own.to(tl.int64) * pool + start

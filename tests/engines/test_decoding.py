@@ -1,5 +1,8 @@
 """Engines that decode deltas against the weights that they serve, without a mirror."""
 
+from pathlib import Path
+from shutil import copy
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from deltawire.engines.device_memory import DeviceMemory
 from deltawire.engines.engine import EngineDelta
 from deltawire.engines.layout import Piece
 from deltawire.engines.live_weights import LiveModel
+from deltawire.engines.memory import memory_of
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected, ShapeMismatch, UnknownParameter
@@ -242,7 +246,10 @@ def run(request, monkeypatch):
     """With weights in host memory, and with kernels of a GPU, in Triton's interpreter where there is none."""
     trained, served = models()
     if request.param == "device":
-        monkeypatch.setattr("deltawire.engines.live_weights.memory_of", lambda storages, _: DeviceMemory(storages))
+        monkeypatch.setattr(
+            "deltawire.engines.live_weights.memory_of",
+            lambda storages, workers: DeviceMemory(storages) if storages else memory_of(storages, workers),
+        )
     with Publisher(url := fresh_url(), trained, anchors=None, skips=()) as publisher:
         publisher.publish().wait()
         yield url, trained, served, publisher
@@ -360,7 +367,7 @@ def test_an_agent_that_dies_between_decode_and_write(run):
         assert equal(trained, served)
 
 
-def test_a_delta_for_other_weights_and_one_that_another_has_replaced(run):
+def test_a_delta_for_other_weights_and_one_that_another_has_replaced(run, tmp_path):
     url, trained, served, publisher = run
     engine, seen = TorchEngine(served), []
     stage = engine.stage
@@ -372,7 +379,8 @@ def test_a_delta_for_other_weights_and_one_that_another_has_replaced(run):
             """Staged, and staged again before it is written; then for weights that the engine does not have."""
             stage(change)
             stage(change)
-            seen.append(change)
+            # Files are removed after a pull.
+            seen.append(EngineDelta(change.base, change.state, [Path(copy(file, tmp_path)) for file in change.files]))
             if len(seen) == 1:
                 with pytest.raises(BaseMismatch):
                     stage(EngineDelta(change.state, change.base, change.files))
@@ -385,7 +393,7 @@ def test_a_delta_for_other_weights_and_one_that_another_has_replaced(run):
         assert equal(trained, served)
         # Written once, it leads from weights that are no longer there.
         with pytest.raises(BaseMismatch):
-            stage(EngineDelta(seen[0].base, seen[0].state, seen[0].files))
+            stage(seen[0])
         advance(trained, publisher)
         replica.pull()
         assert engine.status().state.version == replica.version == 2

@@ -13,7 +13,6 @@ from triton import knobs
 
 from deltawire import Publisher, Replica
 from deltawire.codec import allowed_encodings
-from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
 from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.publish import changes as changes_module
@@ -29,6 +28,7 @@ from deltawire.publish.sources import ModuleWeights, module_source
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.weights import torch_view
 from deltawire.workers import SERIAL
+from support.torch_bits import assert_arrived, patterns, stepped
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.interpreter
@@ -56,23 +56,6 @@ def set_to(module: torch.nn.Module, **tensors: torch.Tensor) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             getattr(module, name).copy_(tensor)
-
-
-def patterns(count: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Any bit patterns: NaN, infinity, denormals, zeros of both signs."""
-    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    generator = torch.Generator().manual_seed(seed)
-    low, high = torch.iinfo(integer).min, torch.iinfo(integer).max
-    return torch.randint(low, high, (count,), generator=generator, dtype=integer).view(dtype)
-
-
-def stepped(tensor: torch.Tensor, density: float, seed: int) -> torch.Tensor:
-    """Some elements a few steps away."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = tensor.clone().view(torch.int16)
-    where = torch.rand(bits.shape, generator=generator) < density
-    bits[where] += torch.randint(-3, 4, (int(where.sum()),), generator=generator, dtype=torch.int16)
-    return bits.view(tensor.dtype)
 
 
 def bits_of(history: History, name: str, version: int) -> np.ndarray:
@@ -388,154 +371,3 @@ def test_functions_that_return_something_else(returned, error, match, tmp_path):
         Publisher(tmp_path / "run", returned) as publisher,
     ):
         publisher.publish()
-
-
-class Sender:
-    """Weights as a trainer sends them that gathers each into the same memory, and wipes it when it goes on."""
-
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        self.tensors, self.fail_at = tensors, None
-        self.buffer = torch.empty(1 << 16, dtype=torch.uint8, device=DEVICE)
-
-    def __call__(self):
-        for number, (name, tensor) in enumerate(self.tensors.items()):
-            if number == self.fail_at:
-                raise OSError("a rank is gone")
-            here = self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            here.copy_(tensor)
-            yield name, here
-            self.buffer.fill_(171)
-
-    def step(self, seed: int) -> None:
-        for name, tensor in self.tensors.items():
-            if tensor.dtype == torch.bfloat16:
-                self.tensors[name] = stepped(tensor.cpu().view(-1), 0.02, seed).view(tensor.shape).to(DEVICE)
-            else:
-                tensor += 1
-
-
-def arrived(store: object) -> dict[str, torch.Tensor]:
-    with Replica(store, {}, heartbeat_seconds=None) as replica:
-        replica.pull()
-        return {
-            name: torch.from_numpy(each.bits.view(np.uint8).copy()) for name, each in replica.target.weights().items()
-        }
-
-
-def assert_arrived(store: object, tensors: dict[str, torch.Tensor]) -> None:
-    found = arrived(store)
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor.cpu().contiguous().view(-1).view(torch.uint8)), name
-
-
-@pytest.fixture
-def small_is_smaller(monkeypatch):
-    """Few tensors are small, and a part has few."""
-    monkeypatch.setattr(part_module, "SMALL", 40)
-    monkeypatch.setattr(device_module, "SMALL", 40)
-    monkeypatch.setattr(device_module, "MOST_COPIED", 3000)
-
-
-@pytest.mark.usefixtures("small_is_smaller")
-@pytest.mark.parametrize("snapshot", ["device", "host"])
-def test_tensors_that_come_in_the_same_memory(snapshot, tmp_path):
-    """Each is compared before the next one comes, in any order, of any dtype; none is taken for tied to another."""
-    sender = Sender(
-        a=patterns(600, 1), norm=patterns(30, 2), same=patterns(600, 1), n=torch.arange(5), b=patterns(500, 3),
-        c=patterns(900, 4).view(9, 100), bias=patterns(17, 5), floats=torch.randn(40),
-    )  # fmt: skip
-    store = tmp_path / "run"
-    with Publisher(store, sender, snapshot=snapshot, check_share=1) as publisher:
-        assert publisher.snapshot is None
-        publisher.publish().wait(PATIENCE)
-        assert publisher.snapshot == ("device and host" if snapshot == "device" else "host")
-        assert publisher.run.manifest(0).tied == {}
-        assert_arrived(store, sender.tensors)
-        for seed in range(2):
-            sender.step(seed)
-            sender.tensors = dict(reversed(sender.tensors.items()))
-            assert publisher.publish().wait(PATIENCE).stats["num_changed"] > 10
-            assert_arrived(store, sender.tensors)
-        if snapshot == "device":
-            assert len(publisher._worker.latest.history._parts) == 2
-
-
-@pytest.mark.usefixtures("small_is_smaller")
-@pytest.mark.parametrize("snapshot", ["device", "host"])
-def test_what_does_not_come_in_whole_is_not_published_and_not_lost(snapshot, tmp_path):
-    sender, store = Sender(a=patterns(600, 1), norm=patterns(30, 2), b=patterns(500, 3)), tmp_path / "run"
-    with Publisher(store, sender, snapshot=snapshot, check_share=1) as publisher:
-        publisher.publish().wait(PATIENCE)
-        for seed, (wrong, error, match) in enumerate(
-            [
-                ({"fail_at": 2}, OSError, "a rank is gone"),
-                ({"tensors": {**sender.tensors, "more": patterns(20, 1)}}, UnknownParameter, "more is not among"),
-                ({"tensors": {"b": sender.tensors["b"], "a": sender.tensors["a"]}}, UnknownParameter, "norm is no lo"),
-                ({"tensors": {**sender.tensors, "b": patterns(499, 3)}}, ShapeMismatch, "b was BF16"),
-                ({"tensors": {**sender.tensors, "b": torch.randn(500)}}, ShapeMismatch, "is now F32"),
-                ({"tensors": {"a": sender.tensors["b"], "b": None}}, ShapeMismatch, "a was BF16"),
-            ]
-        ):
-            sender.step(seed)
-            right = dict(sender.tensors)
-            vars(sender).update(wrong)
-            with pytest.raises(error, match=match):
-                publisher.publish()
-            sender.fail_at, sender.tensors = None, right
-        assert publisher.publish().wait(PATIENCE).stats["num_changed"] > 10
-        assert_arrived(store, sender.tensors)
-        sender.tensors = {"more": patterns(20, 1), **sender.tensors}
-        publisher.publish(anchor=True).wait(PATIENCE)
-        assert_arrived(store, sender.tensors)
-
-
-@pytest.mark.parametrize("snapshot", ["device", "host"])
-def test_ties_of_weights_that_come_one_by_one_are_stated(snapshot, tmp_path):
-    sender, store = Sender(head=patterns(300, 1), a=patterns(60, 2), embed=patterns(300, 1)), tmp_path / "run"
-    options = {"tied": {"head": "embed"}, "frozen": ["a"], "check_share": 0, "snapshot": snapshot}
-    with Publisher(store, sender, **options) as publisher:
-        publisher.publish().wait(PATIENCE)
-        assert publisher.run.manifest(0).tied == {"head": "embed"}
-        sender.tensors["head"] = sender.tensors["embed"] = stepped(sender.tensors["embed"], 0.1, 1)
-        publisher.publish().wait(PATIENCE)
-        found = arrived(store)
-        assert torch.equal(found["embed"], sender.tensors["embed"].cpu().view(torch.uint8))
-        right = sender.tensors["head"]
-        sender.tensors["head"] = stepped(right, 0.1, 2)
-        with pytest.raises(ValueError, match="head is tied to embed and has other weights"):
-            publisher.publish()
-        sender.tensors["head"] = right
-        assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 0
-    for wrong, match in (
-        ({"frozen": ["visual.*"]}, "visual"),
-        ({"tied": {"head": "nothing"}}, "not among the weights"),
-    ):
-        with (
-            Publisher(tmp_path / match[:3], sender, **{**options, **wrong}) as publisher,
-            pytest.raises(ValueError, match=match),
-        ):
-            publisher.publish()
-
-
-def test_a_snapshot_that_missed_what_came_is_noticed(tmp_path, monkeypatch):
-    sender = Sender(a=patterns(600, 1), b=patterns(700, 2))
-    true_move = History._move
-    with Publisher(tmp_path / "run", sender, snapshot="host", check_share=1) as publisher:
-        publisher.publish().wait(PATIENCE)
-        monkeypatch.setattr(History, "_move", lambda self, *given: true_move(self, *given[:3], {"b"}))
-        sender.step(1)
-        with pytest.raises(SnapshotMismatch, match="the weights of b"):
-            publisher.publish().wait(PATIENCE)
-
-
-def test_a_run_goes_on_with_weights_that_come_one_by_one(tmp_path):
-    sender, store = Sender(a=patterns(600, 1), norm=patterns(30, 2)), tmp_path / "run"
-    for version in range(3):
-        with Publisher(store, sender, snapshot="device") as publisher:
-            assert publisher.resumed == (version == 2)
-            publisher.publish().wait(PATIENCE)
-            assert publisher.run.manifest(version).hop.base == (1 if version == 2 else None)
-            assert_arrived(store, sender.tensors)
-        if version == 0:
-            sender.step(1)

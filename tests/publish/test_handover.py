@@ -275,13 +275,19 @@ def test_pairs_of_names_and_tensors():
     made = {"a": np.arange(4, dtype=np.float32), "b": torch.arange(3)}
     assert all_equal(arrive(lambda: iter(made.items()), {}), made)
     assert all_equal(arrive(lambda: [list(pair) for pair in made.items()], {}), made)
-    with pytest.raises(ValueError, match="a twice"):
-        Publisher(fresh_url(), lambda: [("a", np.ones(2)), ("a", np.zeros(2))])
+    with (
+        Publisher(fresh_url(), lambda: [("a", np.ones(2)), ("a", np.zeros(2))]) as publisher,
+        pytest.raises(ValueError, match="a came twice"),
+    ):
+        publisher.publish()
 
 
 def test_a_function_that_returns_no_mapping():
-    with pytest.raises(TypeError, match="by name, or as pairs of a name and a tensor, not list"):
-        Publisher(fresh_url(), lambda: [np.ones(2)])
+    with (
+        Publisher(fresh_url(), lambda: [np.ones(2)]) as publisher,
+        pytest.raises(TypeError, match="by name, or as pairs of a name and a tensor, not ndarray"),
+    ):
+        publisher.publish()
 
 
 def test_a_run_that_is_taken_up_with_other_ties_starts_with_an_anchor():

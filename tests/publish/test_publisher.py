@@ -281,5 +281,5 @@ def test_repr_is_one_line():
     with Publisher(url, make_weights()) as publisher:
         assert repr(publisher) == f"Publisher({url!r}, version=None)"
         publication = publisher.publish(step=7).wait(PATIENCE)
-        assert repr(publisher) == f"Publisher({url!r}, version=0)"
+        assert repr(publisher) == f"Publisher({url!r}, version=0, snapshot='host')"
         assert repr(publication) == "Publication(version=0, step=7, committed)"

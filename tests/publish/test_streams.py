@@ -1,0 +1,154 @@
+"""Weights that come one tensor at a time, each in the memory of the one before.
+
+Without a GPU the kernels run in Triton's interpreter, so tensors are small here.
+"""
+
+import pytest
+import torch
+
+from deltawire import Publisher
+from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
+from deltawire.publish import device as device_module
+from deltawire.publish import device_part as part_module
+from deltawire.publish.history import History
+from support.torch_bits import arrived, assert_arrived, patterns, stepped
+from support.waiting import PATIENCE
+
+pytestmark = pytest.mark.interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Sender:
+    """Weights as a trainer sends them that gathers each into the same memory, and wipes it when it goes on."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors, self.fail_at = tensors, None
+        self.buffer = torch.empty(1 << 16, dtype=torch.uint8, device=DEVICE)
+
+    def __call__(self):
+        for number, (name, tensor) in enumerate(self.tensors.items()):
+            if number == self.fail_at:
+                raise OSError("a rank is gone")
+            here = self.buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            here.copy_(tensor)
+            yield name, here
+            self.buffer.fill_(171)
+
+    def step(self, seed: int) -> None:
+        for name, tensor in self.tensors.items():
+            if tensor.dtype == torch.bfloat16:
+                self.tensors[name] = stepped(tensor.cpu().view(-1), 0.02, seed).view(tensor.shape).to(DEVICE)
+            else:
+                tensor += 1
+
+
+@pytest.fixture
+def small_is_smaller(monkeypatch):
+    """Few tensors are small, and a part has few."""
+    monkeypatch.setattr(part_module, "SMALL", 40)
+    monkeypatch.setattr(device_module, "SMALL", 40)
+    monkeypatch.setattr(device_module, "MOST_COPIED", 3000)
+
+
+@pytest.mark.usefixtures("small_is_smaller")
+@pytest.mark.parametrize("snapshot", ["device", "host"])
+def test_tensors_that_come_in_the_same_memory(snapshot, tmp_path):
+    """Each is compared before the next one comes, in any order, of any dtype; none is taken for tied to another."""
+    sender = Sender(
+        a=patterns(600, 1), norm=patterns(30, 2), same=patterns(600, 1), n=torch.arange(5), b=patterns(500, 3),
+        c=patterns(900, 4).view(9, 100), bias=patterns(17, 5), floats=torch.randn(40),
+    )  # fmt: skip
+    store = tmp_path / "run"
+    with Publisher(store, sender, snapshot=snapshot, check_share=1) as publisher:
+        assert publisher.snapshot is None
+        publisher.publish().wait(PATIENCE)
+        assert publisher.snapshot == ("device and host" if snapshot == "device" else "host")
+        assert publisher.run.manifest(0).tied == {}
+        assert_arrived(store, sender.tensors)
+        for seed in range(2):
+            sender.step(seed)
+            sender.tensors = dict(reversed(sender.tensors.items()))
+            assert publisher.publish().wait(PATIENCE).stats["num_changed"] > 10
+            assert_arrived(store, sender.tensors)
+        if snapshot == "device":
+            assert len(publisher._worker.latest.history._parts) == 2
+
+
+@pytest.mark.usefixtures("small_is_smaller")
+@pytest.mark.parametrize("snapshot", ["device", "host"])
+def test_what_does_not_come_in_whole_is_not_published_and_not_lost(snapshot, tmp_path):
+    sender, store = Sender(a=patterns(600, 1), norm=patterns(30, 2), b=patterns(500, 3)), tmp_path / "run"
+    with Publisher(store, sender, snapshot=snapshot, check_share=1) as publisher:
+        publisher.publish().wait(PATIENCE)
+        for seed, (wrong, error, match) in enumerate(
+            [
+                ({"fail_at": 2}, OSError, "a rank is gone"),
+                ({"tensors": {**sender.tensors, "more": patterns(20, 1)}}, UnknownParameter, "more is not among"),
+                ({"tensors": {"b": sender.tensors["b"], "a": sender.tensors["a"]}}, UnknownParameter, "norm is no lo"),
+                ({"tensors": {**sender.tensors, "b": patterns(499, 3)}}, ShapeMismatch, "b was BF16"),
+                ({"tensors": {**sender.tensors, "b": torch.randn(500)}}, ShapeMismatch, "is now F32"),
+                ({"tensors": {"a": sender.tensors["b"], "b": None}}, ShapeMismatch, "a was BF16"),
+            ]
+        ):
+            sender.step(seed)
+            right = dict(sender.tensors)
+            vars(sender).update(wrong)
+            with pytest.raises(error, match=match):
+                publisher.publish()
+            sender.fail_at, sender.tensors = None, right
+        assert publisher.publish().wait(PATIENCE).stats["num_changed"] > 10
+        assert_arrived(store, sender.tensors)
+        sender.tensors = {"more": patterns(20, 1), **sender.tensors}
+        publisher.publish(anchor=True).wait(PATIENCE)
+        assert_arrived(store, sender.tensors)
+
+
+@pytest.mark.parametrize("snapshot", ["device", "host"])
+def test_ties_of_weights_that_come_one_by_one_are_stated(snapshot, tmp_path):
+    sender, store = Sender(head=patterns(300, 1), a=patterns(60, 2), embed=patterns(300, 1)), tmp_path / "run"
+    options = {"tied": {"head": "embed"}, "frozen": ["a"], "check_share": 0, "snapshot": snapshot}
+    with Publisher(store, sender, **options) as publisher:
+        publisher.publish().wait(PATIENCE)
+        assert publisher.run.manifest(0).tied == {"head": "embed"}
+        sender.tensors["head"] = sender.tensors["embed"] = stepped(sender.tensors["embed"], 0.1, 1)
+        publisher.publish().wait(PATIENCE)
+        found = arrived(store)
+        assert torch.equal(found["embed"], sender.tensors["embed"].cpu().view(torch.uint8))
+        right = sender.tensors["head"]
+        sender.tensors["head"] = stepped(right, 0.1, 2)
+        with pytest.raises(ValueError, match="head is tied to embed and has other weights"):
+            publisher.publish()
+        sender.tensors["head"] = right
+        assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 0
+    for wrong, match in (
+        ({"frozen": ["visual.*"]}, "visual"),
+        ({"tied": {"head": "nothing"}}, "not among the weights"),
+    ):
+        with (
+            Publisher(tmp_path / match[:3], sender, **{**options, **wrong}) as publisher,
+            pytest.raises(ValueError, match=match),
+        ):
+            publisher.publish()
+
+
+def test_a_snapshot_that_missed_what_came_is_noticed(tmp_path, monkeypatch):
+    sender = Sender(a=patterns(600, 1), b=patterns(700, 2))
+    true_move = History._move
+    with Publisher(tmp_path / "run", sender, snapshot="host", check_share=1) as publisher:
+        publisher.publish().wait(PATIENCE)
+        monkeypatch.setattr(History, "_move", lambda self, *given: true_move(self, *given[:3], {"b"}))
+        sender.step(1)
+        with pytest.raises(SnapshotMismatch, match="the weights of b"):
+            publisher.publish().wait(PATIENCE)
+
+
+def test_a_run_goes_on_with_weights_that_come_one_by_one(tmp_path):
+    sender, store = Sender(a=patterns(600, 1), norm=patterns(30, 2)), tmp_path / "run"
+    for version in range(3):
+        with Publisher(store, sender, snapshot="device") as publisher:
+            assert publisher.resumed == (version == 2)
+            publisher.publish().wait(PATIENCE)
+            assert publisher.run.manifest(version).hop.base == (1 if version == 2 else None)
+            assert_arrived(store, sender.tensors)
+        if version == 0:
+            sender.step(1)

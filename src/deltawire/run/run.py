@@ -20,7 +20,7 @@ from deltawire.store import Store, open_store
 
 READ_ATTEMPTS = 3
 
-# How often a reader lists, or looks at `latest.json` where it cannot: clean-up may have removed the version after its own.
+# How often a reader lists, or looks at `latest.json` if it cannot: clean-up may have removed the version after its own.
 HINT_SECONDS = 60.0
 MOST_HINT_BYTES = 1 << 10
 

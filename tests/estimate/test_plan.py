@@ -56,7 +56,9 @@ def test_times_are_the_measured_ones_at_the_sizes_that_were_measured():
     assert cpu.encode_seconds == pytest.approx(times["encode"], rel=0.1)
     assert cpu.decode_seconds == pytest.approx(times["decode"], rel=0.1)
     vllm = next(row for row in read("vllm.csv")[1] if row["way"] == "deltawire")
-    assert Plan(131748096, 0.01, 1440, machine="cpu").pause_seconds == pytest.approx(float(vllm["pause_ms"]) / 1000)
+    assert Plan(131748096, 0.01, 1440, machine="cpu").pause_seconds == pytest.approx(
+        float(vllm["pause_ms"]) / 1000, rel=0.001
+    )
 
 
 def test_between_measured_densities_lines_are_straight():
@@ -77,7 +79,7 @@ def test_between_measured_densities_lines_are_straight():
     ],
 )  # fmt: skip
 def test_a_plan_that_makes_no_sense_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong)) if "sites" not in wrong else "replica"):
+    with pytest.raises(ValueError, match=next(iter(wrong)) if "sites" not in wrong else "replicas"):
         Plan(**{"weights": 8e9, "density": 0.01, "steps_a_day": 100, "replicas": 8} | wrong)
 
 

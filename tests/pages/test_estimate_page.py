@@ -98,7 +98,7 @@ def test_the_server_computes_and_serves_its_files_and_nothing_else(url):
     "query",
     ["", "weights=x", "weights=1e9", "weights=1e9&steps_a_day=10&odd=1", "weights=-1&steps_a_day=10",
      "weights=1e9&steps_a_day=10&replicas=1000000", "weights=nan&steps_a_day=10", "weights=1e9&steps_a_day=10&lr=0",
-     "weights=1e9&steps_a_day=10&store=none", "weights=1e9&steps_a_day=10&lr=1e999"],
+     "weights=1e9&steps_a_day=10&store=none"],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(url, query):
     with pytest.raises(urllib.error.HTTPError, match="400") as caught:

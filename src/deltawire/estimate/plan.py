@@ -98,7 +98,7 @@ class Plan:
         if self.weights > MOST_WEIGHTS or self.steps_a_day > DAY * 10:
             raise ValueError("that is more than can be estimated: at most 1e14 weights, and ten steps a second")
         if not 1 <= self.sites <= self.replicas <= MOST_REPLICAS:
-            raise ValueError(f"there is at least one replica at each site, and at most {MOST_REPLICAS:,} in all")
+            raise ValueError(f"replicas are at least one at each site, and at most {MOST_REPLICAS:,} in all")
         if self.machine not in MACHINES:
             raise ValueError(f"machine is gpu or cpu, not {self.machine!r}")
 
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def anchor_bytes(self) -> float:
-        return 2 * self.weights + measured()["tensor_bytes"] * self.num_tensors
+        return float(2 * self.weights + measured()["tensor_bytes"] * self.num_tensors)
 
     def delta_bytes(self, span: int = 1) -> float:
         """A delta over some steps: many weights that change twice change back, or no further."""
@@ -119,7 +119,7 @@ class Plan:
     @property
     def _device_weights(self) -> float:
         """Weights on one device: a larger model is spread over as many as it needs."""
-        return self.weights / math.ceil(self.weights / measured()["gpu"]["most_weights"])
+        return self.weights / math.ceil(self.weights / float(measured()["gpu"]["most_weights"]))
 
     def _on_gpu(self, part: str) -> float:
         line: Mapping[str, float] = measured()["gpu"][part]

@@ -331,11 +331,12 @@ class Replica:
     """One replica. What it has begun before it dies has no effect."""
 
     def __init__(self, world: World, site: Site) -> None:
-        self._world, self._site, self.version = world, site, None
-        self.version: int | None
+        self._world, self._site = world, site
+        self.version: int | None = None
         self._life, self._turn = 0, 0
-        self._idle, self._next = False, None
-        self._next: float | None
+        self._idle = False
+        self._next: float | None = None
+        """When an idle replica polls next; None if that is an event of its own."""
         self._overhead = measured()["replica"]["nginx" if world.scene.caches else "s3"]
 
     def start(self, version: int | None, after: float) -> None:

@@ -40,7 +40,7 @@ class Pace:
     def wait(self, now: float, failures: int = 0) -> float:
         """Seconds until the next poll, without jitter."""
         if failures:
-            return self._poll * min(2**failures, MOST_BACKOFF)
+            return self._poll * min(1 << failures, MOST_BACKOFF)
         late = now - self._seen
         if self._gaps:
             early = self._not_yet + EARLY * min(self._gaps) - now

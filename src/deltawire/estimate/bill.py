@@ -7,8 +7,8 @@ from typing import Any
 
 from deltawire.estimate.plan import DAY, Plan, measured, sources
 from deltawire.estimate.prices import Prices
-from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Outcome, Scene, parts_of, simulate
-from deltawire.run.planner import ListedHop, anchor_is_due, cheapest_route, skip_bases
+from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Outcome, Scene, extra_hops, hop_of, parts_of, simulate
+from deltawire.run.planner import cheapest_route
 
 # Over how many versions the mean of what is uploaded and of what a joiner fetches is taken.
 NUM_PLANNED = 256
@@ -30,20 +30,18 @@ class Planned:
 
 @cache
 def planned(plan: Plan) -> Planned:
-    hops = [ListedHop(0, None, round(plan.anchor_bytes))]
+    hops = [hop_of(plan, 0, None)]
     uploaded = anchors = 0.0
     joins, objects = [], 0
     for version in range(1, NUM_PLANNED + 1):
-        new = [ListedHop(version, version - 1, round(plan.delta_bytes()))]
-        new += [ListedHop(version, base, round(plan.delta_bytes(version - base))) for base in skip_bases(version)]
-        if anchor_is_due(version, hops + new, None):
-            new.append(ListedHop(version, None, round(plan.anchor_bytes)))
-            anchors += 1
+        new = [hop_of(plan, version, version - 1)]
+        new += extra_hops(plan, version, hops + new)
         hops += new
         uploaded += sum(hop.num_bytes for hop in new)
         objects += len(new)
         joins.append(cheapest_route(None, version, hops).num_bytes)
         if new[-1].base is None:
+            anchors += 1
             hops = [new[-1]]
     return Planned(uploaded / NUM_PLANNED, mean(joins), anchors / NUM_PLANNED, objects / NUM_PLANNED)
 

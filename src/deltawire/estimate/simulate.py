@@ -175,7 +175,7 @@ class World:
 
     def run(self) -> Outcome:
         scene, plan, outcome = self.scene, self.plan, self.outcome
-        self._add(0, None)
+        self._add(hop_of(plan, 0, None))
         outcome.calls, outcome.commits, outcome.served = [0.0], [0.0], {0: []}
         for replica in self.replicas:
             replica.start(None if scene.cold else 0, self.chance.uniform(0, plan.poll_seconds))
@@ -230,25 +230,22 @@ class World:
         self.latest, self._busy = version, False
         self.outcome.commits.append(self.clock.now)
         self.outcome.served[version] = []
-        self._add(version, None if self.scene.full else version - 1)
+        self._add(hop_of(self.plan, version, None if self.scene.full else version - 1))
         if not self.scene.full:
-            bases: list[int | None] = [*skip_bases(version, self.scene.skips)]
-            for base in [*bases, None] if anchor_is_due(version, self.hops, None) else bases:
-                size = self.plan.anchor_bytes if base is None else self.plan.delta_bytes(version - base)
-                self._uplink.send(size, lambda base=base: self._add(version, base))  # type: ignore[misc]
+            for hop in extra_hops(self.plan, version, self.hops, self.scene.skips):
+                self._uplink.send(hop.num_bytes, lambda hop=hop: self._add(hop))  # type: ignore[misc]
         for site in self.sites:
             site.note_commit()
         for each in self.replicas:
             each.note_commit()
         self._begin()
 
-    def _add(self, version: int, base: int | None) -> None:
-        span = 0 if base is None else version - base
-        size = self.plan.anchor_bytes if base is None else self.plan.delta_bytes(span)
-        self.hops.append(ListedHop(version, base, round(size)))
-        self.outcome.uploads["anchor" if base is None else "delta" if span == 1 else "skip delta"] += round(size)
+    def _add(self, hop: ListedHop) -> None:
+        kind = "anchor" if hop.base is None else "delta" if hop.version - hop.base == 1 else "skip delta"
+        self.hops.append(hop)
+        self.outcome.uploads[kind] += hop.num_bytes
         self.outcome.uploads["document"] += measured()["document_bytes"]
-        self.outcome.requests["put"] += 1 + parts_of(size)
+        self.outcome.requests["put"] += 1 + parts_of(hop.num_bytes)
 
     def route(self, have: int | None, want: int) -> list[ListedHop]:
         key = have, want, len(self.hops)
@@ -442,6 +439,17 @@ class Replica:
         self._world.num_current += version == self._world.scene.num_versions
         self._world.outcome.pulls += 1
         self._later(self._wait())
+
+
+def hop_of(plan: Plan, version: int, base: int | None) -> ListedHop:
+    """A hop with its size."""
+    return ListedHop(version, base, round(plan.anchor_bytes if base is None else plan.delta_bytes(version - base)))
+
+
+def extra_hops(plan: Plan, version: int, hops: Sequence[ListedHop], skips: Sequence[int] = SKIPS) -> list[ListedHop]:
+    """What a publisher uploads for a version after its delta: skip deltas, and at times an anchor."""
+    found = [hop_of(plan, version, base) for base in skip_bases(version, skips)]
+    return [*found, hop_of(plan, version, None)] if anchor_is_due(version, [*hops, *found], None) else found
 
 
 def parts_of(num_bytes: float) -> int:

@@ -84,19 +84,25 @@ def gpu():
         return straight([(sizes[row["model"].lower().removeprefix("qwen3-")], of(row)) for row in publishes])
 
     rows = [row for row in read_csv("vllm_gpu.csv") if int(row["round"]) >= WARM]
+    ours = [
+        row for row in rows
+        if (row["source"], row["requests"], row["changed"], row["streams"]) == ("mapping", "keep", "0.01", "8")
+    ]  # fmt: skip
 
     def served(of):
         return straight([
-            (sizes[model], statistics.median(of(row) for row in rows if row["model"] == model))
+            (sizes[model], statistics.median(of(row) for row in ours if row["model"] == model))
             for model in ("0.6b", "8b")
         ])  # fmt: skip
 
+    reloads = [float(row["pause_ms"]) / 1000 / sizes[row["model"]] for row in rows if row["source"] == "vLLM reload"]
     return {
         "most_weights": round(max(sizes.values())),
         "blocked": published(lambda row: float(row["blocked_ms"]) / 1000),
         "encode": published(lambda row: (float(row["in_host_memory_ms"]) - float(row["blocked_ms"])) / 1000),
-        "stage": served(lambda row: float(row["decode_s"]) + float(row["apply_s"]) - float(row["pause_ms"]) / 1000),
+        "stage": served(lambda row: float(row["apply_s"]) - float(row["pause_ms"]) / 1000),
         "pause": served(lambda row: float(row["pause_ms"]) / 1000),
+        "reload": digits(statistics.median(reloads)),
     }
 
 
@@ -114,6 +120,11 @@ def cpu():
     return {
         "density": CHAIN_DENSITY,
         **{name: digits(phases[name] / weights) for name in ("diff", "encode", "decode", "apply")},
+        "threads_speedup": next(
+            float(row["two_thread_speedup"])
+            for row in read_csv("codec_speed.csv")
+            if row["operation"] == "context decode"
+        ),
         "bytes_per_second": round(int(row["full_bytes"]) / float(row["full_seconds"])),
         "pause_start": digits((float(ours["pause_ms"]) - float(ours["apply_ms"])) / 1000),
         "pause_per_change": digits(float(ours["apply_ms"]) / 1000 / changed),
@@ -125,7 +136,8 @@ def make():
     recorded = json.loads(RECORDED.read_text())
     demos = [each for each in json.loads((RESULTS / "demo.json").read_text())["runs"] if each["density"]]
     replica = {
-        row["store"]: {name: float(row[name]) for name in row if name != "store"} for row in read_csv("replica.csv")
+        row["store"]: {name: float(value) for name, value in row.items() if name != "store" and value}
+        for row in read_csv("replica.csv")
     }
     hops = [each for recording in recorded["recordings"].values() for each in recording["bucket"]["hops"]]
     singles = [hop["bytes"] for hop in hops if hop["base"] is not None and hop["base"] == hop["version"] - 1]
@@ -144,7 +156,7 @@ def make():
             round(sum(each["num_bytes"] for each in documents) / sum(each["num_objects"] for each in documents)),
             "demo.json",
         ),
-        "cpu": (cpu(), "chain.csv, vllm.csv"),
+        "cpu": (cpu(), "chain.csv, codec_speed.csv, vllm.csv"),
         "gpu": (gpu(), "gpu_publish.csv, vllm_gpu.csv"),
         "replica": (replica, "replica.csv"),
     }

@@ -41,7 +41,7 @@ from support.servers import BUCKET, seaweedfs
 from support.web_servers import file_server
 
 THREADS = 48
-NUM_PULLS = 30
+NUM_PULLS, NUM_TOGETHER = 30, 16
 
 
 class Counted:
@@ -186,11 +186,37 @@ def one(publish_to, read_from):
     ]
 
 
+def together(publish_to, read_from, count=NUM_TOGETHER):
+    """The same where replicas are threads of one process, and do it at the same moment: seconds for each of them."""
+    weights, rng = make_weights(), np.random.default_rng(0)
+    polls, pulls = [], []
+    with ExitStack() as stack:
+        publisher = stack.enter_context(Publisher(publish_to, weights, skips=(), anchors=None))
+        publisher.publish().wait()
+        fleet = [stack.enter_context(Replica(read_from, {}, threads=1, heartbeat_seconds=None)) for _ in range(count)]
+        pool = stack.enter_context(ThreadPoolExecutor(count))
+
+        def timed(call):
+            wall, cpu = time.perf_counter(), time.process_time()
+            list(pool.map(call, fleet))
+            return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+        timed(Replica.pull)
+        for _ in range(NUM_PULLS):
+            polls.append(timed(Replica._is_behind))
+            step(weights, rng)
+            publisher.publish().wait()
+            timed(Replica._is_behind)
+            pulls.append(timed(Replica.pull))
+    return [round(statistics.median(column), 6) for rows in (polls, pulls) for column in zip(*rows[3:], strict=True)]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readers", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--every", type=float, default=20)
+    parser.add_argument("--parts-only", action="store_true", help="make replica.csv alone")
     arguments = parser.parse_args()
     with ExitStack() as stack:
         server = stack.enter_context(seaweedfs())
@@ -199,12 +225,15 @@ def main():
         origin = stack.enter_context(file_server(folder))
         store = open_store(f"s3://{BUCKET}/one", config=server.config)
         rows = [["s3", *one(store, store)], ["nginx", *one(folder / "root/one", f"{origin.url}/one")]]
+        rows.append(["nginx, 16 threads", *together(folder / "root/many", f"{origin.url}/many"), "", ""])
         write_csv(
             "replica.csv",
             ["store", "poll_seconds", "poll_cpu", "pull_seconds", "pull_cpu", "publish_seconds", "publish_cpu"],
             rows,
         )
         print(rows)
+        if arguments.parts_only:
+            return
         rows = []
         for name, pace, by_name in (("adaptive, by name", Pace, True), ("every second, by listing", Fixed, False)):
             rows.append([name, *many(server, arguments.readers, arguments.seconds, arguments.every, pace, by_name)])

@@ -21,14 +21,18 @@ def test_transfers_share_a_line():
     assert ends == pytest.approx({"short": 3.0, "long": 4.0, "alone": 11.0})
 
 
-def test_cores_do_one_thing_after_the_other():
+def test_cores_are_shared_too():
     clock, ends = Clock(), []
     cores, own = Cores(clock, 2), Cores(clock, None)
     for _ in range(4):
         cores.run(1.0, lambda: ends.append(clock.now))
         own.run(1.0, lambda: ends.append(clock.now))
     clock.run(lambda: False)
-    assert ends == [1, 1, 1, 1, 1, 1, 2, 2]
+    assert ends == pytest.approx([1, 1, 1, 1, 2, 2, 2, 2])
+    clock, ends = Clock(), []
+    Cores(clock, 4).run(1.0, lambda: ends.append(clock.now))
+    clock.run(lambda: False)
+    assert ends == pytest.approx([1]), "one thing takes one core"
 
 
 @pytest.mark.parametrize("scene", [Scene(PLAN), Scene(PLAN, full=True), Scene(replace(PLAN, joins_a_day=2000))])
@@ -44,8 +48,9 @@ def test_one_replica_that_is_told_takes_the_sum_of_the_parts():
     assert outcome.calls == [0, plan.step_seconds]
     upload = plan.blocked_seconds + plan.encode_seconds + size / 125e6 + 2 * trip
     assert outcome.commits[1] - outcome.calls[1] == pytest.approx(upload)
-    poll = measured()["replica"]["s3"]["poll_cpu"] + trip
-    pull = 3 * trip + size / 125e6 + plan.decode_seconds + plan.pause_seconds
+    overhead = measured()["replica"]["s3"]
+    poll = overhead["poll_cpu"] + trip
+    pull = 3 * trip + size / 125e6 + overhead["pull_cpu"] + plan.decode_seconds + plan.pause_seconds
     assert outcome.delays() == pytest.approx([poll + pull])
 
 
@@ -62,7 +67,7 @@ def test_all_weights_take_their_line():
     plan = replace(PLAN, sites=1, replicas=4, steps_a_day=10)
     outcome = simulate(Scene(plan, num_versions=1, full=True, nudged=True))
     assert outcome.commits[1] - outcome.calls[1] == pytest.approx(plan.anchor_bytes / 125e6, rel=0.01)
-    assert outcome.delays()[-1] == pytest.approx(4 * plan.anchor_bytes / 125e6, rel=0.01)
+    assert outcome.delays()[-1] == pytest.approx(4 * plan.anchor_bytes / 125e6 + plan.reload_seconds, rel=0.01)
 
 
 def test_a_line_that_is_too_thin_holds_the_trainer_back():
@@ -91,7 +96,7 @@ def test_polls_that_are_skipped_over_are_counted_as_if_they_were_not():
         assert quick.requests["poll"] == pytest.approx(each.requests["poll"], rel=0.15)
         assert median(quick.delays()) == pytest.approx(median(each.delays()), rel=0.05)
         assert quick.delays()[-1] == pytest.approx(each.delays()[-1], rel=0.2)
-        assert quick.requests["poll"] < 16 * quick.seconds / 3, "polls adapt"
+        assert quick.requests["poll"] < 16 * quick.seconds / 2, "polls adapt"
 
 
 def test_shared_cores_slow_a_fleet_down():

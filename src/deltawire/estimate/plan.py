@@ -143,8 +143,7 @@ class Plan:
     @property
     def decode_seconds(self) -> float:
         """From fetched to ready to be written: checked, decoded, staged; the engine serves meanwhile."""
-        overhead = float(measured()["replica"]["s3"]["pull_cpu"])
-        return overhead + (self._on_gpu("stage") if self.machine == "gpu" else self._on_cpu("decode", "decode_ratio"))
+        return self._on_gpu("stage") if self.machine == "gpu" else self._on_cpu("decode", "decode_ratio")
 
     @property
     def pause_seconds(self) -> float:
@@ -155,6 +154,7 @@ class Plan:
         return float(cpu["pause_start"] + cpu["pause_per_change"] * self.weights * self.density)
 
     @property
-    def reload_seconds(self) -> float | None:
-        """How long it stands still to take all weights from its disk; not measured on a GPU."""
-        return None if self.machine == "gpu" else float(measured()["cpu"]["reload"] * self.weights)
+    def reload_seconds(self) -> float:
+        """How long it stands still to take all weights from its disk."""
+        weights = self._device_weights if self.machine == "gpu" else self.weights
+        return float(measured()[self.machine]["reload"] * weights)

@@ -19,9 +19,13 @@ from deltawire.store.transfer import PART_BYTES
 
 # deploy/site-cache: what is not there is asked for four times a second; who waits for another's fetch looks twice.
 MISSING_SECONDS, LOCK_SECONDS = 0.25, 0.5
+# From a replica to the cache of its site.
+INSIDE_TRIP = 0.001
 # From a version that was found to its objects: list what is new, write a heartbeat, ask for the objects.
 FOUND_TRIPS, COMMIT_TRIPS = 3, 2
 HEARTBEAT_SECONDS = 15.0
+# The measurement of replicas that are threads of one process.
+SHARED = "nginx, 16 threads"
 MOST_EVENTS = 20_000_000
 
 Done = Callable[[], None]
@@ -105,10 +109,10 @@ class Clock:
 
 
 class Line:
-    """A line that all transfers on it share evenly."""
+    """A line that all transfers on it share evenly; or cores, which do no more than `most` for each."""
 
-    def __init__(self, clock: Clock, mbits: float) -> None:
-        self._clock, self._rate = clock, mbits * 1e6 / 8
+    def __init__(self, clock: Clock, mbits: float, most: float = math.inf) -> None:
+        self._clock, self._rate, self._most = clock, mbits * 1e6 / 8, most
         self._flows: list[tuple[float, int, Done]] = []
         self._order, self._each, self._since, self._planned = count(), 0.0, 0.0, 0
 
@@ -120,14 +124,17 @@ class Line:
     def _advance(self) -> None:
         """`_each` is what every transfer would have got if it had been there from the start."""
         if self._flows:
-            self._each += (self._clock.now - self._since) * self._rate / len(self._flows)
+            self._each += (self._clock.now - self._since) * self._speed()
         self._since = self._clock.now
+
+    def _speed(self) -> float:
+        return min(self._rate / len(self._flows), self._most)
 
     def _plan(self) -> None:
         self._planned += 1
         if self._flows:
             left, plan = self._flows[0][0] - self._each, self._planned
-            self._clock.at(self._clock.now + left * len(self._flows) / self._rate, lambda: self._end(plan))
+            self._clock.at(self._clock.now + left / self._speed(), lambda: self._end(plan))
 
     def _end(self, plan: int) -> None:
         if plan != self._planned:  # others have come since
@@ -142,21 +149,17 @@ class Line:
 
 
 class Cores:
-    """Cores that do one thing after the other."""
+    """Cores that share what is computed on them evenly; without a number everybody has their own."""
 
     def __init__(self, clock: Clock, number: int | None) -> None:
-        self._clock, self._free = clock, None if number is None else [0.0] * number
+        self._clock = clock
+        self._shared = None if number is None else Line(clock, number * 8e-6, most=1.0)
 
     def run(self, seconds: float, done: Done) -> None:
-        self._clock.at(self.after(seconds), done)
-
-    def after(self, seconds: float) -> float:
-        """When work of so many seconds, asked for now, is done."""
-        start = self._clock.now
-        if self._free is not None:
-            start = max(heapq.heappop(self._free), start)
-            heapq.heappush(self._free, start + seconds)
-        return start + seconds
+        if self._shared is None:
+            self._clock.at(self._clock.now + seconds, done)
+        else:
+            self._shared.send(seconds, done)
 
 
 class World:
@@ -266,13 +269,21 @@ class Site:
         self._there: dict[ListedHop, float] = {}
         self._asked: dict[ListedHop, list[Done]] = {}
 
+    def poll_trip(self) -> float:
+        """How long the answer to a poll takes: a cache has most of them."""
+        inside = INSIDE_TRIP if self._world.scene.caches else 0.0
+        return inside + (self._world.trip if self._is_due() else 0.0)
+
+    def _is_due(self) -> bool:
+        return not self._world.scene.caches or self._world.clock.now - self._checked >= MISSING_SECONDS
+
     def look(self) -> int:
         """The newest version, as a poll finds it."""
         world = self._world
         if not world.scene.caches:
             world.outcome.requests["poll"] += 1
             return world.latest
-        if world.clock.now - self._checked >= MISSING_SECONDS:
+        if self._is_due():
             world.outcome.requests["poll"] += 1
             self._checked, self._known = world.clock.now, world.latest
         return self._known
@@ -316,7 +327,8 @@ class Site:
             outcome.store_bytes += hop.num_bytes
             outcome.requests["get"] += parts_of(hop.num_bytes)
             self._asked[hop] = [half]
-            self._line.send(hop.num_bytes, lambda: self._come(hop))
+            begin = world.clock.now + world.trip
+            world.clock.at(begin, lambda: self._line.send(hop.num_bytes, lambda: self._come(hop)))
 
     def _come(self, hop: ListedHop) -> None:
         self._there[hop] = self._world.clock.now
@@ -334,7 +346,12 @@ class Replica:
         self._idle = False
         self._next: float | None = None
         """When an idle replica polls next; None if that is an event of its own."""
-        self._overhead = measured()["replica"]["nginx" if world.scene.caches else "s3"]
+        costs = measured()["replica"]
+        shares = world.scene.cores is not None
+        self._poll_seconds = costs[SHARED]["poll_seconds"] if shares else costs["s3"]["poll_cpu"]
+        self._pull_seconds = costs[SHARED]["pull_seconds"] if shares else costs["s3"]["pull_cpu"]
+        # What two threads decode at the same time, one core does one after the other.
+        self._slower = measured()["cpu"]["threads_speedup"] if shares else 1.0
 
     def start(self, version: int | None, after: float) -> None:
         now, step = self._world.clock.now, self._world.plan.step_seconds
@@ -391,8 +408,10 @@ class Replica:
     def _poll(self, life: int, turn: int) -> None:
         if (life, turn) == (self._life, self._turn):
             self._idle = False
-            asked = self._site.cores.after(self._overhead["poll_cpu"])
-            self._world.clock.at(asked + self._world.trip, lambda: self._answer(life))
+            self._site.cores.run(self._poll_seconds, lambda: self._ask(life))
+
+    def _ask(self, life: int) -> None:
+        self._world.clock.at(self._world.clock.now + self._site.poll_trip(), lambda: self._answer(life))
 
     def _answer(self, life: int) -> None:
         if life != self._life:
@@ -416,16 +435,17 @@ class Replica:
             for hop in hops:
                 self._site.fetch(hop, come)
 
-        world.clock.at(world.clock.now + FOUND_TRIPS * world.trip, begin)
+        trip = INSIDE_TRIP if world.scene.caches else world.trip
+        world.clock.at(world.clock.now + FOUND_TRIPS * trip, begin)
 
     def _decode(self, life: int, version: int, hops: list[ListedHop]) -> None:
         scene, plan = self._world.scene, self._world.plan
         deltas = sum(hop.base is not None for hop in hops)
-        seconds = deltas * plan.decode_seconds if deltas else float(self._overhead["pull_cpu"])
+        seconds = deltas * plan.decode_seconds * self._slower + self._pull_seconds
         if not scene.serves:
             seconds += measured()["cpu"]["apply"] * plan.weights
         else:
-            seconds += plan.pause_seconds if deltas else plan.reload_seconds or 0.0
+            seconds += plan.pause_seconds if deltas else plan.reload_seconds
         self._site.cores.run(seconds, lambda: self._serve(life, version))
 
     def _serve(self, life: int, version: int) -> None:

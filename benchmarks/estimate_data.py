@@ -112,7 +112,7 @@ def cpu():
     words = row["phases_seconds"].split()
     phases = {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
     weights = int(row["weights"])
-    vllm = {row["way"]: row for row in read_csv("vllm.csv")}
+    vllm = {row["mode"]: row for row in read_csv("vllm.csv")}
     notes = dict(
         line[2:].split(": ", 1) for line in (RESULTS / "vllm.csv").read_text().splitlines() if line.startswith("# ")
     )

@@ -55,7 +55,7 @@ def test_times_are_the_measured_ones_at_the_sizes_that_were_measured():
     assert cpu.blocked_seconds == pytest.approx(times["diff"], rel=0.01)
     assert cpu.encode_seconds == pytest.approx(times["encode"], rel=0.1)
     assert cpu.decode_seconds == pytest.approx(times["decode"], rel=0.1)
-    vllm = next(row for row in read("vllm.csv")[1] if row["way"] == "deltawire")
+    vllm = next(row for row in read("vllm.csv")[1] if row["mode"] == "deltawire")
     assert Plan(131748096, 0.01, 1440, machine="cpu").pause_seconds == pytest.approx(
         float(vllm["pause_ms"]) / 1000, rel=0.001
     )

@@ -67,6 +67,9 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/recheck.py
 	$(BIN)/python benchmarks/engine_split.py
 	$(BIN)/python benchmarks/vllm_updates.py
+	$(BIN)/python benchmarks/polling.py
+	$(BIN)/python benchmarks/estimate_data.py
+	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/charts.py
 
 soak: setup           ## crashes, faults and races on a real S3 server, in full; the report goes to benchmarks/results

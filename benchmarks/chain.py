@@ -81,8 +81,8 @@ def timed(work):
     return work(), time.perf_counter() - started
 
 
-def compare(server, port, models, rounds, proxy=None):
-    """Rows of one kind of line: bytes and seconds, full and delta."""
+def compare(server, port, models, rounds, proxy=None, fulls=None):
+    """Rows of one kind of line: bytes and seconds, full and delta; all weights only in the first `fulls` rounds."""
     old, new = models
     config = {**server.config, "endpoint": f"http://127.0.0.1:{port}"}
     store = open_store(f"s3://{BUCKET}/run-{uuid4().hex}", config=config, timeout_seconds=120)
@@ -97,7 +97,8 @@ def compare(server, port, models, rounds, proxy=None):
         first.wait()
         replica.pull()
         for number in range(rounds):
-            full_bytes, full_seconds = timed(lambda: full_sync(store, live, Path(folder)))
+            if fulls is None or number < fulls:
+                full_bytes, full_seconds = timed(lambda: full_sync(store, live, Path(folder)))
             if proxy is not None:
                 proxy.stats.bytes_up = proxy.stats.bytes_down = 0
             set_to(live, new if number % 2 == 0 else old)

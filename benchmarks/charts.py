@@ -77,6 +77,24 @@ def steps(theme: str) -> Path:
     return save(figure, "grpo", theme)
 
 
+def simulated(theme: str) -> Path:
+    """What the simulator of `deltawire estimate` says, as a multiple of what real runs have measured."""
+    ink, faint, ours, others = THEMES[theme]
+    rows = read_csv("simulator.csv")
+    figure, axes = plt.subplots(figsize=(8.6, 0.3 * len(rows) + 0.9))
+    axes.axvspan(0.75, 1.25, color=others, alpha=0.35, linewidth=0)
+    axes.axvline(1, color=faint, linewidth=1)
+    names = [f"{row['run']}: {row['quantity']} ({row['unit']})" for row in rows]
+    axes.scatter([float(row["ratio"]) for row in rows], names, color=ours, zorder=3)
+    axes.invert_yaxis()
+    axes.set_xlim(0.5, 1.5)
+    axes.set_xlabel("predicted / measured; the band is 25 %", color=faint)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(faint)
+    axes.tick_params(colors=ink)
+    return save(figure, "simulator", theme)
+
+
 def save(figure: Figure, file: str, theme: str) -> Path:
     figure.tight_layout()
     path = RESULTS / f"{file}-{theme}.svg"
@@ -89,6 +107,7 @@ if __name__ == "__main__":
     for theme in THEMES:
         print(sizes(theme))
         print(speeds(theme))
+        print(simulated(theme))
         # Made on a GPU, so not by `make bench`.
         if (RESULTS / "grpo.csv").exists():
             print(steps(theme))

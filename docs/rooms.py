@@ -16,7 +16,7 @@ ROOMS = [
     ["format", "store"],
     ["run"],
     ["publish", "follow"],
-    ["maintain", "metrics", "interop"],
+    ["maintain", "metrics", "interop", "estimate"],
     ["engines"],
     ["trainers", "agent", "testing"],
     ["pages"],

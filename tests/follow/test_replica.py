@@ -19,6 +19,7 @@ from deltawire.errors import (
     UnknownParameter,
 )
 from deltawire.follow.target import MemoryTarget
+from deltawire.run.keys import manifest_key
 from deltawire.store import open_store
 from deltawire.tensors.weights import Tensor, view
 from support.chains import BF16, Hooked, copy_of, fresh_url, make_run, make_weights, same, seal, step, unsealed
@@ -396,16 +397,17 @@ def test_heartbeats_are_best_effort(rng):
 
 
 def test_a_caught_up_replica_asks_little(rng):
-    """One listing to look, and for one new version its manifest and its object."""
-    url, weights = fresh_url(), make_weights()
+    """One request to look, and for one new version its manifest, a listing and its object."""
+    url, weights, asked = fresh_url(), make_weights(), []
     with Publisher(url, weights) as publisher:
         publisher.publish().wait(PATIENCE)
         store = Hooked(url)
+        store.before = lambda verb, key: asked.append((verb, key))
         with replica_of(store) as replica:
             replica.pull()
-            store.calls.clear()
+            asked.clear()
             replica.pull()
-            assert store.calls == [("list", "manifests/")]
+            assert asked == [("get", manifest_key(1))]
             step(weights, rng)
             publisher.publish().wait(PATIENCE)
             store.calls.clear()

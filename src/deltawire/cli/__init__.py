@@ -11,6 +11,7 @@ from deltawire import __version__
 from deltawire.cli.attach import attach_command
 from deltawire.cli.chain import info_command, ls_command, route_command, status_command
 from deltawire.cli.demo import demo_command
+from deltawire.cli.estimate import estimate_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
 from deltawire.cli.hello import hello_command, warmup_command
 from deltawire.cli.pages import dashboard_command, explain_command
@@ -24,7 +25,7 @@ SECTIONS = {
         info_command, route_command, verify_command, gc_command, compact_command, export_command, keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
-    "Trying it out": [hello_command, demo_command, explain_command, warmup_command],
+    "Trying it out": [hello_command, demo_command, explain_command, estimate_command, warmup_command],
 }  # fmt: skip
 
 

@@ -29,7 +29,8 @@ run_option = click.option("--run", "run_id", metavar="ID", help="Accept only thi
 name_option = click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
 until_option = click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
 poll_option = click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-                           help="How often to look for a new version, in seconds.")  # fmt: skip
+                           help="How often to look for a new version, in seconds; up to 10 times less often while "
+                           "none is due, by when the last ones came.")  # fmt: skip
 allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Accept requests for this host "
                                  "name too, such as agent.example or *.example. Repeatable.  [default: the names of "
                                  "the host that it listens on]")  # fmt: skip

@@ -59,7 +59,7 @@ class Agent:
         public_key: What `deltawire keygen` printed; documents of the run must be signed with its private key.
         run: The only run id that is accepted; any by default.
         scratch: A folder for files that are being fetched.
-        poll_seconds: How often to look for a new version.
+        poll_seconds: How often to look for a new version; up to 10 times less often while none is due.
         host: The address to listen on.
         port: Serve HTTP on this port, from a thread; 0 takes a free one. `None`: no HTTP.
         token: The secret that a nudge over HTTP must carry; without it they are refused.

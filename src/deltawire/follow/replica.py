@@ -23,6 +23,7 @@ from deltawire.errors import (
 from deltawire.follow.comparison import differing_names
 from deltawire.follow.fetch import Fetcher, Progress, blaming
 from deltawire.follow.mirror import Mirror
+from deltawire.follow.pace import Pace
 from deltawire.follow.routing import find_route
 from deltawire.follow.target import MemoryTarget, Target, new_tensor
 from deltawire.format.patches import Patch
@@ -315,15 +316,14 @@ class Replica:
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay at the newest version until `stop` is called. Blocks; `watching` does the same in a thread.
 
-        Looks for a new version every `poll_seconds`, and calls `on_pull` after each pull. Faults do not end it: they
-        are kept in `error`, and retried with longer pauses.
+        Looks for a new version every `poll_seconds` while one is due, up to 10 times less often while none comes, and
+        calls `on_pull` after each pull. Faults do not end it: they are kept in `error`, and retried with longer pauses.
         """
-        if not poll_seconds > 0:
-            raise ValueError(f"poll_seconds is a positive number, not {poll_seconds}")
+        pace = Pace(poll_seconds, time.monotonic())
         self._check_open()
         self.is_watched = True
         try:
-            for _ in self._pulls(on_pull, poll_seconds):
+            for _ in self._pulls(on_pull, pace):
                 pass
         finally:
             self.is_watched = False
@@ -336,14 +336,16 @@ class Replica:
         """
         self._check_open()
         self._stopped.clear()
-        return self._pulls(None, 1.0)
+        return self._pulls(None, Pace(1.0, time.monotonic()))
 
-    def _pulls(self, on_pull: Callable[[Pull], None] | None, poll_seconds: float) -> Iterator[Pull]:
+    def _pulls(self, on_pull: Callable[[Pull], None] | None, pace: Pace) -> Iterator[Pull]:
         failures = 0
         while not self._stopped.is_set():
             done = None
             try:
-                if self._is_behind():
+                behind = self._is_behind()
+                pace.saw(self.latest, time.monotonic())
+                if behind:
                     done = self.pull()
                     if on_pull is not None:
                         on_pull(done)
@@ -359,7 +361,7 @@ class Replica:
                 yield done
             if not self._stopped.is_set():
                 # Jitter, so that a thousand replicas do not poll at the same moment.
-                self._pause(poll_seconds * random.uniform(0.75, 1.25) * min(2**failures, 32))  # noqa: S311
+                self._pause(pace.wait(time.monotonic(), failures) * random.uniform(0.75, 1.25))  # noqa: S311
 
     def _pause(self, seconds: float) -> None:
         """Wait, but end early on a nudge, or if an engine has stopped, come back or been restarted."""

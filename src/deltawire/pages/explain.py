@@ -60,24 +60,26 @@ def content_policy(html: str) -> str:
 
 def serve(port: int = 0) -> ThreadingHTTPServer:
     """A server of the page, bound but not yet running; port 0 takes a free one."""
-    return ThreadingHTTPServer((HOST, port), partial(_Handler, directory=str(STATIC)))
+    return ThreadingHTTPServer((HOST, port), partial(PageHandler, directory=str(STATIC)))
 
 
 def url_of(server: ThreadingHTTPServer) -> str:
     return f"http://{HOST}:{server.server_address[1]}{ENTRY}"
 
 
-class _Handler(SimpleHTTPRequestHandler):
-    """Serves the files of the page, and logs nothing: the terminal belongs to the command."""
+class PageHandler(SimpleHTTPRequestHandler):
+    """Serves the files of a page, and logs nothing: the terminal belongs to the command."""
+
+    page, entry = PAGE, ENTRY
 
     def send_head(self) -> Any:
         path = Path(self.translate_path(self.path))
-        if path == STATIC / "base.css" or PAGE.parent in (path, path.parent):
+        if path == STATIC / "base.css" or self.page.parent in (path, path.parent):
             return super().send_head()
         if path != STATIC:
             return self.send_error(HTTPStatus.NOT_FOUND)
         self.send_response(HTTPStatus.FOUND)
-        self.send_header("Location", ENTRY)
+        self.send_header("Location", self.entry)
         self.send_header("Content-Length", "0")
         return self.end_headers()
 
@@ -85,7 +87,7 @@ class _Handler(SimpleHTTPRequestHandler):
         return f"{super().guess_type(path)}; charset=utf-8"
 
     def end_headers(self) -> None:
-        self.send_header("Content-Security-Policy", content_policy(PAGE.read_text()))
+        self.send_header("Content-Security-Policy", content_policy(self.page.read_text()))
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")

@@ -75,6 +75,8 @@ class BasePublisher:
         self.resumed = False
         """Whether the next version will be a delta, because the weights are, or were, those of the last version."""
         self.last: Publication | None = None
+        self.after_commit: Callable[[int], object] | None = None
+        """Called with each version that was committed, in a thread that others wait for: see `Nudges`."""
         self.num_published = self.num_failed = 0
         self._failures: list[Publication] = []
         """The failed versions since the last commit."""
@@ -280,6 +282,11 @@ class BasePublisher:
         command = {"kind": "committed", "call": call, "oldest": oldest, "version": manifest.version, "stats": stats}
         self._send(command)
         self._finish_call(call, manifest.version, stats)
+        if self.after_commit is not None:
+            try:
+                self.after_commit(manifest.version)
+            except Exception:
+                log.warning("after_commit failed for version %s", manifest.version, exc_info=True)
         self._worker.do(command)
         with self._changed:
             if leader.tasks and self._upkeep is None and not self._ranks.others:

@@ -1,0 +1,172 @@
+"""The constants behind `deltawire estimate`, from what this project has measured, each with the file it is from.
+
+    python benchmarks/estimate_data.py [--output FILE]
+
+Reads `benchmarks/results` and the data of `deltawire explain` only, so the same inputs give the same bytes.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+from measure import RESULTS, read_csv
+
+ROOT = Path(__file__).parent.parent
+OUTPUT = ROOT / "src/deltawire/estimate/measured.json"
+RECORDED = ROOT / "src/deltawire/pages/static/explain/recorded.json"
+CHAIN_DENSITY = 0.0115
+# The rounds after the first, which compiles kernels.
+WARM = 1
+
+
+def digits(value, number=4):
+    return float(f"{value:.{number}g}")
+
+
+def straight(points):
+    """The line through two points, as what it starts with and what each weight adds."""
+    (low, one), (high, other) = sorted(points)
+    slope = (other - one) / (high - low)
+    return {"start": digits(max(one - slope * low, 0.0)), "per_weight": digits(slope)}
+
+
+def density_of_lr(recorded):
+    """The share of weights that a step changes: a power of the learning rate, through the recorded runs."""
+    points = []
+    for recording in recorded["recordings"].values():
+        rows = recording["sizes"]
+        points.append((recording["lr"], statistics.mean(row["changed"] / row["weights"] for row in rows)))
+    rows = read_csv("grpo.csv")
+    for lr in sorted({row["lr"] for row in rows}):
+        own = [float(row["density"]) for row in rows if row["lr"] == lr]
+        points.append((float(lr), statistics.median(own[len(own) // 2 :])))
+    x, y = [math.log(lr / 1e-6) for lr, _ in points], [math.log(density) for _, density in points]
+    slope, start = statistics.linear_regression(x, y)
+    return {"at_1e-6": digits(math.exp(start)), "power": digits(slope)}
+
+
+def span_power(recorded, demos):
+    """A delta over k steps weighs k to this power as much as one: mean of the recordings and of the demo's runs."""
+    found = []
+    for recording in recorded["recordings"].values():
+        hops = recording["bucket"]["hops"]
+        single = statistics.mean(hop["bytes"] for hop in hops if hop["base"] == hop["version"] - 1)
+        longer = statistics.mean(hop["bytes"] for hop in hops if hop["base"] == hop["version"] - 4)
+        found.append(math.log(longer / single) / math.log(4))
+    short = statistics.mean(found)
+    found = []
+    for demo in demos:
+        spans = [length for length in (4, 16, 64) for _ in range(demo["steps"] // length)]
+        wanted = demo["uploads"]["skip deltas"]["num_bytes"] / demo["payload_bytes"]
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(span**middle for span in spans) < wanted else (low, middle)
+        found.append(low)
+    return digits((short + statistics.mean(found)) / 2, 3)
+
+
+def gpu():
+    """A vLLM server on a GPU and a publisher next to it, by the number of weights on one device."""
+    publishes = [row for row in read_csv("gpu_publish.csv") if row["method"] == "deltawire"]
+    others = {row["model"]: row for row in read_csv("gpu_publish.csv") if row["method"] == "torch nonzero"}
+    sizes = {
+        row["model"].lower().removeprefix("qwen3-"): int(others[row["model"]]["payload_bytes"])
+        / 6
+        / float(others[row["model"]]["density"])
+        for row in publishes
+    }
+
+    def published(of):
+        return straight([(sizes[row["model"].lower().removeprefix("qwen3-")], of(row)) for row in publishes])
+
+    rows = [row for row in read_csv("vllm_gpu.csv") if int(row["round"]) >= WARM]
+    ours = [
+        row for row in rows
+        if (row["source"], row["requests"], row["changed"], row["streams"]) == ("mapping", "keep", "0.01", "8")
+    ]  # fmt: skip
+
+    def served(of):
+        return straight([
+            (sizes[model], statistics.median(of(row) for row in ours if row["model"] == model))
+            for model in ("0.6b", "8b")
+        ])  # fmt: skip
+
+    reloads = [float(row["pause_ms"]) / 1000 / sizes[row["model"]] for row in rows if row["source"] == "vLLM reload"]
+    return {
+        "most_weights": round(max(sizes.values())),
+        "blocked": published(lambda row: float(row["blocked_ms"]) / 1000),
+        "encode": published(lambda row: (float(row["in_host_memory_ms"]) - float(row["blocked_ms"])) / 1000),
+        "stage": served(lambda row: float(row["apply_s"]) - float(row["pause_ms"]) / 1000),
+        "pause": served(lambda row: float(row["pause_ms"]) / 1000),
+        "reload": digits(statistics.median(reloads)),
+    }
+
+
+def cpu():
+    """Trainer and replica on two cores, of 128 M weights."""
+    row = next(row for row in read_csv("chain.csv") if row["line"] == "loopback")
+    words = row["phases_seconds"].split()
+    phases = {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    weights = int(row["weights"])
+    vllm = {row["mode"]: row for row in read_csv("vllm.csv")}
+    notes = dict(
+        line[2:].split(": ", 1) for line in (RESULTS / "vllm.csv").read_text().splitlines() if line.startswith("# ")
+    )
+    ours, changed = vllm["deltawire"], float(notes["weights"]) * float(notes["density"])
+    return {
+        "density": CHAIN_DENSITY,
+        **{name: digits(phases[name] / weights) for name in ("diff", "encode", "decode", "apply")},
+        "threads_speedup": next(
+            float(row["two_thread_speedup"])
+            for row in read_csv("codec_speed.csv")
+            if row["operation"] == "context decode"
+        ),
+        "bytes_per_second": round(int(row["full_bytes"]) / float(row["full_seconds"])),
+        "pause_start": digits((float(ours["pause_ms"]) - float(ours["apply_ms"])) / 1000),
+        "pause_per_change": digits(float(ours["apply_ms"]) / 1000 / changed),
+        "reload": digits(float(vllm["reload"]["pause_ms"]) / 1000 / float(notes["weights"])),
+    }
+
+
+def make():
+    recorded = json.loads(RECORDED.read_text())
+    demos = [each for each in json.loads((RESULTS / "demo.json").read_text())["runs"] if each["density"]]
+    replica = {
+        row["store"]: {name: float(value) for name, value in row.items() if name != "store" and value}
+        for row in read_csv("replica.csv")
+    }
+    hops = [each for recording in recorded["recordings"].values() for each in recording["bucket"]["hops"]]
+    singles = [hop["bytes"] for hop in hops if hop["base"] is not None and hop["base"] == hop["version"] - 1]
+    encoded = [row["context"] for recording in recorded["recordings"].values() for row in recording["sizes"]]
+    documents = [demo["uploads"]["documents"] for demo in demos]
+    table = [
+        {name: float(row[name]) for name in ("density", "bytes_per_change", "encode_ratio", "decode_ratio")}
+        for row in read_csv("density.csv")
+    ]
+    values = {
+        "density_of_lr": (density_of_lr(recorded), "grpo.csv, recorded.json"),
+        "codec": (table, "density.csv"),
+        "span_power": (span_power(recorded, demos), "recorded.json, demo.json"),
+        "tensor_bytes": (round((sum(singles) - sum(encoded)) / len(singles) / 6), "recorded.json"),
+        "document_bytes": (
+            round(sum(each["num_bytes"] for each in documents) / sum(each["num_objects"] for each in documents)),
+            "demo.json",
+        ),
+        "cpu": (cpu(), "chain.csv, codec_speed.csv, vllm.csv"),
+        "gpu": (gpu(), "gpu_publish.csv, vllm_gpu.csv"),
+        "replica": (replica, "replica.csv"),
+    }
+    data = {name: {"value": value, "from": source} for name, (value, source) in values.items()}
+    return json.dumps(data, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    arguments = parser.parse_args()
+    arguments.output.write_text(make())
+    print(arguments.output.read_text(), file=sys.stderr)

@@ -1,0 +1,130 @@
+"""Bytes, seconds and money of a step and a day: as deltas and as all weights, with a cache at each site or not."""
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from statistics import mean, median
+from typing import Any
+
+from deltawire.estimate.plan import DAY, Plan, measured, sources
+from deltawire.estimate.prices import Prices
+from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Outcome, Scene, extra_hops, hop_of, parts_of, simulate
+from deltawire.run.planner import cheapest_route
+
+# Over how many versions the mean of what is uploaded and of what a joiner fetches is taken.
+NUM_PLANNED = 256
+WAYS = ((False, False), (False, True), (True, False), (True, True))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What lies in the store for a version, on average."""
+
+    uploaded_bytes: float
+    """Delta, skip deltas and anchors."""
+    join_bytes: float
+    """What a replica fetches that has nothing."""
+    anchors: float
+    """How many anchors a version gets."""
+    objects: float
+
+
+@cache
+def planned(plan: Plan) -> Planned:
+    hops = [hop_of(plan, 0, None)]
+    uploaded = anchors = 0.0
+    joins, objects = [], 0
+    for version in range(1, NUM_PLANNED + 1):
+        new = [hop_of(plan, version, version - 1)]
+        new += extra_hops(plan, version, hops + new)
+        hops += new
+        uploaded += sum(hop.num_bytes for hop in new)
+        objects += len(new)
+        joins.append(cheapest_route(None, version, hops).num_bytes)
+        if new[-1].base is None:
+            anchors += 1
+            hops = [new[-1]]
+    return Planned(uploaded / NUM_PLANNED, mean(joins), anchors / NUM_PLANNED, objects / NUM_PLANNED)
+
+
+def way(
+    plan: Plan, prices: Prices, *, full: bool, caches: bool, num_versions: int = 5, seed: int = 0
+) -> dict[str, Any]:
+    """One way to ship the weights: what a step and a day take."""
+    outcome = simulate(Scene(plan, num_versions, full=full, caches=caches, seed=seed))
+    kept = Planned(plan.anchor_bytes, plan.anchor_bytes, 1.0, 1.0) if full else planned(plan)
+    one = plan.anchor_bytes if full else plan.delta_bytes()
+    fetches = plan.sites if caches else plan.replicas
+    # A cache has a joiner's anchor if another one of the site has joined since it was written.
+    joins = min(plan.joins_a_day, plan.sites * (1 + kept.anchors * plan.steps_a_day)) if caches else plan.joins_a_day
+    document = measured()["document_bytes"]
+    uploaded = kept.uploaded_bytes + (1 + kept.objects) * document
+    day = {
+        "uploaded_bytes": plan.steps_a_day * uploaded,
+        "store_bytes": plan.steps_a_day * fetches * one + joins * kept.join_bytes,
+        "replica_bytes": plan.steps_a_day * plan.replicas * one + plan.joins_a_day * kept.join_bytes,
+        **_requests(plan, kept, outcome, fetches, one, joins),
+    }
+    stored = plan.keep_days * day["uploaded_bytes"]
+    usd = {
+        "egress": prices.egress_a_day(day["store_bytes"]),
+        "requests": prices.requests(day["puts"] + day["lists"], day["gets"]),
+        "storage": prices.storage_a_day(stored),
+    }
+    usd["total"] = sum(usd.values())
+    delays = outcome.delays()
+    calls = [end - start for start, end in zip(outcome.calls[1:], outcome.commits[1:], strict=True)]
+    step = {
+        "uploaded_bytes": uploaded,
+        "store_bytes": fetches * one,
+        "blocked_seconds": None if full else plan.blocked_seconds,
+        "publish_seconds": median(calls),
+        "served_seconds": {"median": median(delays), "last": delays[-1]},
+        "pause_seconds": plan.reload_seconds if full else plan.pause_seconds,
+        "usd": usd["total"] / plan.steps_a_day,
+    }
+    use = _use(plan, kept.uploaded_bytes, one, caches)
+    return {
+        "ships": "all weights" if full else "deltas", "caches": caches, "step": step, "day": day | {"usd": usd},
+        "stored_bytes": stored, "join_bytes": kept.join_bytes, "use": use, "fits": max(use.values()) <= 1,
+    }  # fmt: skip
+
+
+def _requests(plan: Plan, kept: Planned, outcome: Outcome, fetches: int, one: float, joins: float) -> dict[str, float]:
+    pulls = plan.steps_a_day * plan.replicas + plan.joins_a_day
+    objects = plan.steps_a_day * fetches * parts_of(one) + joins * parts_of(kept.join_bytes)
+    # Where a site has a cache, replicas read through it: they list nothing, and cannot write heartbeats.
+    direct = fetches == plan.replicas
+    heartbeats = plan.replicas * DAY / HEARTBEAT_SECONDS + 2 * pulls if direct else 0.0
+    return {
+        "gets": objects + outcome.requests["poll"] / outcome.seconds * DAY,
+        "lists": pulls if direct else 0.0,
+        "puts": plan.steps_a_day * (1 + kept.objects + parts_of(kept.uploaded_bytes)) + heartbeats,
+    }
+
+
+def _use(plan: Plan, uploaded: float, one: float, caches: bool) -> dict[str, float]:
+    """How much of each line is in use; above 1 it is too thin for every version to reach every replica."""
+    at_site = plan.replicas / plan.sites
+
+    def share(num_bytes: float, mbits: float) -> float:
+        return num_bytes / (mbits * 1e6 / 8) / plan.step_seconds
+
+    return {
+        "trainer": share(uploaded, plan.trainer_mbits),
+        "site": share(one if caches else one * at_site, plan.site_mbits),
+        "inside": share(one * at_site, plan.replica_mbits) if caches else 0.0,
+    }
+
+
+def estimate(plan: Plan, prices: Prices, *, num_versions: int = 5, seed: int = 0) -> dict[str, Any]:
+    """All ways, with what they were computed from."""
+    return {
+        "plan": asdict(plan),
+        "prices": asdict(prices),
+        "delta_bytes": plan.delta_bytes(),
+        "anchor_bytes": plan.anchor_bytes,
+        "ways": [
+            way(plan, prices, full=full, caches=caches, num_versions=num_versions, seed=seed) for full, caches in WAYS
+        ],
+        "from": sources(),
+    }

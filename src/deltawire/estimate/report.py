@@ -1,0 +1,78 @@
+"""An estimate as a table for people, of the command and of the page."""
+
+from collections.abc import Callable
+from typing import Any
+
+from deltawire.estimate.plan import DAY
+from deltawire.terminal import size_text
+
+Way = dict[str, Any]
+
+
+def head_of(data: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was asked for, and how large a delta is."""
+    plan, delta, anchor = data["plan"], data["delta_bytes"], data["anchor_bytes"]
+    every = seconds_text(DAY / plan["steps_a_day"])
+    return [
+        ("model", f"{weights_text(plan['weights'])} weights, {100 * plan['density']:.3g} % of them change in a step"),
+        ("steps", f"{plan['steps_a_day']:,g} a day, one every {every}"),
+        ("fleet", f"{plan['replicas']:,} replicas at {plan['sites']:,} site{'s' if plan['sites'] > 1 else ''}"),
+        ("a delta", f"{size_text(delta)}, 1/{anchor / delta:.0f} of all weights"),
+    ]
+
+
+def table_of(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a column for each way."""
+    ways = data["ways"]
+
+    def rows(part: str, *lines: tuple[str, Callable[[Way], str]]) -> list[list[str]]:
+        return [[f"{part}: {name}", *(of(each) for each in ways)] for name, of in lines]
+
+    steps = rows(
+        "step",
+        ("uploaded", lambda way: size_text(way["step"]["uploaded_bytes"])),
+        ("leaves the store", lambda way: size_text(way["step"]["store_bytes"])),
+        ("trainer waits", lambda way: seconds_text(way["step"]["blocked_seconds"])),
+        ("published after", lambda way: seconds_text(way["step"]["publish_seconds"])),
+        ("then served, median", lambda way: seconds_text(way["step"]["served_seconds"]["median"])),
+        ("then served, last", lambda way: seconds_text(way["step"]["served_seconds"]["last"])),
+        ("engines pause", lambda way: seconds_text(way["step"]["pause_seconds"])),
+        ("costs", lambda way: money_text(way["step"]["usd"])),
+    )
+    days = rows(
+        "day",
+        ("uploaded", lambda way: size_text(way["day"]["uploaded_bytes"])),
+        ("leaves the store", lambda way: size_text(way["day"]["store_bytes"])),
+        ("requests", lambda way: f"{way['day']['gets'] + way['day']['lists'] + way['day']['puts']:,.0f}"),
+        ("traffic", lambda way: money_text(way["day"]["usd"]["egress"])),
+        ("requests cost", lambda way: money_text(way["day"]["usd"]["requests"])),
+        ("storage", lambda way: money_text(way["day"]["usd"]["storage"])),
+        ("costs", lambda way: money_text(way["day"]["usd"]["total"])),
+    )
+    names = [each["ships"] + (", caches" if each["caches"] else "") for each in ways]
+    return ["", *names], [*steps, *days, ["fits the lines", *(fit_text(each) for each in ways)]]
+
+
+def fit_text(way: Way) -> str:
+    name, share = max(way["use"].items(), key=lambda each: float(each[1]))
+    return f"yes, {100 * share:.2g} % of {name}" if share <= 1 else f"no, {share:.3g} x {name}"
+
+
+def weights_text(weights: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if weights >= size:
+            return f"{weights / size:.3g} {unit}"
+    return f"{weights:,.0f}"
+
+
+def seconds_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "not measured"
+    for unit, length in (("days", DAY), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{1000 * seconds:.3g} ms"
+
+
+def money_text(usd: float) -> str:
+    return f"${usd:,.0f}" if usd >= 100 else f"${usd:,.2f}" if usd >= 0.01 or not usd else f"${usd:.2g}"

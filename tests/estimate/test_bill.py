@@ -1,0 +1,92 @@
+"""What a day costs."""
+
+from dataclasses import replace
+
+import pytest
+
+from deltawire.estimate.bill import estimate, planned, way
+from deltawire.estimate.plan import Plan
+from deltawire.estimate.prices import PRICES, Prices
+from deltawire.estimate.report import head_of, money_text, seconds_text, table_of, weights_text
+
+PLAN = Plan(8e9, 0.0132, 1440, sites=2, replicas=64)
+
+
+def test_traffic_goes_through_the_tiers_of_a_month():
+    prices = PRICES["s3"]
+    assert prices.egress_a_day(1e12 / 30) == pytest.approx(90 / 30)
+    assert prices.egress_a_day(200e12 / 30) == pytest.approx(
+        (10_000 * 0.09 + 40_000 * 0.085 + 100_000 * 0.07 + 50_000 * 0.05) / 30
+    )
+    assert PRICES["r2"].egress_a_day(1e18) == 0
+
+
+def test_the_bill_of_deltas():
+    prices = Prices(storage=0.3, put_1000=1.0, get_1000=0.1, egress=[(0, 0.05)])
+    found = way(PLAN, prices, full=False, caches=False)
+    day, size = found["day"], PLAN.delta_bytes()
+    assert day["store_bytes"] == pytest.approx(1440 * 64 * size)
+    assert day["usd"]["egress"] == pytest.approx(1440 * 64 * size / 1e9 * 0.05)
+    assert day["usd"]["storage"] == pytest.approx(30 * day["uploaded_bytes"] / 1e9 * 0.01)
+    assert day["usd"]["requests"] == pytest.approx((day["puts"] + day["lists"] + day["gets"] / 10) / 1000)
+    assert found["step"]["usd"] == pytest.approx(day["usd"]["total"] / 1440)
+    heartbeats = 64 * 86_400 / 15
+    assert heartbeats < day["puts"] < 2 * heartbeats
+    assert found["fits"]
+
+
+def test_a_cache_fetches_once_for_a_site():
+    plain, cached = (way(PLAN, PRICES["s3"], full=False, caches=caches) for caches in (False, True))
+    assert plain["day"]["store_bytes"] == pytest.approx(32 * cached["day"]["store_bytes"])
+    assert plain["day"]["replica_bytes"] == cached["day"]["replica_bytes"]
+    assert cached["day"]["usd"]["total"] < plain["day"]["usd"]["total"] / 10
+
+
+def test_what_does_not_fit_is_said():
+    full = way(PLAN, PRICES["s3"], full=True, caches=False)
+    assert not full["fits"]
+    assert full["use"]["site"] == pytest.approx(32 * PLAN.anchor_bytes * 8 / 1e9 / 60)
+    (row,) = [row for row in table_of(estimate(PLAN, PRICES["s3"]))[1] if row[0] == "fits the lines"]
+    assert [cell[:3] for cell in row[1:]] == ["yes", "yes", "no,", "no,"]
+
+
+def test_joins_cost_an_anchor_and_what_came_since():
+    joined = way(replace(PLAN, joins_a_day=10), PRICES["s3"], full=False, caches=False)
+    plain = way(PLAN, PRICES["s3"], full=False, caches=False)
+    assert joined["day"]["store_bytes"] - plain["day"]["store_bytes"] == pytest.approx(10 * joined["join_bytes"])
+    assert PLAN.anchor_bytes < joined["join_bytes"] < 1.4 * PLAN.anchor_bytes
+
+
+def test_what_lies_in_the_store_follows_the_planner():
+    kept = planned(PLAN)
+    assert kept.uploaded_bytes > PLAN.delta_bytes() * 1.2
+    assert 0 < kept.anchors < 0.1
+    assert 1.2 < kept.objects < 1.5
+    quiet = planned(replace(PLAN, density=0.0005))
+    assert quiet.anchors < kept.anchors
+
+
+def test_the_table_has_a_column_for_each_way():
+    data = estimate(PLAN, PRICES["s3"])
+    header, rows = table_of(data)
+    assert header == ["", "deltas", "deltas, caches", "all weights", "all weights, caches"]
+    assert all(len(row) == 5 for row in rows)
+    (uploaded,) = [row for row in rows if row[0] == "step: uploaded"]
+    assert uploaded[3] == "16.00 GB"
+    (waits,) = [row for row in rows if row[0] == "step: trainer waits"]
+    assert waits[3] == "not measured"
+    assert dict(head_of(data))["fleet"] == "64 replicas at 2 sites"
+
+
+def test_numbers_for_people():
+    assert [seconds_text(each) for each in (None, 0, 0.0134, 1.5, 119, 121, 7300, 2e5)] == [
+        "not measured", "0 s", "13.4 ms", "1.5 s", "119 s", "2.02 min", "2.03 h", "2.31 days",
+    ]  # fmt: skip
+    assert [money_text(each) for each in (0, 0.0012, 0.5, 99.5, 1234.5)] == [
+        "$0.00",
+        "$0.0012",
+        "$0.50",
+        "$99.50",
+        "$1,234",
+    ]
+    assert [weights_text(each) for each in (1e12, 8.19e9, 1.35e8, 24_000)] == ["1 T", "8.19 B", "135 M", "24,000"]

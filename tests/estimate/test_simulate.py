@@ -1,0 +1,117 @@
+"""The simulator of a fleet: what can be computed by hand comes out, and what it does is what replicas do."""
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from deltawire.estimate.plan import Plan, measured
+from deltawire.estimate.simulate import Clock, Cores, Line, Scene, simulate
+
+PLAN = Plan(8e9, 0.0132, 1440, sites=2, replicas=16)
+
+
+def test_transfers_share_a_line():
+    clock, ends = Clock(), {}
+    line = Line(clock, 8.0)  # a megabyte a second
+    clock.at(0, lambda: line.send(3e6, lambda: ends.update(long=clock.now)))
+    clock.at(1, lambda: line.send(1e6, lambda: ends.update(short=clock.now)))
+    clock.at(10, lambda: line.send(1e6, lambda: ends.update(alone=clock.now)))
+    clock.run(lambda: False)
+    assert ends == pytest.approx({"short": 3.0, "long": 4.0, "alone": 11.0})
+
+
+def test_cores_are_shared_too():
+    clock, ends = Clock(), []
+    cores, own = Cores(clock, 2), Cores(clock, None)
+    for _ in range(4):
+        cores.run(1.0, lambda: ends.append(clock.now))
+        own.run(1.0, lambda: ends.append(clock.now))
+    clock.run(lambda: False)
+    assert ends == pytest.approx([1, 1, 1, 1, 2, 2, 2, 2])
+    clock, ends = Clock(), []
+    Cores(clock, 4).run(1.0, lambda: ends.append(clock.now))
+    clock.run(lambda: False)
+    assert ends == pytest.approx([1]), "one thing takes one core"
+
+
+@pytest.mark.parametrize("scene", [Scene(PLAN), Scene(PLAN, full=True), Scene(replace(PLAN, joins_a_day=2000))])
+def test_the_same_seed_gives_the_same_run(scene):
+    assert simulate(scene) == simulate(scene)
+    assert simulate(scene) != simulate(replace(scene, seed=1))
+
+
+def test_one_replica_that_is_told_takes_the_sum_of_the_parts():
+    plan = replace(PLAN, sites=1, replicas=1)
+    outcome = simulate(Scene(plan, num_versions=1, nudged=True))
+    size, trip = plan.delta_bytes(), 0.05
+    assert outcome.calls == [0, plan.step_seconds]
+    upload = plan.blocked_seconds + plan.encode_seconds + size / 125e6 + 2 * trip
+    assert outcome.commits[1] - outcome.calls[1] == pytest.approx(upload)
+    overhead = measured()["replica"]["s3"]
+    poll = overhead["poll_cpu"] + trip
+    pull = 3 * trip + size / 125e6 + overhead["pull_cpu"] + plan.decode_seconds + plan.pause_seconds
+    assert outcome.delays() == pytest.approx([poll + pull])
+
+
+def test_bytes_are_those_of_the_fleet():
+    size = round(PLAN.delta_bytes())
+    without, cached = (simulate(Scene(PLAN, num_versions=3, caches=caches)) for caches in (False, True))
+    assert without.store_bytes == without.replica_bytes == cached.replica_bytes == 3 * 16 * size
+    assert cached.store_bytes == 3 * 2 * size
+    assert without.uploads["delta"] == 3 * size
+    assert median(cached.delays()) < median(without.delays())
+
+
+def test_all_weights_take_their_line():
+    plan = replace(PLAN, sites=1, replicas=4, steps_a_day=10)
+    outcome = simulate(Scene(plan, num_versions=1, full=True, nudged=True))
+    assert outcome.commits[1] - outcome.calls[1] == pytest.approx(plan.anchor_bytes / 125e6, rel=0.01)
+    assert outcome.delays()[-1] == pytest.approx(4 * plan.anchor_bytes / 125e6 + plan.reload_seconds, rel=0.01)
+
+
+def test_a_line_that_is_too_thin_holds_the_trainer_back():
+    plan = replace(PLAN, trainer_mbits=1.0, steps_a_day=86_400, replicas=2)
+    outcome = simulate(Scene(plan, num_versions=4))
+    each = plan.delta_bytes() / 125e3
+    gaps = [after - before for before, after in zip(outcome.commits[1:], outcome.commits[2:], strict=False)]
+    assert all(gap > each for gap in gaps)
+    assert outcome.calls[4] - outcome.calls[1] > each, "its calls wait too"
+
+
+def test_one_that_was_killed_joins_with_an_anchor():
+    plan = replace(PLAN, replicas=2, sites=2, steps_a_day=144)
+    outcome = simulate(Scene(plan, num_versions=3, away=[(700.0, 1, 100.0)]))
+    (seconds,) = outcome.joins
+    assert seconds == pytest.approx(plan.anchor_bytes / 125e6, rel=0.1)
+    assert outcome.replica_bytes > plan.anchor_bytes
+    assert [len(outcome.served[version]) for version in (1, 2, 3)] == [2, 2, 2]
+
+
+def test_polls_that_are_skipped_over_are_counted_as_if_they_were_not():
+    """With cores that are shared every poll is an event of its own; with more than enough of them nothing waits."""
+    for every in (60, 1440):
+        plan = replace(PLAN, steps_a_day=86_400 / every)
+        quick, each = (simulate(Scene(plan, num_versions=6, cores=cores)) for cores in (None, 10_000))
+        assert quick.requests["poll"] == pytest.approx(each.requests["poll"], rel=0.15)
+        assert median(quick.delays()) == pytest.approx(median(each.delays()), rel=0.05)
+        assert quick.delays()[-1] == pytest.approx(each.delays()[-1], rel=0.2)
+        assert quick.requests["poll"] < 16 * quick.seconds / 2, "polls adapt"
+
+
+def test_shared_cores_slow_a_fleet_down():
+    plan = Plan(24e3, 0.02, 86_400 / 10, replicas=200, machine="cpu", poll_seconds=0.2, round_trip_ms=1)
+    alone, shared = (simulate(Scene(plan, caches=True, serves=False, cores=cores)) for cores in (None, 1))
+    assert shared.delays()[-1] > alone.delays()[-1] + 0.1
+
+
+def test_replicas_that_start_with_nothing_fetch_the_anchor():
+    outcome = simulate(Scene(PLAN, num_versions=1, cold=True))
+    assert len(outcome.joins) == 16
+    assert outcome.replica_bytes >= 16 * PLAN.anchor_bytes
+
+
+def test_too_much_is_refused(monkeypatch):
+    monkeypatch.setattr("deltawire.estimate.simulate.MOST_EVENTS", 100)
+    with pytest.raises(ValueError, match="too much"):
+        simulate(Scene(PLAN))

@@ -11,8 +11,10 @@
   (the demo's replicas have hardly any, but sample on the same cores meanwhile). --demo takes the folder of a run
   instead of making one.
 
-Predictions come from measured.json, whose constants were measured before and elsewhere. Rows of runs that are not made
-again are kept, so that one run can be repeated alone.
+Predictions come from measured.json, whose constants were measured before and elsewhere. How threads share cores, and
+trips inside a site, were added to the simulator after its first predictions of the fleets' times were 0.4 to 0.6 of
+what was measured, so these are fitted in part. Rows of runs that are not made again are kept, so that one run can be
+repeated alone.
 """
 
 import argparse

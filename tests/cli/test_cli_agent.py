@@ -318,7 +318,7 @@ GUIDE = (ROOT / "docs" / "guides" / "agent.md").read_text()
 
 def test_the_example_of_the_guide_runs(capsys):
     example, nudges = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    compile(nudges, "agent.md", "exec")  # with a trainer and agents on other machines
+    exec(compile(nudges, "agent.md", "exec"), {})
     exec(compile(example, "agent.md", "exec"), {})
     assert re.match(r"version 0, current, port \d+", capsys.readouterr().out)
 

@@ -6,14 +6,16 @@ from contextlib import suppress
 
 from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissing
 from deltawire.run.manifest import Manifest, StoredHop
-from deltawire.run.planner import SKIPS, Hop, HopKey, Route, cheapest_route, skip_bases
+from deltawire.run.planner import Hop, HopKey, Route, cheapest_route, skip_bases
 from deltawire.run.run import Run
 
 # For longer routes it pays to list the store: longer hops may have been added since the manifest was written.
-MANY_HOPS = 12
+MANY_HOPS = 10
 PARALLEL = 8
 # Without a listing, around a damaged hop: so many versions are asked for all that may lead to them.
 MOST_ASKED = 128
+# The skip deltas that it asks for, longest first.
+ASKED_SKIPS = (64, 16, 4)
 
 
 def find_route(run: Run, have: int | None, manifest: Manifest, bad: Collection[HopKey] = ()) -> Route[StoredHop]:
@@ -71,7 +73,7 @@ def _asked_route(
 def _walk(run: Run, at: int, want: int, known: dict[HopKey, StoredHop], bad: Collection[HopKey]) -> None:
     """Learn the hops from a version on: the longest skip delta that there is, or the next version's own hop."""
     while at < want:
-        skips = [(at + length, at) for length in sorted(SKIPS, reverse=True) if at % length == 0]
+        skips = [(at + length, at) for length in ASKED_SKIPS if at % length == 0]
         wanted = [key for key in skips if key[0] <= want and key not in bad]
         hop = next((hop for key in wanted if (hop := known.get(key) or _hop(run, key))), None) or _own_hop(run, at + 1)
         if hop is None or (hop.version, hop.base) in bad:
@@ -83,7 +85,7 @@ def _walk(run: Run, at: int, want: int, known: dict[HopKey, StoredHop], bad: Col
 def _search(run: Run, anchor: int, want: int, known: dict[HopKey, StoredHop]) -> None:
     """Learn every hop to the versions from the last anchor on, and the route before it, by the names of documents."""
     versions = range(max(anchor - 1, want - MOST_ASKED, 0), want + 1)
-    _learn(run, [(version, base) for version in versions for base in (None, *skip_bases(version))], known)
+    _learn(run, [(version, base) for version in versions for base in (None, *skip_bases(version, ASKED_SKIPS))], known)
     with ThreadPoolExecutor(PARALLEL, "deltawire-route") as pool:
         own = [hop for hop in pool.map(lambda version: _own_hop(run, version), versions) if hop is not None]
     with suppress(ObjectMissing, FormatError, MismatchError):

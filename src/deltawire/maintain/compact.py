@@ -44,7 +44,7 @@ def compact(
     first = min([base for _, base in missing], default=latest)
     last = latest if wants_anchor else max(version for version, _ in missing)
     target, alone, made = MemoryTarget({}), Alone(), []
-    settings = Settings(allowed_encodings(AUTO), 0, None, SKIPS, "host", None, 0, MAX_FILE_BYTES, threads)
+    settings = Settings(allowed_encodings(AUTO), 0, None, SKIPS, None, "host", None, 0, MAX_FILE_BYTES, threads)
     with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica:
         replica.pull(first)
         manifest = run.manifest(first)

@@ -15,7 +15,9 @@ def encode_changes(
     history: History, base: int, version: int, allowed: list[str], workers: Workers
 ) -> tuple[list[Entry], dict[str, Digest]]:
     """The entries for the boxes that changed between two versions, and what each adds to the digest."""
-    prepared, compared = history.prepared(base, version), history.compared(base, version)
+    # Between a version that is kept and a later one, what one comparison has found is not everything.
+    prepared = history.prepared(base, version) if base >= history.oldest else {}
+    compared = history.compared(base, version)
 
     def encode(name: str, workers: Workers) -> tuple[Entry | None, Digest]:
         if name in prepared:

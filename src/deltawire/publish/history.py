@@ -10,6 +10,8 @@ has copied the chunk: even if it caught a half-staged version, writing all old b
 a record was removed or replaced meanwhile, the reader starts again.
 """
 
+import mmap
+import os
 import tempfile
 import threading
 import weakref
@@ -142,6 +144,32 @@ class PackedVersion:
         bits[positions] = old
 
 
+class KeptVersion:
+    """All bits of one version in an unnamed file, to encode deltas from it when its records are long gone."""
+
+    def __init__(self, version: int, num_bytes: int, folder: Path | None) -> None:
+        self.version = version
+        self.num_changed: dict[str, int] = {}
+        """The changes since this version whose records were dropped; an upper bound for each tensor."""
+        self._starts: dict[str, int] = {}
+        self._num_bytes = 0
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Room is taken now: writing to a map on a full disk would end the process.
+            os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
+            self._map = mmap.mmap(file.fileno(), max(num_bytes, 1))
+
+    def add(self, name: str, pieces: Iterable[Bits]) -> None:
+        """Write a tensor, piece by piece."""
+        self._starts[name] = self._num_bytes
+        for piece in pieces:
+            self._map[self._num_bytes : self._num_bytes + piece.nbytes] = raw(piece)
+            self._num_bytes += piece.nbytes
+
+    def chunk(self, name: str, index: int, length: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
+        """A copy of a chunk."""
+        return np.frombuffer(self._map, dtype, length, self._starts[name] + index * CHUNK * dtype.itemsize).copy()
+
+
 class History:
     """A snapshot of some weights, at `version`, and records that lead back from there.
 
@@ -165,6 +193,7 @@ class History:
         for some in weights.each(self) if isinstance(weights, Stream) else [weights]:
             self._begin(some)
         self._records: dict[int, Record] = {}
+        self._kept: KeptVersion | None = None
         self._scratch = scratch
         # A new object before a record is removed or replaced, so that readers notice.
         self._epoch = object()
@@ -304,14 +333,32 @@ class History:
         return packed
 
     def forget(self, version: int) -> None:
-        """Drop all records up to this version, which becomes the oldest that can be read."""
+        """Drop all records up to this version, which becomes the oldest that can be read, but for one that is kept."""
+        kept = self._kept
         for each in [each for each in list(self._records) if each <= version]:
-            del self._records[each]
+            record = self._records.pop(each)
+            if kept is not None and each > kept.version:
+                for name, count in record.num_changed.items():
+                    kept.num_changed[name] = kept.num_changed.get(name, 0) + count
         self.oldest = max(self.oldest, version)
+
+    def keep(self, version: int) -> None:
+        """Keep all bits of a version in a file, instead of those of the one before: it can be read from now on."""
+        sizes = {name: len(bits) * bits.dtype.itemsize for name, bits in self._snapshot.items()}
+        kept = KeptVersion(version, sum(sizes.values()), self._scratch)
+        for name in sizes:
+            chunks = range(-(-len(self._snapshot[name]) // CHUNK))
+            kept.add(name, (self._chunk(name, index, version) for index in chunks))
+        self._kept = kept
+
+    def has(self, version: int) -> bool:
+        """Whether a version can be read."""
+        return version >= self.oldest or (self._kept is not None and self._kept.version == version)
 
     def changed_since(self, base: int, version: int) -> dict[str, int]:
         """The tensors that changed after `base`, up to `version`, and an upper bound of their changed elements."""
-        counts: dict[str, int] = {}
+        dropped = self._kept.num_changed if self._kept is not None and base < self.oldest else {}
+        counts = {name: min(count, len(self._snapshot[name])) for name, count in dropped.items()}
         for record in [record for each, record in list(self._records.items()) if base < each <= version]:
             for name, count in record.num_changed.items():
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
@@ -320,6 +367,8 @@ class History:
     def compared(self, base: int, version: int) -> StagedVersion | None:
         """The changes between two versions, if one comparison has found them."""
         between = [record for each, record in list(self._records.items()) if base < each <= version]
+        if base < self.oldest:
+            return None
         return between[0] if len(between) == 1 and isinstance(between[0], StagedVersion) else None
 
     def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
@@ -332,12 +381,17 @@ class History:
         return box_digest(key, self.boxes[name], self.at(name, version), workers)
 
     def at(self, name: str, version: int) -> "TensorAt":
-        if version < self.oldest:
+        """A tensor as it was at a version."""
+        if not self.has(version):
             raise ValueError(f"version {version} is no longer kept: the oldest that can be read is {self.oldest}")
         bits = self._snapshot[name]
         return TensorAt(lambda index: self._chunk(name, index, version), len(bits), bits.dtype)
 
     def _chunk(self, name: str, index: int, version: int) -> Bits:
+        kept = self._kept
+        if kept is not None and kept.version == version:
+            length = min(len(self._snapshot[name]) - index * CHUNK, CHUNK)
+            return kept.chunk(name, index, length, self._snapshot[name].dtype)
         bits, records = self._take_chunk(name, index)
         for each in sorted((each for each in records if each > version), reverse=True):
             records[each].revert((name, index), bits, self.specs[name][0])

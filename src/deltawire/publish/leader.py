@@ -44,6 +44,9 @@ from deltawire.tensors.weights import TensorSpec
 # with the old bits that lead back to the last version.
 MOST_FAILED = 64
 
+# How many versions after an anchor its weights are copied: a publisher that is closed before needs no copy.
+COPIED_AFTER = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
@@ -77,6 +80,8 @@ class Task:
     target: Committed
     base: Committed | None
     model: Model
+    is_copy: bool = False
+    """Nothing to write: the weights of the target are to be kept, for deltas from it."""
 
 
 class Leader:
@@ -88,7 +93,10 @@ class Leader:
         self._run, self._ranks, self._worker = run, ranks, worker
         self._find_files, self._files = find_files, list[Path]()
         self._max_file_bytes = settings.max_file_bytes
-        self.hops = Hops(settings.skips, settings.anchors)
+        self.hops = Hops(settings)
+        self._kept: Committed | None = None
+        """The version whose weights are kept, for long deltas from it: an anchor, or where the run was resumed."""
+        self._anchor_call, self._wants_copy = 0, self.hops.keeps_base
         self.version: int | None = None
         self.base: Committed | None = None
         """The base of the next delta; None if the next version must be an anchor."""
@@ -186,13 +194,30 @@ class Leader:
             return self._oldest_call
         self.base = Committed(version, call, hop.digest)
         # An anchor starts a new history.
-        self._recent = {**({} if hop.base is None else self._recent), version: self.base}
-        coming = any(task.base is None for task in self.tasks)
-        for base in self.hops.due(hop, min(self._recent), anchor_is_coming=coming):
-            self.tasks.append(Task(self.base, None if base is None else self._recent[base], self.model))
-        oldest = version - self.hops.longest_skip
+        if hop.base is None:
+            self._recent, self._anchor_call, self._wants_copy = {}, call, self.hops.keeps_base
+        self._recent = {**self._recent, version: self.base}
+        self._plan(hop, self.base)
+        oldest = version - max(self.hops.longest_skip, COPIED_AFTER)
         self._recent = {each: found for each, found in self._recent.items() if each >= oldest}
-        return min(each.call for each in (*self._recent.values(), *(task.base or task.target for task in self.tasks)))
+        return min(each.call for each in (*self._recent.values(), *map(self._needed, self.tasks)))
+
+    def _plan(self, hop: StoredHop, target: Committed) -> None:
+        """Add the tasks that a committed version brings."""
+        first, kept = self._recent[min(self._recent)], self._kept
+        if kept is not None and kept.call < self._anchor_call:
+            kept = None
+        starts = {**self._recent, **({} if kept is None else {kept.version: kept})}
+        is_coming = any(task.base in (None, kept) for task in self.tasks)
+        due = self.hops.due(hop, first.version, None if kept is None else kept.version, is_coming=is_coming)
+        self.tasks += [Task(target, None if base is None else starts[base], self.model) for base in due]
+        if self._wants_copy and target.version - first.version >= COPIED_AFTER:
+            self._wants_copy = False
+            self.tasks.append(Task(first, None, self.model, is_copy=True))
+
+    def _needed(self, task: Task) -> Committed:
+        """The earliest weights that a task reads from the history."""
+        return task.target if task.base is None or task.base == self._kept else task.base
 
     def note_failure(self, call: int) -> bool:
         """Count a failed call; whether the next version is an anchor that needs nothing from before.
@@ -207,6 +232,15 @@ class Leader:
         self.base, self._recent = None, {}
         self.tasks.clear()
         return True
+
+    def do(self, task: Task) -> None:
+        """Do what is left to do for a version."""
+        if not task.is_copy:
+            self.write_hop(task)
+        if task.base is None and self.hops.keeps_base:
+            self._kept = None
+            self._round("keep", call=task.target.call)
+            self._kept = task.target
 
     def write_hop(self, task: Task, threads: int | None = 1) -> StoredHop:
         """Write an extra hop to a version: with one thread, nobody waits for it and the trainer needs its cores."""

@@ -314,7 +314,7 @@ class BasePublisher:
 
     def _write_hop(self, leader: Leader, task: Task) -> None:
         try:
-            leader.write_hop(task)
+            leader.do(task)
             leader.hops.error = None
         except Exception as error:
             leader.hops.error = error

@@ -15,7 +15,7 @@ from deltawire.publish.settings import Settings
 from deltawire.publish.sources import WholeSource
 from deltawire.publish.upload import check_files, is_worth_sending
 from deltawire.publish.worker import Worker
-from deltawire.run.planner import SKIPS
+from deltawire.run.planner import MOST_DELTAS, SKIPS
 from deltawire.store import Store
 from deltawire.tensors.weights import DTypeChoice, Weights
 
@@ -46,10 +46,13 @@ class Publisher(BasePublisher):
         queue_size: How many versions may wait while one is being uploaded.
         when_full: With a full queue `publish` may `wait`, or `coalesce`: merge the step into the waiting version.
         anchors: `auto`: when the deltas have grown large enough. A number: every so many versions. `None`: the first.
-        skips: Lengths of skip deltas, in versions; empty for none.
+        skips: Lengths of skip deltas, in versions. Empty: none, nor deltas from the anchor.
+        most_deltas: The most deltas on a route from an anchor: where skip deltas alone would need more, one from the
+            anchor is written, from a copy of its weights in `scratch`. None: no such deltas, and no copy.
         sign_with: The file with the private key from `deltawire keygen`.
         snapshot: Where the snapshot lives: `device`, `host`, or `None`: on the GPU if the weights are there.
-        scratch: A folder for the changed bits of recent versions; by default the system's temporary folder.
+        scratch: A folder for the anchor's weights and the changed bits of recent versions; by default the system's
+            temporary folder.
         check_share: The share of time that may go into hashing live weights again, without the snapshot; 0: none.
         max_file_bytes: Deltas and checkpoints larger than this are split into several files.
         threads: Threads for one operation; all cores by default.
@@ -78,6 +81,7 @@ class Publisher(BasePublisher):
         when_full: str = "wait",
         anchors: int | str | None = "auto",
         skips: Sequence[int] = SKIPS,
+        most_deltas: int | None = MOST_DELTAS,
         sign_with: str | Path | None = None,
         snapshot: str | None = None,
         scratch: Path | None = None,
@@ -89,7 +93,7 @@ class Publisher(BasePublisher):
             raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
         allowed = allowed_encodings(encoding)
         settings = Settings(
-            allowed, queue_size, anchors, skips, snapshot, scratch, check_share, max_file_bytes, threads
+            allowed, queue_size, anchors, skips, most_deltas, snapshot, scratch, check_share, max_file_bytes, threads
         )
         source = WholeSource(weights, dtype, tied, frozen)
         now = source.read()

@@ -18,6 +18,7 @@ class Settings:
     queue_size: int
     anchors: int | str | None
     skips: Sequence[int]
+    most_deltas: int | None
     snapshot: str | None
     scratch: Path | None
     check_share: float
@@ -31,6 +32,6 @@ class Settings:
             or self.queue_size < 0
         ):
             raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")
-        check_skips(self.skips)
+        check_skips(self.skips, self.most_deltas)
         if self.snapshot not in SNAPSHOTS:
             raise ValueError(f"snapshot is 'device', 'host' or None, not {self.snapshot!r}")

@@ -1,18 +1,19 @@
 """What keeps routes short: the hops that a run has, and which skip deltas and anchors to add."""
 
 import threading
-from collections.abc import Sequence
+from contextlib import suppress
 
-from deltawire.errors import ChainError
+from deltawire.errors import BrokenChain, ChainError
+from deltawire.publish.settings import Settings
 from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
-from deltawire.run.planner import anchor_is_due, cheapest_route, skip_bases
+from deltawire.run.planner import Hop, anchor_is_due, cheapest_route, coming_skips, entries, long_is_due, skip_bases
 
 
 class Hops:
     """The hops of a run that a publisher knows, and which ones to add."""
 
-    def __init__(self, skips: Sequence[int], anchors: int | str | None) -> None:
-        self._skips, self._anchors = tuple(skips), anchors
+    def __init__(self, settings: Settings) -> None:
+        self._skips, self._anchors, self._most_deltas = tuple(settings.skips), settings.anchors, settings.most_deltas
         self._noting = threading.Lock()
         self.extra_files: tuple[StoredObject, ...] = ()
         """The files next to the weights in every anchor."""
@@ -24,10 +25,16 @@ class Hops:
         """Record hops that exist."""
         with self._noting:
             known = {**self.hops, **{(hop.version, hop.base): hop for hop in hops}}
-            # No reader starts before the last anchor but one.
-            oldest = min(sorted(version for version, base in known if base is None)[-2:], default=0)
+            # No reader starts before the last anchor but one, or the last long delta but one and its anchor.
+            through = entries(known.values())
+            oldest = min(through[-2:], default=0)
+            anchor = max((version for version, base in known if base is None and version <= oldest), default=None)
             # Replaced, not changed: the other thread may be reading them.
-            self.hops = {key: hop for key, hop in known.items() if hop.version >= oldest}
+            self.hops = {
+                key: hop
+                for key, hop in known.items()
+                if hop.version > oldest or key in ((oldest, None), (oldest, anchor), (anchor, None))
+            }
 
     def route(self, version: int) -> tuple[StoredHop, ...]:
         """The cheapest known hops from an anchor to a version."""
@@ -38,14 +45,29 @@ class Hops:
         # Readers find a route without it. With it a manifest could get too large for them.
         return hops if sum(len(hop.objects) for hop in hops) <= MOST_OBJECTS else ()
 
-    def due(self, hop: StoredHop, oldest: int, *, anchor_is_coming: bool) -> list[int | None]:
-        """The bases of the extra hops that a committed version should get; None for an anchor."""
-        bases: list[int | None] = [base for base in skip_bases(hop.version, self._skips) if base >= oldest]
-        cadence = self._anchors if isinstance(self._anchors, int) else None
-        wanted = self._anchors is not None and hop.base is not None and not anchor_is_coming
-        if wanted and anchor_is_due(hop.version, list(self.hops.values()), cadence):
-            bases.append(None)
-        return bases
+    def due(self, hop: StoredHop, oldest: int, kept: int | None, *, is_coming: bool) -> list[int | None]:
+        """The bases of the extra hops that a committed version should get; None for an anchor.
+
+        `oldest` is the oldest version that skip deltas can start from, `kept` the one that long deltas can.
+        `is_coming`: a long delta or an anchor is being written, so neither is due.
+        """
+        version, skips, anchors = hop.version, self._skips, self._anchors
+        bases: list[int | None] = [base for base in skip_bases(version, skips) if base >= oldest]
+        if hop.base is None or is_coming:
+            return bases
+        known: list[Hop] = list(self.hops.values())
+        with suppress(BrokenChain):
+            known += coming_skips(version, [base for base in bases if base is not None], known)
+        if isinstance(anchors, int) and anchor_is_due(version, known, anchors):
+            return [*bases, None]
+        if kept is not None and kept not in bases and long_is_due(version, kept, known, skips, self._most_deltas):
+            return [*bases, kept]
+        return [*bases, None] if anchors == "auto" and anchor_is_due(version, known, None) else bases
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether long deltas are wanted, for which the weights of the anchor are kept."""
+        return bool(self._skips) and self._most_deltas is not None
 
     @property
     def longest_skip(self) -> int:

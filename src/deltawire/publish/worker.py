@@ -182,7 +182,7 @@ class Worker:
     def encode(self, base: int, call: int, threads: int | None) -> Message:
         """Encode what changed here between two calls."""
         held, before = self.at(call), self._held.get(base)
-        if base < held.history.oldest:
+        if not held.history.has(base):
             raise ChainError(
                 f"the weights of call {base} are no longer kept here: call publish(anchor=True) on all ranks"
             )
@@ -264,6 +264,11 @@ class Worker:
             self._forget(call if self._once else call + 1)
         else:
             self._pack(call)
+        return {}
+
+    def keep(self, call: int) -> Message:
+        """Keep the weights of a call, so that deltas from it can be encoded whenever they are wanted."""
+        self.at(call).history.keep(call)
         return {}
 
     def rest(self, call: int) -> Message:

@@ -8,11 +8,19 @@ from deltawire.errors import BrokenChain, MissingAnchor
 
 # How many versions skip deltas span. Each is written at multiples of its length, so that a replica that is far behind
 # takes a few long ones and at most three of each shorter one.
-SKIPS = (4, 16, 64)
+SKIPS = (4, 16)
 
-# An anchor is written when the deltas since the last one reach this fraction of its size; a little earlier at versions
-# where long skip deltas start, so that a new replica needs few hops.
+# The most deltas on a route. Where skip deltas would need more, one from the anchor is written.
+MOST_DELTAS = 9
+
+# When the deltas since the anchor reach this fraction of its size, one from the anchor is written or, if the last of
+# these was not much smaller, an anchor; a little earlier at versions where skip deltas start, so that a new replica
+# needs few hops.
 ANCHOR_PAYS, ANCHOR_PAYS_ALIGNED, ALIGNED = 0.25, 0.2, 16
+MOST_LONG = 0.15
+
+# A version with a delta from an anchor over so many others is where a new replica comes through, as through an anchor.
+LONG = 32
 
 HopKey = tuple[int, int | None]
 """The version that a hop leads to, and its base."""
@@ -115,18 +123,64 @@ def reachable(hops: Iterable[Hop]) -> set[int]:
     return found
 
 
-def check_skips(skips: Any) -> None:
-    """Reject anything but a list of lengths of skip deltas."""
+def entries(hops: Iterable[Hop]) -> list[int]:
+    """The versions that new replicas come through: those with an anchor, or with a long delta from one."""
+    known = list(hops)
+    anchors = {hop.version for hop in known if hop.base is None}
+    long = {hop.version for hop in known if hop.base in anchors and hop.version - hop.base >= LONG}
+    return sorted(anchors | long)
+
+
+def check_skips(skips: Any, most_deltas: int | None) -> None:
+    """Reject anything but a list of lengths of skip deltas, and a number of deltas or None."""
     if isinstance(skips, (str, bytes)) or not isinstance(skips, Sequence):
         raise TypeError(f"skips is a list of lengths, such as (4, 16, 64), or () for none, not {skips!r}")
     for length in skips:
         if type(length) is not int or length < 2:
             raise ValueError(f"a skip delta is over 2 versions or more, not {length!r}")
+    if most_deltas is not None and (type(most_deltas) is not int or most_deltas < 1):
+        raise ValueError(f"most_deltas is a number of deltas, or None, not {most_deltas!r}")
 
 
 def skip_bases(version: int, lengths: Iterable[int] = SKIPS) -> list[int]:
     """The bases of the skip deltas that lead to a version."""
     return [version - length for length in lengths if version % length == 0 and version >= length]
+
+
+def longest_tail(lengths: Iterable[int]) -> int:
+    """How many deltas may follow on a route after the last version that a skip delta of the longest length leads to."""
+    count, shorter = 0, 1
+    for length in sorted(lengths):
+        count, shorter = count + -(-length // shorter) - 1, length
+    return count
+
+
+def coming_skips(version: int, bases: Iterable[int], hops: Iterable[Hop]) -> list[ListedHop]:
+    """The skip deltas to a version that will be written: as large as the last ones, at most as what they span."""
+    deltas = [hop for hop in hops if hop.base is not None]
+    sizes = {hop.version - (hop.base or 0): hop.num_bytes for hop in deltas}
+    found = []
+    for base in bases:
+        spanned = cheapest_route(base, version, deltas).num_bytes
+        found.append(ListedHop(version, base, min(sizes.get(version - base, spanned), spanned)))
+    return found
+
+
+def long_is_due(
+    version: int, base: int, hops: Sequence[Hop], skips: Sequence[int] = SKIPS, most_deltas: int | None = MOST_DELTAS
+) -> bool:
+    """Whether a version should get a delta from `base`: when the route from there gets too long, or too large."""
+    if most_deltas is None:
+        return False
+    try:
+        since = cheapest_route(base, version, [hop for hop in hops if hop.base is not None])
+    except BrokenChain:
+        return True
+    is_long = version % max(skips) == 0 and len(since.hops) + longest_tail(skips) > most_deltas
+    full = max((hop.num_bytes for hop in hops if hop.base is None), default=0)
+    paid = max((hop.num_bytes for hop in hops if hop.base == base), default=0)
+    is_large = since.num_bytes >= pays_at(version) * full > 0 and paid < MOST_LONG * full
+    return len(since.hops) > 1 and (is_long or is_large)
 
 
 def anchor_is_due(version: int, hops: Sequence[Hop], cadence: int | None) -> bool:
@@ -140,5 +194,9 @@ def anchor_is_due(version: int, hops: Sequence[Hop], cadence: int | None) -> boo
         since = cheapest_route(last.version, version, [hop for hop in hops if hop.base is not None])
     except BrokenChain:
         return True
-    limit = ANCHOR_PAYS_ALIGNED if version % ALIGNED == 0 else ANCHOR_PAYS
-    return since.num_bytes >= limit * last.num_bytes
+    return since.num_bytes >= pays_at(version) * last.num_bytes
+
+
+def pays_at(version: int) -> float:
+    """How large the deltas since an anchor may get, as a fraction of its size."""
+    return ANCHOR_PAYS_ALIGNED if version % ALIGNED == 0 else ANCHOR_PAYS

@@ -17,7 +17,7 @@ from deltawire.publish.sharded.exchange import ShardWorker
 from deltawire.publish.sharded.messages import Ranks
 from deltawire.publish.sources import Source, sharded_source
 from deltawire.publish.upload import check_files
-from deltawire.run.planner import SKIPS
+from deltawire.run.planner import MOST_DELTAS, SKIPS
 from deltawire.store import Store
 from deltawire.tensors.weights import DTypeChoice
 
@@ -43,7 +43,9 @@ class ShardedPublisher(BasePublisher):
         encoding: `auto`, `mirrorless` or names of encodings, as for `Publisher`.
         queue_size: How many versions may wait while one is being uploaded; `publish` waits when the queue is full.
         anchors: When to write another anchor: `auto`, a number of versions, or `None`: only the first.
-        skips: Lengths of skip deltas, in versions; empty for none.
+        skips: Lengths of skip deltas, in versions. Empty: none, nor deltas from the anchor.
+        most_deltas: The most deltas on a route from an anchor: where skip deltas alone would need more, one from the
+            anchor is written, from a copy of its weights in `scratch`. None: no such deltas, and no copy.
         sign_with: The file with the private key from `deltawire keygen`; only rank 0 reads it.
         snapshot: Where the snapshot lives: `device`, `host`, or `None`: on the GPU if the module is there.
         scratch: A folder for the changed bits of recent versions; by default the system's temporary folder.
@@ -78,6 +80,7 @@ class ShardedPublisher(BasePublisher):
         queue_size: int = 1,
         anchors: int | str | None = "auto",
         skips: Sequence[int] = SKIPS,
+        most_deltas: int | None = MOST_DELTAS,
         sign_with: str | Path | None = None,
         snapshot: str | None = None,
         scratch: Path | None = None,
@@ -87,7 +90,7 @@ class ShardedPublisher(BasePublisher):
     ) -> None:
         allowed = allowed_encodings(encoding)
         settings = Settings(
-            allowed, queue_size, anchors, skips, snapshot, scratch, check_share, max_file_bytes, threads
+            allowed, queue_size, anchors, skips, most_deltas, snapshot, scratch, check_share, max_file_bytes, threads
         )
         if timeout <= 0:
             raise ValueError(f"timeout must be more than 0 s, got {timeout}")

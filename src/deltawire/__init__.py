@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltawire.errors import DeltawireError as DeltawireError
-    from deltawire.follow.replica import Pull as Pull
+    from deltawire.follow.pull import Pull as Pull
     from deltawire.follow.replica import Replica as Replica
     from deltawire.format.checkpoint import Checkpoint as Checkpoint
     from deltawire.format.checkpoint import save_anchor as save_anchor
@@ -40,7 +40,7 @@ _HOMES = {
     "Patch": "format.patches",
     "Publication": "publish.publication",
     "Publisher": "publish.publisher",
-    "Pull": "follow.replica",
+    "Pull": "follow.pull",
     "Replica": "follow.replica",
     "ShardedPublisher": "publish.sharded.publisher",
     "apply": "format.replay",

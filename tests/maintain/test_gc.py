@@ -7,6 +7,7 @@ import pytest
 
 from deltawire import Publisher, Replica
 from deltawire.errors import ObjectMissing
+from deltawire.maintain.audit import audit
 from deltawire.maintain.compact import compact, missing_hops
 from deltawire.maintain.gc import collect, plan_gc
 from deltawire.run.run import Run
@@ -238,3 +239,49 @@ def test_a_plan_for_more_versions_than_a_run_remembers(tmp_path):
         assert plan_gc(Run(url)).num_kept > 1000
     finally:
         sys.setswitchinterval(before)
+
+
+def long_run(url, num_versions=120, **options):
+    """A run whose weights move within a tenth of them: deltas from the anchor stay small. Returns the states."""
+    rng, states = np.random.default_rng(0), []
+    weights = make_weights(shapes={"a": (100, 1000)})
+    moving, bits = rng.permutation(100_000)[:8000], weights["a"].bits
+    with Publisher(url, weights, **options) as publisher:
+        for _ in range(num_versions):
+            publisher.publish()
+            publisher.flush()
+            states.append(copy_of(weights))
+            bits[rng.choice(moving, 1000, replace=False)] ^= 1
+        assert publisher._leader.hops.error is None
+    return states
+
+
+def longs(url):
+    return [(hop.base, hop.version) for hop in Run(url).hops() if hop.base is not None and hop.version - hop.base >= 32]
+
+
+def test_compact_makes_the_deltas_from_the_anchor_that_a_publisher_would_have_made(tmp_path):
+    alone, with_all = str(tmp_path / "alone"), str(tmp_path / "all")
+    states = long_run(alone, skips=(), anchors=None)
+    long_run(with_all)
+    assert len(Run(alone).hops()) == 120
+    compact(Run(alone))
+    assert longs(alone) == longs(with_all) == [(0, 64), (0, 112)]
+    assert missing_hops(Run(alone).hops()) == missing_hops(Run(with_all).hops()) == []
+    assert reachable_versions(alone, states) == set(range(120))
+
+
+@pytest.mark.parametrize(("keep", "oldest"), [(1, 112), (2, 64), (3, 0)])
+def test_gc_counts_a_version_with_a_delta_from_the_anchor_as_one(tmp_path, keep, oldest):
+    url = str(tmp_path / "run")
+    states = long_run(url)
+    found = plan_gc(Run(url), keep_anchors=keep)
+    assert found.oldest_anchor == oldest
+    collect(Run(url), found.removals)
+    assert reachable_versions(url, states) == {0, *range(oldest, 120)}
+    assert not plan_gc(Run(url), keep_anchors=keep).removals
+    assert audit(Run(url), deep=True).problems == ()
+    with Replica(url, {}, heartbeat_seconds=None) as replica:
+        replica.pull(0)
+        assert not replica.pull().anchor
+        assert same(replica.target.weights(), states[119])

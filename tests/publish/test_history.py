@@ -428,3 +428,45 @@ def test_what_is_being_staged_is_not_packed(small_chunks, monkeypatch):
     check(history, states)
     history.pack_until(1, SERIAL)
     check(history, states)
+
+
+def test_a_version_that_is_kept_outlives_its_records(small_chunks, tmp_path):
+    rng, weights = np.random.default_rng(0), make_weights(1)
+    history, states = History(weights, 0, scratch=tmp_path), {0: copy_of(weights)}
+    for version in range(1, 7):
+        step(weights, rng, 0.05)
+        history.stage(version, weights, SERIAL)
+        states[version] = copy_of(weights)
+        if version == 2:
+            history.keep(1)
+    history.forget(5)
+    check(history, {version: states[version] for version in (1, 5, 6)})
+    assert [version for version in range(7) if history.has(version)] == [1, 5, 6]
+    with pytest.raises(ValueError, match="version 2 is no longer kept"):
+        history.at("embed", 2)
+    # One comparison has found what changed from 5 to 6, and that is not all since 1.
+    assert history.compared(5, 6) is not None
+    assert history.compared(1, 6) is None
+    allowed = allowed_encodings("auto")
+    entries, gains = encode_changes(history, 1, 6, allowed, SERIAL)
+    differing = {name: int(np.count_nonzero(states[1][name] != states[6][name])) for name in states[1]}
+    assert {entry.name: entry.num_changed for entry in entries} == {name: n for name, n in differing.items() if n}
+    for name, gain in gains.items():
+        key, box = tensor_key(name, *history.specs[name]), history.boxes[name]
+        digests = [box_digest(key, box, states[version][name], SERIAL) for version in (1, 6)]
+        assert gain == digests[1] - digests[0]
+    assert all(history.changed_since(1, 6)[name] >= count for name, count in differing.items())
+    history.keep(6)
+    assert not history.has(1)
+
+
+def test_a_disk_without_room_for_a_kept_version(tmp_path, monkeypatch):
+    history = History(make_weights(1), 0, scratch=tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(history_module.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        history.keep(0)
+    assert history.has(0)

@@ -212,6 +212,39 @@ def test_extra_hops_lead_to_the_same_weights(rng):
                 assert same(replica.target.weights(), states[hop.version])
 
 
+def test_deltas_from_the_anchor_keep_routes_short(rng):
+    url, weights, states = fresh_url(), make_weights(), []
+    for first, last in ((0, 30), (30, 60)):
+        with Publisher(url, weights, anchors=None, skips=(2, 4), most_deltas=4) as publisher:
+            for _ in range(first, last):
+                step(weights, rng)
+                publisher.publish()
+                states.append(copy_of(weights))
+                publisher.flush()
+            assert publisher._leader.hops.error is None
+    long = [hop for hop in publisher.run.hops() if hop.base is not None and hop.version - hop.base > 4]
+    # Before the restart from the anchor, after it from the version that was there.
+    assert [(hop.base, hop.version) for hop in long if hop.version < 30] == [(0, 12), (0, 20), (0, 28)]
+    assert {hop.base for hop in long if hop.version >= 30} == {29}
+    with Replica(url, {}, heartbeat_seconds=None) as late:
+        for version, state in enumerate(states):
+            assert len(late.route(version).hops) <= 10
+            assert same(pulled(url, version), state)
+
+
+def test_a_new_anchor_is_the_base_of_the_deltas_after_it(rng):
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights, anchors=10, skips=(2,), most_deltas=3) as publisher:
+        for version in range(40):
+            step(weights, rng)
+            publisher.publish(anchor=version == 25)
+            publisher.flush()
+            assert same(pulled(url), copy_of(weights))
+        assert publisher._leader.hops.error is None
+    deltas = [hop for hop in publisher.run.hops() if hop.base is not None]
+    assert {hop.base for hop in deltas if hop.version - hop.base > 2} == {0, 10, 25}
+
+
 def test_a_torch_module_with_tied_weights():
     class Model(torch.nn.Module):
         def __init__(self):

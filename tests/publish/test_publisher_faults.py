@@ -216,6 +216,20 @@ def test_upkeep_that_fails_does_no_harm(rng):
         assert (8, 4) in {(hop.version, hop.base) for hop in publisher.run.hops()}
 
 
+def test_a_base_that_cannot_be_kept_leaves_anchors(rng, tmp_path):
+    """Without a folder for it there are no deltas from the anchor, and the rest goes on."""
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights, skips=(2,), most_deltas=3) as publisher:
+        publisher.publish().wait(PATIENCE)
+        publisher._worker.latest.history._scratch = tmp_path / "gone"
+        for _ in range(20):
+            step(weights, rng)
+            publisher.publish()
+            publisher.flush()
+        assert any(hop.base is None and hop.version for hop in publisher.run.hops())
+    assert same(pulled(url), copy_of(weights))
+
+
 @pytest.mark.parametrize("how", ["flush", "close", "with"])
 def test_a_failure_that_nobody_looked_at_is_raised(how, caplog):
     weights = make_weights()

@@ -155,6 +155,26 @@ def test_one_rank_writes_anchors_next_to_versions(tmp_path):
     assert {(1, None), (2, 0)} <= {(hop.version, hop.base) for hop in run.hops()}
 
 
+def publish_long(rank, url):
+    model, states = sharded_model(), []
+    with ShardedPublisher(url, model, timeout=30, anchors=None, skips=(4,), most_deltas=4) as publisher:
+        for number in range(14):
+            change(model, number)
+            publisher.publish()
+            states.append(gathered(model))
+            publisher.flush(60)
+    return states
+
+
+def test_ranks_keep_their_boxes_of_the_anchor(tmp_path):
+    run = check_versions(tmp_path, run_ranks(2, publish_long, tmp_path)[0])
+    hops = {(hop.version, hop.base) for hop in run.hops()}
+    assert {(8, 0), (12, 0)} <= hops
+    long = run.hop(12, 0)
+    assert len(long.objects) == 2  # a part of each rank
+    assert {(hop.version, hop.base) for hop in run.manifest(13).route} >= {(0, None), (12, 0)}
+
+
 def refuse(rank, url):
     mesh = init_device_mesh("cpu", (2,))
     model = make_module({"fine": torch.ones(3), "sum": DTensor.from_local(torch.ones(4), mesh, [Partial()])})

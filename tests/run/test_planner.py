@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 
 from deltawire import Publisher, Replica
 from deltawire.errors import BrokenChain, MissingAnchor
-from deltawire.run.planner import ListedHop, Route, anchor_is_due, cheapest_route, reachable, skip_bases
+from deltawire.run.planner import (
+    ListedHop,
+    Route,
+    anchor_is_due,
+    cheapest_route,
+    coming_skips,
+    entries,
+    long_is_due,
+    longest_tail,
+    reachable,
+    skip_bases,
+)
 from support.chains import Hooked, copy_of, fresh_url, make_weights, same, step
 
 
@@ -88,6 +99,36 @@ def test_no_path_is_cheaper(known, have, want):
 
 def test_skip_bases():
     assert [skip_bases(version) for version in (1, 4, 8, 16, 64)] == [[], [0], [4], [12, 0], [60, 48]]
+
+
+def test_long_deltas_are_due_when_routes_get_long_or_large():
+    def due(version, hops, **options):
+        return long_is_due(version, 0, [ListedHop(0, None, 10_000), *hops], **options)
+
+    sixteens = [ListedHop(version, version - 16, 10) for version in range(16, 97, 16)]
+    assert [longest_tail(lengths) for lengths in ((), (4,), (4, 16), (4, 16, 64), (2, 7))] == [0, 3, 6, 9, 4]
+    assert [version for version in range(16, 97, 16) if due(version, sixteens)] == [64, 80, 96]
+    assert [version for version in range(16, 97, 16) if due(version, sixteens, most_deltas=11)] == [96]
+    assert not due(96, sixteens, most_deltas=None)
+    assert not due(80, [*sixteens, ListedHop(64, 0, 20)])
+    assert not due(64, [ListedHop(64, 0, 5000)])  # there is one
+    assert due(64, sixteens[1:])  # no other way leads there
+    singles = [ListedHop(version, version - 1, 1000) for version in range(1, 5)]
+    assert [version for version in (1, 2, 3, 4) if due(version, singles, skips=(9,))] == [3, 4]
+    assert not due(3, [*singles, ListedHop(2, 0, 1500)], skips=(9,))  # an anchor then
+
+
+def test_coming_skips_are_as_large_as_the_last_ones():
+    singles = [ListedHop(version, version - 1, 100) for version in range(1, 9)]
+    assert coming_skips(8, [4], singles) == [ListedHop(8, 4, 263)]
+    assert coming_skips(8, [4], [*singles, ListedHop(4, 0, 200)]) == [ListedHop(8, 4, 200)]
+    with pytest.raises(BrokenChain):
+        coming_skips(8, [4], singles[6:])
+
+
+def test_new_replicas_come_through_anchors_and_long_deltas():
+    hops = [(0, None), (1, 0), (31, 0), (32, 0), (70, 32), (80, 0), (90, None), (100, 0), (130, 90)]
+    assert entries([ListedHop(version, base, 1) for version, base in hops]) == [0, 32, 80, 90, 100, 130]
 
 
 def test_anchors_are_due_when_they_pay():

@@ -448,10 +448,12 @@ def follow_hop(
     check(hop["version"] <= 99_999_999 and (hop["base"] is None or hop["base"] < hop["version"]), "an impossible hop")
     for each in hop["objects"]:
         key = each["key"]
-        check(re.fullmatch(f"{DELTA_KEY}|{ANCHOR_KEY}", key) is not None, "a bad key")
+        place = hop.get("at")
+        check(place is None or (hop["base"] is None and 1 <= len(place) <= 2048), "no anchor, or at a bad URL")
+        check(key == each["file"] if place else re.fullmatch(f"{DELTA_KEY}|{ANCHOR_KEY}", key) is not None, "a bad key")
         check(re.fullmatch(FILE, each["file"]) is not None and each["file"] not in files, "a bad file name")
         check(each["file"] != "deltawire.json", "a bad file name")
-        files[each["file"]] = get(key)
+        files[each["file"]] = get(f"{place}/{key}" if place else key)
         check(len(files[each["file"]]) == each["bytes"], "another size")
         check(hashlib.sha256(files[each["file"]]).hexdigest() == each["sha256"], "another SHA-256")
     if hop["base"] is None:
@@ -459,8 +461,9 @@ def follow_hop(
         for name, data in files.items():
             if name.endswith(".safetensors"):
                 metadata, tensors, found = read_safetensors(data)
-                stated_anchor = [metadata[f"deltawire.{fact}"] for fact in ("run", "version", "digest")]
-                check(stated_anchor == [run, str(hop["version"]), hop["digest"]], "another anchor")
+                if hop.get("at") is None:
+                    stated_anchor = [metadata[f"deltawire.{fact}"] for fact in ("run", "version", "digest")]
+                    check(stated_anchor == [run, str(hop["version"]), hop["digest"]], "another anchor")
                 check_names(found)
                 weights, specs = weights | tensors, specs | found
     else:

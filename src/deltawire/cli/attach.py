@@ -44,6 +44,7 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @click.option("--running-requests", type=click.Choice(["recompute", "keep", "abort"]), default="recompute",
               show_default=True, help="What to do with running requests: recompute their context, keep it, or abort "
               "them.")  # fmt: skip
+@options.base_option
 @options.poll_option
 @click.option("--listen", type=AddressType(), help="Serve /health, /status, /metrics and /nudge here. A port alone "
               "is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
@@ -58,7 +59,7 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @options.output_options
 def attach_command(
     kind: str, address: str, url: str, mirror: Path | None, shared_folder: Path | None, mode: str | None,
-    running_requests: str, poll: float, listen: tuple[str, int] | None, allow_host: tuple[str, ...],
+    running_requests: str, base: Path | None, poll: float, listen: tuple[str, int] | None, allow_host: tuple[str, ...],
     token_file: Path | None, api_key_env: str | None, name: str | None, run_id: str | None, public_key: str | None,
     until: int | None,
 ) -> None:  # fmt: skip
@@ -83,8 +84,8 @@ def attach_command(
             api_key=api_key_of(api_key_env),
         )  # fmt: skip
         with Agent(
-            engine, run, mirror=False if mirror == NO_MIRROR else mirror, name=name, poll_seconds=poll, host=host,
-            port=port, token=token, allowed_hosts=allow_host,
+            engine, run, mirror=False if mirror == NO_MIRROR else mirror, name=name, base=base, poll_seconds=poll,
+            host=host, port=port, token=token, allowed_hosts=allow_host,
         ) as agent:  # fmt: skip
             if agent.port is not None:
                 say(f"listening on {f'[{host}]' if ':' in host else host}:{agent.port}", err=True)

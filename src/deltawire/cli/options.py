@@ -26,6 +26,8 @@ public_key_option = click.option("--public-key", metavar="HEX|FILE", help="Accep
 sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; create one with keygen.")
 run_option = click.option("--run", "run_id", metavar="ID", help="Accept only this run, and move weights of another "
                           "run to it.  [default: the run in the store]")  # fmt: skip
+base_option = click.option("--base", type=PATH, help="A checkpoint at hand, such as the model that the run started "
+                           "from: a new folder or mirror starts from it, and no anchor is fetched.")  # fmt: skip
 name_option = click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
 until_option = click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
 poll_option = click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,

@@ -40,8 +40,9 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @click.option("--step", type=int, help="The training step of these weights.")
 @click.option("--metadata", type=MetadataType(), multiple=True,
               help="Metadata of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
-@click.option("--base", type=options.PATH,
-              help="The weights of the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
+@click.option("--base", metavar="PATH|URL", help="For a new run: a checkpoint that lies somewhere already, such as "
+              "hf://owner/model@revision; version 0 names it, and nothing of it is uploaded. Otherwise the weights of "
+              "the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
 @click.option("--anchor", is_flag=True, help="Upload all weights, not a delta.")
 @click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto", show_default=True,
               help="How deltas are encoded; see deltawire diff.")  # fmt: skip
@@ -51,11 +52,12 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @options.output_options
 def publish_command(
     checkpoint: Path, url: str, name: str | None, step: int | None, metadata: Sequence[tuple[str, Any]],
-    base: Path | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int, threads: int | None,
+    base: str | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int, threads: int | None,
 ) -> None:  # fmt: skip
     """Publish a checkpoint as the next version of a run.
 
-    The first version is an anchor: all weights, and the files next to them. Later ones are deltas against the version
+    The first version is an anchor: all weights, and the files next to them; or, with --base, the checkpoint that is
+    named, and the next one is what differs from it. Later ones are deltas against the version
     before, whose weights are read from --base or fetched. Returns when the version is committed.
     """
     started = time.perf_counter()
@@ -87,15 +89,16 @@ def publish_command(
 
 @contextmanager
 def base_weights(
-    store: "Store", base: Path | None, anchor: bool, sign_key: Path | None
-) -> "Iterator[deltawire.Checkpoint | None]":
-    """The weights of the last version, from `base` or fetched; None if none are needed."""
+    store: "Store", base: str | None, anchor: bool, sign_key: Path | None
+) -> "Iterator[deltawire.Checkpoint | str | None]":
+    """The weights of the last version, from `base` or fetched; for a new run `base` itself. None if none are needed."""
     from deltawire.run.run import Run
     from deltawire.run.signing import public_key_of
 
     run = Run(store)
-    if base is not None or anchor or not run.exists() or run.latest() is None:
-        yield None if base is None else deltawire.Checkpoint(base)
+    is_new = not run.exists() or run.latest() is None
+    if base is not None or anchor or is_new:
+        yield base if base is None or is_new else deltawire.Checkpoint(base)
         return
     key = None if sign_key is None else public_key_of(sign_key)
     with tempfile.TemporaryDirectory(prefix="deltawire-base-") as folder:
@@ -107,7 +110,7 @@ def base_weights(
         yield deltawire.Checkpoint(Path(folder) / "mirror")
 
 
-def check_resumed(publisher: "deltawire.Publisher", base: Path | None, anchor: bool) -> None:
+def check_resumed(publisher: "deltawire.Publisher", base: str | None, anchor: bool) -> None:
     """Refuse weights that are not the last version: the library would upload an anchor, which was not requested."""
     if anchor or publisher.version is None or publisher.resumed:
         return
@@ -165,14 +168,16 @@ def published_text(data: Mapping[str, Any]) -> str:
 @click.argument("url")
 @click.option("--to", "folder", type=options.PATH, required=True, help="The folder to create or to update.")
 @click.option("--version", type=click.IntRange(0), help="The version to pull (trl: the step).  [default: the newest]")
+@options.base_option
 @options.run_option
 @options.public_key_option
 @click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
               help="The layout of the store; trl: that of TRL's delta sync.")  # fmt: skip
 @options.output_options
 def pull_command(
-    url: str, folder: Path, version: int | None, run_id: str | None, public_key: str | None, layout: str
-) -> None:
+    url: str, folder: Path, version: int | None, base: Path | None, run_id: str | None, public_key: str | None,
+    layout: str,
+) -> None:  # fmt: skip
     """Bring a folder to a version of a run.
 
     The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
@@ -180,14 +185,19 @@ def pull_command(
     from deltawire.run.run import Run
 
     ours = layout == "deltawire"
-    options.only_with("--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id")
+    options.only_with(
+        "--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id", "base"
+    )
     with terminal.speaking_errors(url):
         if not ours:
             return pull_from_trl(url, folder, version)
         run = Run(url, public_key=public_key, expected=run_id)
         # Before the folder is created: a wrong URL or version must leave nothing behind.
         _ = run.id if version is None else run.manifest(version)
-        with deltawire.Replica(run, folder) as replica, terminal.ByteBar("pull", "checking and writing") as bar:
+        with (
+            deltawire.Replica(run, folder, base=base) as replica,
+            terminal.ByteBar("pull", "checking and writing") as bar,
+        ):
             done = replica.pull(version, progress=bar)
             data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
     if data["faults"]:

@@ -72,10 +72,11 @@ def gc_text(found: "GcPlan", only_plan: bool) -> str:
 @options.threads_option
 @options.output_options
 def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int | None) -> None:
-    """Add the skip deltas that a run lacks.
+    """Add the skip deltas that a run lacks, and the deltas from its anchors.
 
-    With them, replicas that are far behind fetch less. Publishers add them on their own; runs that were published one
-    version at a time lack them. Needs twice the model's size in memory.
+    With them, replicas that are far behind or new fetch less. Publishers add them on their own; runs that were
+    published one version at a time, or with single deltas alone, lack them. Needs twice the model's size in memory,
+    and as much on disk as the model has.
     """
     from deltawire.maintain.compact import compact
 

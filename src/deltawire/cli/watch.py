@@ -23,6 +23,7 @@ REDRAW_SECONDS = 0.25
 @click.command("watch")
 @click.argument("url")
 @click.option("--to", "folder", type=options.PATH, required=True, help="The folder to keep up to date.")
+@options.base_option
 @options.poll_option
 @options.until_option
 @options.run_option
@@ -30,8 +31,8 @@ REDRAW_SECONDS = 0.25
 @options.name_option
 @options.output_options
 def watch_command(
-    url: str, folder: Path, poll: float, until: int | None, run_id: str | None, public_key: str | None,
-    name: str | None,
+    url: str, folder: Path, base: Path | None, poll: float, until: int | None, run_id: str | None,
+    public_key: str | None, name: str | None,
 ) -> None:  # fmt: skip
     """Keep a folder at the newest version of a run.
 
@@ -40,7 +41,7 @@ def watch_command(
     """
     with (
         terminal.speaking_errors(url),
-        deltawire.Replica(options.awaited_run(url, public_key, run_id), folder, name=name) as replica,
+        deltawire.Replica(options.awaited_run(url, public_key, run_id), folder, name=name, base=base) as replica,
     ):
         Watch(replica, view_of(replica, url), until, poll).run()
 

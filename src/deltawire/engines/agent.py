@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from deltawire.engines.engine import Engine
 from deltawire.engines.target import EngineTarget
 from deltawire.errors import MissingDependency
-from deltawire.follow.replica import Pull, Replica
+from deltawire.follow.pull import Pull
+from deltawire.follow.replica import Replica
 from deltawire.follow.target import Target
 from deltawire.hosts import answered_hosts, listen, web_server
 from deltawire.metrics import registry
@@ -58,6 +59,8 @@ class Agent:
         name: The name of the replica in heartbeats and metrics.
         public_key: What `deltawire keygen` printed; documents of the run must be signed with its private key.
         run: The only run id that is accepted; any by default.
+        base: A checkpoint at hand, such as the model that the run started from: a mirror starts from it instead of
+            fetching an anchor.
         scratch: A folder for files that are being fetched.
         poll_seconds: How often to look for a new version; up to 10 times less often while none is due.
         host: The address to listen on.
@@ -83,6 +86,7 @@ class Agent:
         name: str | None = None,
         public_key: str | None = None,
         run: str | None = None,
+        base: str | Path | None = None,
         scratch: str | Path | None = None,
         poll_seconds: float = 1.0,
         host: str = "127.0.0.1",
@@ -105,7 +109,7 @@ class Agent:
                 undo.callback(self.target.mirror.close)
             self.replica = Replica(
                 store, self.target, name=name, public_key=public_key, run=run,
-                heartbeat_seconds=heartbeat_seconds, scratch=scratch,
+                heartbeat_seconds=heartbeat_seconds, base=base, scratch=scratch,
             )  # fmt: skip
             undo.pop_all()
         self._http = None if application is None or listening is None else _Http(application, listening)

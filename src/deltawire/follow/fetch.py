@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from deltawire.errors import CorruptObject, DeltawireError
+from deltawire.errors import CorruptObject, DeltawireError, ObjectMissing
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.delta import Delta
+from deltawire.redact import redacted
 from deltawire.run.manifest import StoredHop, StoredObject
-from deltawire.store import Store
+from deltawire.store import Store, open_store
 from deltawire.store.transfer import download
 
 PARALLEL = 4
@@ -44,7 +45,8 @@ class Fetched(NamedTuple):
         with blaming(hop):
             checkpoint = Checkpoint(self.folder)
             stated = checkpoint.field("run"), checkpoint.version, checkpoint.field("digest")
-        if stated != (run, hop.version, str(hop.digest)):
+        # Files from elsewhere do not know of the run; their hashes are in its document.
+        if hop.at is None and stated != (run, hop.version, str(hop.digest)):
             raise CorruptObject(f"the anchor of version {hop.version} is not the one its document is about", hop=hop)
         return checkpoint
 
@@ -82,7 +84,8 @@ class Fetcher:
         def fetch_one(job: tuple[Fetched, StoredObject]) -> None:
             each, stored = job
             with blaming(each.hop):
-                download_object(self._store, stored, each.folder, partial(arrived, stored.key))
+                store = store_of(each.hop, self._store)
+                download_object(store, stored, each.folder, partial(arrived, stored.key))
 
         with ThreadPoolExecutor(PARALLEL, "deltawire-fetch") as pool:
             # The first failure cancels what has not started.
@@ -98,6 +101,19 @@ class Fetcher:
     def close(self) -> None:
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def store_of(hop: StoredHop, store: Store) -> Store:
+    """The store with the objects of a hop: that of the run, or the place that the hop names."""
+    if hop.at is None:
+        return store
+    try:
+        return open_store(hop.at)
+    except ValueError as error:
+        raise ObjectMissing(
+            f"{hop} is at {redacted(hop.at)}, which cannot be opened here ({error}): give the checkpoint as base",
+            url=redacted(hop.at),
+        ) from None
 
 
 def download_object(store: Store, stored: StoredObject, folder: Path, progress: Callable[[int], None]) -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -20,10 +20,12 @@ from deltawire.errors import (
     ObjectMissing,
     RunMismatch,
 )
+from deltawire.follow.at_hand import AtHand, recognised
 from deltawire.follow.comparison import differing_names
 from deltawire.follow.fetch import Fetcher, Progress, blaming
 from deltawire.follow.mirror import Mirror
 from deltawire.follow.pace import Pace
+from deltawire.follow.pull import Pull
 from deltawire.follow.routing import find_route
 from deltawire.follow.target import MemoryTarget, Target, new_tensor
 from deltawire.format.patches import Patch
@@ -41,38 +43,6 @@ from deltawire.workers import Workers
 
 # How often the engine that serves the weights is checked, also if the store is polled less often.
 LOOK_SECONDS = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """The result of one pull.
-
-    Attributes:
-        version: The version that the weights are at now.
-        base: The version they were at before; None if an anchor was loaded.
-        num_bytes: Bytes downloaded.
-        num_objects: Objects downloaded.
-        num_changed: Changed elements, summed over the deltas of the route.
-        anchor: Whether the route started with an anchor, that is, all weights were replaced.
-        fetch_seconds: Time to download.
-        decode_seconds: Time to decode and check.
-        apply_seconds: Time to write to the target.
-    """
-
-    version: int
-    base: int | None
-    num_bytes: int
-    num_objects: int
-    num_changed: int
-    anchor: bool
-    fetch_seconds: float
-    decode_seconds: float
-    apply_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """The total time of the pull."""
-        return self.fetch_seconds + self.decode_seconds + self.apply_seconds
 
 
 class Replica:
@@ -96,6 +66,8 @@ class Replica:
         run: Accept only the run with this id, also if the weights are at a version of another run. By default weights
             stay with their run: another one at the URL raises RunMismatch.
         heartbeat_seconds: How often the replica writes its status to the store; None for never.
+        base: A checkpoint at hand, such as the model that the run started from: weights that start from nothing take it
+            instead of fetching an anchor.
         scratch: A persistent folder for downloads, for one replica only, from which interrupted downloads are resumed
             (default: inside the mirror, or a temporary folder for weights in memory).
         threads: Number of threads (default: all available cores).
@@ -115,12 +87,14 @@ class Replica:
         public_key: str | None = None,
         run: str | None = None,
         heartbeat_seconds: float | None = 15.0,
+        base: str | Path | None = None,
         scratch: str | Path | None = None,
         threads: int | None = None,
     ) -> None:
         if isinstance(store, Run) and (public_key is not None or run is not None):
             raise ValueError("public_key and run belong to the Run that was given: give them to Run(...)")
         self.run = store if isinstance(store, Run) else Run(store, public_key=public_key, expected=run)
+        self._base = None if base is None else AtHand(base, threads)
         self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
         self.target: Target = _target_of(target, dtype)
         self.error: Exception | None = None
@@ -207,8 +181,13 @@ class Replica:
         """The route that a pull would take, without fetching it."""
         self.check_run()
         manifest = self._manifest(version)
-        have = self._have(manifest)
-        return find_route(self.run, None if have is None else have.version, manifest)
+        return find_route(self.run, self._start(self._have(manifest), manifest), manifest)
+
+    def _start(self, have: WeightVersion | None, manifest: Manifest) -> int | None:
+        """The version that a route starts from: that of the target, else of the checkpoint at hand."""
+        if have is None and self._base is not None:
+            have = self._base.version(self.run, manifest)
+        return None if have is None else have.version
 
     def _manifest(self, version: int | None) -> Manifest:
         self._refresh()
@@ -234,12 +213,7 @@ class Replica:
         state = self.target.state()
         if state is not None:
             return state if state.run == self.run.id else None
-        found = self.target.digest(manifest.tied)
-        for hop in (*manifest.route, manifest.hop):
-            for version, digest in ((hop.version, hop.digest), (hop.base, hop.base_digest)):
-                if found is not None and version is not None and found == digest:
-                    return WeightVersion(self.run.id, version, found)
-        return None
+        return recognised(self.run, self.target.digest(manifest.tied), [*manifest.route, manifest.hop])
 
     def _reach(self, manifest: Manifest, have: WeightVersion | None, progress: Progress | None) -> Pull:
         """Try one route after the other, avoiding hops that turned out to be bad."""
@@ -247,7 +221,7 @@ class Replica:
         first: DeltawireError | None = None
         while True:
             try:
-                route = find_route(self.run, None if have is None else have.version, manifest, bad)
+                route = find_route(self.run, self._start(have, manifest), manifest, bad)
             except ChainError as error:
                 raise first or error from None
             try:
@@ -261,6 +235,8 @@ class Replica:
                 hop = getattr(error, "hop", None)
                 if hop is not None:
                     bad.add((hop.version, hop.base))
+                elif have is None and self._base is not None:
+                    self._base = None  # changed since it was read
                 elif have is not None and (
                     isinstance(error, BaseMismatch) or self.target.digest(manifest.tied) != have.digest
                 ):
@@ -279,15 +255,18 @@ class Replica:
             deltas = [each.delta(self.run.id) for each in fetched if each.hop.base is not None]
             state = WeightVersion(self.run.id, manifest.version, manifest.digest)
             decoded = time.perf_counter()
-            if not route.hops:
+            at_hand = self._base if have is None and not route.starts_over else None
+            if route.starts_over or at_hand is not None:
+                start = fetched[0].checkpoint(self.run.id) if at_hand is None else at_hand.checkpoint
+                anchor = Replay(start, deltas, workers)
+                manifest.check_tensors(anchor.base, anchor.base)
+                applied = time.perf_counter()
+                files = fetched[0].other_files() if at_hand is None else at_hand.checkpoint.other_files()
+                self.target.load(anchor, state, files, manifest.tied)
+            elif not route.hops:
                 applied = decoded
                 if have is not None and self.target.served() != state:
                     self.target.apply([], have, state, manifest.tied)
-            elif route.starts_over:
-                anchor = Replay(fetched[0].checkpoint(self.run.id), deltas, workers)
-                manifest.check_tensors(anchor.base, anchor.base)
-                applied = time.perf_counter()
-                self.target.load(anchor, state, fetched[0].other_files(), manifest.tied)
             elif self.target.decodes:
                 applied = decoded
                 for each, delta in zip(fetched, deltas, strict=True):
@@ -307,7 +286,7 @@ class Replica:
             num_bytes=route.num_bytes,
             num_objects=sum(len(hop.objects) for hop in route.hops),
             num_changed=sum(delta.num_changed for delta in deltas),
-            anchor=route.starts_over,
+            anchor=route.starts_over or have is None,
             fetch_seconds=fetch_seconds,
             decode_seconds=applied - started - fetch_seconds,
             apply_seconds=time.perf_counter() - applied,

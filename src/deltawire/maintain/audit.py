@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deltawire import errors
-from deltawire.follow.fetch import Fetched, Progress, download_object
+from deltawire.follow.fetch import Fetched, Progress, download_object, store_of
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.inspection import check_structure
 from deltawire.format.replay import Replay
@@ -175,11 +175,14 @@ class _Chain:
             self._sizes |= {stat.key: stat.num_bytes for stat in self.run.store.list(folder)}
         oldest = self._oldest()
         for hop in list(self.hops.values()):
-            if hop.base is not None and hop.base < oldest and not any(each.key in self._sizes for each in hop.objects):
-                # Deleted with what precedes the oldest anchor; the manifest stays, since its version does.
+            is_first = hop.base is not None and (
+                hop.base < oldest or (hop.base not in self.manifests and not self._partial)
+            )
+            if is_first and not any(each.key in self._sizes for each in hop.objects):
+                # Deleted with what precedes the oldest version that is kept, whose manifest stays.
                 del self.hops[hop.version, hop.base]
                 continue
-            for stored in hop.objects:
+            for stored in hop.objects if hop.at is None else ():
                 size = self._sizes.get(stored.key)
                 with self.noting(stored.key, hop.version, hop):
                     if size is None:
@@ -212,7 +215,7 @@ class _Chain:
         return min((version for version, base in self.hops if base is None), default=0)
 
     def result(self, deep: bool, proven: set[int]) -> Audit:
-        objects = {each.key: each for hop in self.hops.values() for each in hop.objects}
+        objects = {each.key: each for hop in self.hops.values() if hop.at is None for each in hop.objects}
         orphans = {} if self._partial else {key: size for key, size in self._sizes.items() if key not in objects}
         anchors, oldest = sum(base is None for _, base in self.hops), self._oldest()
         skips = sum(base is not None and version - base > 1 for version, base in self.hops)
@@ -259,7 +262,7 @@ class _Proof:
             for each in fetched:
                 for stored in each.hop.objects:
                     with self._chain.noting(stored.key, each.hop.version, each.hop):
-                        download_object(self._chain.run.store, stored, each.folder, self._arrived)
+                        download_object(store_of(each.hop, self._chain.run.store), stored, each.folder, self._arrived)
                     self._done += stored.num_bytes
             yield fetched
         finally:

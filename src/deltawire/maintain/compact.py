@@ -1,8 +1,14 @@
-"""Adds missing skip deltas and anchors to a run, for runs whose publisher was restarted or too slow to write them."""
+"""Adds missing skip deltas, deltas from anchors, and anchors to a run.
 
+For runs whose publisher was restarted, or too slow to write them, or is far from the store and writes deltas alone.
+"""
+
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from deltawire.codec import AUTO, allowed_encodings
+from deltawire.errors import BrokenChain
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.parts import MAX_FILE_BYTES
@@ -12,21 +18,35 @@ from deltawire.publish.settings import Settings
 from deltawire.publish.sources import WholeSource
 from deltawire.publish.worker import Worker
 from deltawire.run.manifest import StoredHop
-from deltawire.run.planner import SKIPS, ListedHop, reachable, skip_bases
+from deltawire.run.planner import SKIPS, Hop, ListedHop, coming_skips, entries, long_is_due, reachable, skip_bases
 from deltawire.run.run import Run
 
 
 def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
-    """The missing skip deltas as (version, base), for all versions that can be reached."""
+    """The missing skip deltas, and deltas from anchors, as (version, base), for all versions that can be reached."""
     have = {(hop.version, hop.base) for hop in hops}
-    first = min((hop.version for hop in hops if hop.base is None), default=0)
-    versions = reachable(hops)
-    return [
-        (version, base)
-        for version in sorted(versions)
-        for base in skip_bases(version)
-        if base >= first and base in versions and (version, base) not in have
-    ]
+    anchors = sorted(hop.version for hop in hops if hop.base is None)
+    versions, missing = reachable(hops), list[tuple[int, int]]()
+    # What leads to the versions so far, with what is missing.
+    known, number = list[Hop](), 0
+    ordered = sorted(hops, key=lambda hop: hop.version)
+    for version in sorted(version for version in versions if version >= anchors[0]):
+        while number < len(ordered) and ordered[number].version <= version:
+            known.append(ordered[number])
+            number += 1
+        anchor = anchors[bisect_right(anchors, version) - 1]
+        skips = [each for each in skip_bases(version) if each >= anchors[0] and each in versions]
+        missing += [(version, base) for base in skips if (version, base) not in have]
+        if version % max(SKIPS) or version == anchor:
+            continue
+        with suppress(BrokenChain):  # all weights were published anew in between
+            known += coming_skips(version, skips, known)
+        if anchor not in skips and (version, anchor) not in have and long_is_due(version, anchor, known):
+            missing.append((version, anchor))
+            known.append(ListedHop(version, anchor, 0))
+        through = entries(known)[-2:]
+        known = [hop for hop in known if hop.version >= through[0] or hop.version == anchor]
+    return missing
 
 
 def compact(
@@ -34,7 +54,8 @@ def compact(
 ) -> list[StoredHop]:
     """Replay the run once and add the missing hops; with `anchor`, also an anchor at the newest version.
 
-    Safe to run next to a publisher: each hop is committed only if nobody else has. Takes twice the model's memory.
+    Safe to run next to a publisher: each hop is committed only if nobody else has. Takes twice the model's memory, and
+    its size on disk where deltas from an anchor are missing.
     """
     latest = run.latest()
     missing = missing_hops(run.hops())
@@ -52,7 +73,11 @@ def compact(
         leader = Leader(run, alone, worker, settings, list)
         model, _ = add_up([worker.resume(has_version=True)])
         staged = {first: Committed(first, 0, manifest.digest)}
+        # The bases that are too far back for the history; each is kept until the next one.
+        far = {base for version, base in missing if version - base > max(SKIPS)}
         for call, version in enumerate(range(first + 1, last + 1), 1):
+            if version - 1 in far:
+                worker.keep(call - 1)
             replica.pull(version)
             worker.stage(anchor=False)
             manifest = run.manifest(version)

@@ -1,9 +1,10 @@
 """Garbage collection: find the objects of a run that are no longer needed, and delete them in a second step.
 
-All hops that start at the oldest kept anchor or later stay, and so do those that live replicas need from their current
-version. Documents determine what an object is for: one that no document refers to was abandoned, whatever its key.
-Documents are deleted before objects, so that no document refers to a deleted object. A reader that had read a document
-before finds an object missing and takes another route; the kept anchors guarantee that there is one.
+New replicas come through anchors, and through versions with a long delta from one. All hops that start at the oldest of
+these that is kept stay, the way to it does, and so do those that live replicas need from their current version.
+Documents determine what an object is for: one that no document refers to was abandoned, whatever its key. Documents are
+deleted before objects, so that no document refers to a deleted object. A reader that had read a document before finds
+an object missing and takes another route; what is kept guarantees that there is one.
 """
 
 import time
@@ -18,7 +19,7 @@ from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
 from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, REPLICAS, read_document_key, read_object_key
 from deltawire.run.manifest import StoredHop
 from deltawire.run.plain import json_fields
-from deltawire.run.planner import cheapest_route
+from deltawire.run.planner import cheapest_route, entries
 from deltawire.run.run import Run
 from deltawire.store import Stat
 
@@ -59,7 +60,10 @@ class GcPlan:
 def plan_gc(
     run: Run, *, keep_anchors: int = 2, live_seconds: float = LIVE_SECONDS, grace_seconds: float = GRACE_SECONDS
 ) -> GcPlan:
-    """Find what can be deleted: hops that start before the last `keep_anchors` anchors, and abandoned uploads."""
+    """Find what can be deleted: hops that start before the last `keep_anchors` anchors, and abandoned uploads.
+
+    A version with a long delta from an anchor counts as an anchor; that one stays, too.
+    """
     if keep_anchors < 1:
         raise ValueError("at least one anchor must stay, or nobody could start")
     # Heartbeats are read first: a replica that starts later reads the newest documents, and those stay.
@@ -71,10 +75,11 @@ def plan_gc(
     by_document = _read_hops(run, documents)
     known = [hop for hop in by_document.values() if hop is not None]
     sizes = {stat.key: stat.num_bytes for stat in objects}
-    whole = (hop for hop in known if all(sizes.get(each.key) == each.num_bytes for each in hop.objects))
-    anchors = sorted({hop.version for hop in whole if hop.base is None})
+    whole = [hop for hop in known if _is_whole(hop, sizes)]
+    anchors = entries(whole)
     floor = anchors[-keep_anchors:][0] if anchors else 0
     kept = {hop for hop in known if (hop.version if hop.base is None else hop.base) >= floor}
+    kept |= set(cheapest_route(None, floor, whole).hops if anchors else ())
     hops = sorted(set(known), key=lambda hop: hop.version)
     for beat in live:
         kept |= _needed_by(beat, hops)
@@ -126,6 +131,11 @@ def _read_hops(run: Run, documents: Sequence[Stat]) -> dict[str, StoredHop | Non
         return {key: hop for found in pool.map(read, keys) for key, hop in found.items()}
 
 
+def _is_whole(hop: StoredHop, sizes: Mapping[str, int]) -> bool:
+    """Whether all objects of a hop exist, according to the listing."""
+    return hop.at is not None or all(sizes.get(each.key) == each.num_bytes for each in hop.objects)
+
+
 class _Keeping:
     """Decides what stays, and why something is deleted."""
 
@@ -164,7 +174,7 @@ class _Keeping:
         return GIVEN_UP if time.time() - stat.modified > self._grace else None
 
     def _before(self) -> str:
-        return f"leads there from before version {self._floor}, the oldest anchor that is kept"
+        return f"leads there from before version {self._floor}, the oldest that is kept"
 
 
 def _needed_by(heartbeat: dict[str, Any], hops: list[StoredHop]) -> set[StoredHop]:

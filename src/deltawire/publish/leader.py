@@ -21,6 +21,7 @@ from deltawire.errors import ChainError, DeltawireError, RankFailed, ShapeMismat
 from deltawire.format.checkpoint import anchor_info, group_specs, name_shards
 from deltawire.format.wire import DeltaInfo
 from deltawire.publish.alone import Alone, Message, error_fields
+from deltawire.publish.reference import Reference
 from deltawire.publish.settings import Settings
 from deltawire.publish.upkeep import Hops
 from deltawire.publish.upload import (
@@ -108,14 +109,20 @@ class Leader:
         self._oldest_call = 0
         self.model = Model({}, {})
 
-    def start(self, name: str | None) -> None:
-        """Resume the run: continue with a delta if the weights are those of its last version, else with an anchor."""
+    def start(self, name: str | None, reference: Reference | None = None) -> None:
+        """Resume the run: continue with a delta if the weights are those of its last version, else with an anchor.
+
+        A new run starts with the `reference`, if there is one, as version 0.
+        """
         try:
             self._files = self._find_files()
             self._run.start(name)
             self.commits = Commits(self._run)
             self.version = self._run.latest()
-            self._resume()
+            if self.version is None and reference is not None:
+                self._begin(reference)
+            else:
+                self._resume()
         except BaseException as error:
             self._ranks.send({"kind": "refused", "error": error_fields(error)})
             raise
@@ -127,7 +134,8 @@ class Leader:
             return
         manifest = self._run.manifest(self.version)
         self.hops.note(*manifest.route, manifest.hop)
-        self.hops.extra_files = tuple(each for hop in self.hops.route(self.version) for each in hop.extra_files)
+        own = [hop for hop in self.hops.route(self.version) if hop.at is None]
+        self.hops.extra_files = tuple(each for hop in own for each in hop.extra_files)
         model, state = add_up(answers)
         if state == manifest.digest and model.tied == manifest.tied:
             self.model = model
@@ -135,6 +143,24 @@ class Leader:
             self._recent = {self.version: self.base}
         else:
             self._worker.start_over()
+
+    def _begin(self, reference: Reference) -> None:
+        self.model, state = add_up(self._round("resume", has_version=True))
+        hop = anchor_hop(0, state, reference.objects, self.model.specs, reference.url)
+        manifest = Manifest(
+            run=self._run.id,
+            version=0,
+            hop=hop,
+            route=(),
+            num_elements=self.model.num_elements,
+            tied=self.model.tied,
+            step=None,
+            metadata={},
+            writer=self._run.writer,
+            created=time.time(),
+        )
+        self.commits.commit(manifest)
+        self.note(manifest, 0)
 
     def _round(self, kind: str, **arguments: Any) -> list[Message]:
         """Send a command to all ranks, this one too; returns their answers, by rank."""

@@ -21,6 +21,7 @@ from deltawire.errors import DeltawireError, RankFailed
 from deltawire.publish.alone import Alone, Message, error_fields, error_from, final
 from deltawire.publish.leader import Leader, Task
 from deltawire.publish.publication import Publication
+from deltawire.publish.reference import Reference
 from deltawire.publish.settings import Settings
 from deltawire.publish.worker import Worker
 from deltawire.redact import redacted
@@ -68,6 +69,7 @@ class BasePublisher:
         find_files: Callable[[], list[Path]],
         *,
         coalesces: bool = False,
+        reference: Reference | None = None,
     ) -> None:
         self.run = run
         self.version: int | None = None
@@ -80,7 +82,7 @@ class BasePublisher:
         self.num_published = self.num_failed = 0
         self._failures: list[Publication] = []
         """The failed versions since the last commit."""
-        self._ranks, self._worker = ranks, worker
+        self._ranks, self._worker, self._reference = ranks, worker, reference
         self._leader = Leader(run, ranks, worker, settings, find_files) if ranks.rank == 0 else None
         self._queue_size, self._coalesces = settings.queue_size, coalesces
         self._pending: deque[Job] = deque()
@@ -102,7 +104,7 @@ class BasePublisher:
 
     def _start(self, name: str | None) -> None:
         if self._leader is not None:
-            self._leader.start(name)
+            self._leader.start(name, self._reference)
             self.version, self.resumed = self._leader.version, self._leader.base is not None
 
     @property

@@ -1,5 +1,8 @@
 """The trainer's side: diffs the weights and commits the changes as a version, in the background."""
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from deltawire.publish.alone import Alone
 from deltawire.publish.machine import BasePublisher, own_run
 from deltawire.publish.publication import Publication
 from deltawire.publish.recheck import CHECK_SHARE
+from deltawire.publish.reference import base_weights, open_reference
 from deltawire.publish.settings import Settings
 from deltawire.publish.sources import WholeSource
 from deltawire.publish.upload import check_files, is_worth_sending
@@ -35,7 +39,9 @@ class Publisher(BasePublisher):
         weights: A torch module, a mapping from names to arrays or tensors, or a function that returns such a mapping,
             or pairs of a name and a tensor one by one. It is read at each `publish`.
         run: The id of a new run. For a run that exists it must be its id.
-        base: The weights of the last version, if they differ from the current ones.
+        base: For a new run, a checkpoint that lies somewhere already, as a path or URL (`hf://owner/model@revision`):
+            version 0 names it, with hashes, and nothing of it is uploaded. Or the weights of the last version, if they
+            differ from the current ones.
         files: Files that are uploaded with the anchors: configuration, tokenizer.
         dtype: The dtype to publish in, or a mapping from names. Modules: bf16 by default. Tensors of torch that are
             floats are cast to it. Plain integer arrays: what their bits are.
@@ -71,7 +77,7 @@ class Publisher(BasePublisher):
         weights: Any,
         *,
         run: str | None = None,
-        base: Weights | None = None,
+        base: Weights | str | Path | None = None,
         files: Sequence[str | Path] = (),
         dtype: DTypeChoice = None,
         tied: Mapping[str, str] | None = None,
@@ -100,8 +106,20 @@ class Publisher(BasePublisher):
         source.check(now)
         paths = check_files(files) or _files_of(now)
         own, alone = own_run(store, sign_with), Alone()
-        worker = Worker(source, own.store, alone, settings, now if base is None else base)
-        super().__init__(own, run, alone, worker, settings, lambda: paths, coalesces=when_full == "coalesce")
+        first, reference = now if base is None or isinstance(base, str | Path) else base, None
+        if isinstance(base, str | Path) and own.latest() is None:
+            # The files that later anchors need stay there until the end.
+            folder = Path(tempfile.mkdtemp(prefix="deltawire-base-", dir=scratch))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            reference = open_reference(base, folder)
+            first, paths = base_weights(reference, source.take(None, now)), paths or _files_of(reference.checkpoint)
+        worker = Worker(source, own.store, alone, settings, first)
+        super().__init__(
+            own, run, alone, worker, settings, lambda: paths, coalesces=when_full == "coalesce", reference=reference
+        )
+        if reference is not None:
+            for file in reference.checkpoint.shards:
+                (reference.checkpoint.path / file).unlink()
 
 
 def _files_of(weights: Weights) -> list[Path]:

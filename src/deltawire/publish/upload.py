@@ -96,7 +96,11 @@ def put_index(store: Store, folder: str, shards: Mapping[str, Mapping[str, Tenso
 
 
 def anchor_hop(
-    version: int, state: Digest, objects: tuple[StoredObject, ...], specs: Mapping[str, TensorSpec]
+    version: int,
+    state: Digest,
+    objects: tuple[StoredObject, ...],
+    specs: Mapping[str, TensorSpec],
+    at: str | None = None,
 ) -> StoredHop:
     return StoredHop(
         version=version,
@@ -106,6 +110,7 @@ def anchor_hop(
         objects=objects,
         num_changed=sum(prod(shape) for _, shape in specs.values()),
         encodings={"dense": len(specs)},
+        at=at,
     )
 
 

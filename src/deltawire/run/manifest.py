@@ -25,6 +25,7 @@ DOCUMENT_VERSION = 1
 MOST_BYTES = 16_000_000
 MOST_OBJECTS = 10_000
 MOST_RUN_CHARACTERS = 256
+MOST_URL_CHARACTERS = 2048
 
 # The end of the year 9999, the latest that datetime supports.
 _LATEST = 253_402_300_799
@@ -60,6 +61,8 @@ class StoredHop:
     num_changed: int
     encodings: Mapping[str, int] = field(hash=False)
     """The number of patches per encoding."""
+    at: str | None = None
+    """Where the objects of an anchor are, if not in the run's own store: a URL. Their keys are their names there."""
 
     @property
     def kind(self) -> str:
@@ -220,7 +223,8 @@ def _reading(what: str) -> Iterator[None]:
 
 def _hop_fields(hop: StoredHop) -> dict[str, Any]:
     fields = json_fields(hop, "version", "base", "digest", "base_digest", "changed", "encodings")
-    return {**fields, "objects": [json_fields(each, "key", "bytes", "sha256", "file") for each in hop.objects]}
+    place = {} if hop.at is None else {"at": hop.at}
+    return place | {**fields, "objects": [json_fields(each, "key", "bytes", "sha256", "file") for each in hop.objects]}
 
 
 def _read_hop(fields: Mapping[str, Any]) -> StoredHop:
@@ -228,12 +232,16 @@ def _read_hop(fields: Mapping[str, Any]) -> StoredHop:
     version = _count(fields["version"])
     if version > MOST_VERSION or (base is not None and base >= version):
         raise CorruptObject(f"no hop leads from version {base} to version {version}")
+    at = None if fields.get("at") is None else _text(fields["at"])
+    if at is not None and (base is not None or not 1 <= len(at) <= MOST_URL_CHARACTERS or _CONTROL.search(at)):
+        raise CorruptObject(f"the hop to version {version} is no anchor, or is at an impossible URL: {at[:80]!r}")
     hop = StoredHop(
         version=version,
         base=base,
+        at=at,
         digest=Digest.parse(_typed(fields["digest"], str)),
         base_digest=None if base is None else Digest.parse(_typed(fields["base_digest"], str)),
-        objects=tuple(map(_read_object, _typed(fields["objects"], list))),
+        objects=tuple(_read_object(each, at) for each in _typed(fields["objects"], list)),
         num_changed=_count(fields["changed"]),
         encodings={_text(name): _count(count) for name, count in fields["encodings"].items()},
     )
@@ -244,10 +252,11 @@ def _read_hop(fields: Mapping[str, Any]) -> StoredHop:
     return hop
 
 
-def _read_object(fields: Mapping[str, Any]) -> StoredObject:
+def _read_object(fields: Mapping[str, Any], at: str | None) -> StoredObject:
     key, file, content = (_typed(fields[name], str) for name in ("key", "file", "sha256"))
     # These become paths, in the store and on a disk.
-    if read_object_key(key) is None or not is_file_name(file) or not re.fullmatch("[0-9a-f]{64}", content):
+    is_key = read_object_key(key) is not None if at is None else key == file
+    if not is_key or not is_file_name(file) or not re.fullmatch("[0-9a-f]{64}", content):
         raise CorruptObject(f"an object has an impossible key, file name or hash: {key[:80]!r}, {file[:80]!r}")
     return StoredObject(key, _count(fields["bytes"]), content, file)
 

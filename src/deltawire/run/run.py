@@ -226,7 +226,13 @@ class Run:
                 about = keys.read_object_key(stat.key)
                 if about is not None and (about[0] in own or about[:2] in further):
                     sizes[about[:2]][about[2]] += stat.num_bytes
-        found = [ListedHop(*hop, max(uploads.values())) for hop, uploads in sizes.items()]
+        for version in sorted(own - {version for version, _ in sizes}):
+            # An anchor whose files are elsewhere; an upload that is gone is no hop.
+            with suppress(errors.ObjectMissing, errors.FormatError, errors.MismatchError):
+                hop = self.manifest(version).hop
+                if hop.at is not None:
+                    sizes[version, None][""] = hop.num_bytes
+        found = [ListedHop(*key, max(uploads.values())) for key, uploads in sizes.items()]
         return sorted(found, key=lambda hop: (hop.version, -1 if hop.base is None else hop.base))
 
     def documents(self, after: int = -1) -> dict[str, tuple[int, int | None, bool]]:

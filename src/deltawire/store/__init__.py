@@ -4,6 +4,7 @@ May import: errors, redact.
 Begin with `base.py` (the calls), then `object.py`; `retry.py` is the retry policy, and how versions come to exist.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ SPECS = (
     "a folder, file:///folder, memory:NAME, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, "
     "hf://buckets/owner/name/prefix or, to read only, https://host/run"
 )
+# Where the Hub keeps large files of models, and redirects to.
+HUB_HOSTS = "cdn-lfs.huggingface.co cdn-lfs.hf.co cdn-lfs-us-1.hf.co cdn-lfs-eu-1.hf.co cas-bridge.xethub.hf.co"
 CLOUD_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}
 
 
@@ -103,10 +106,24 @@ def _open_folder(url: str | Path) -> Store:
     return FolderStore(Path(unquote(parts.path)))
 
 
+def _open_model(name: str, revision: str, config: Mapping[str, str]) -> Store:
+    """The files of a model on the Hub, to read only."""
+    from deltawire.store.web import open_web
+
+    endpoint = config.get("endpoint") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    token = config.get("token") or os.environ.get("HF_TOKEN")
+    settings = {"headers": f"Authorization: Bearer {token}" if token else ""}
+    hosts = config.get("redirect_hosts", os.environ.get("DELTAWIRE_WEB_REDIRECT_HOSTS", ""))
+    settings["redirect_hosts"] = f"{hosts} {HUB_HOSTS}"
+    return open_web(f"{endpoint}/{name}/resolve/{revision}", settings, timeout_seconds=60.0)
+
+
 def _open_hub(url: str, config: Mapping[str, str]) -> Store:
     match = re.fullmatch(r"hf://buckets/([^/]+/[^/]+)/?(.*)", url)
+    if match is None and (model := re.fullmatch(r"hf://([^/@]+/[^/@]+)@([A-Za-z0-9_.-]+)", url)):
+        return _open_model(model[1], model[2], config)
     if match is None:
-        raise ValueError(f"{url!r} is no bucket: write hf://buckets/owner/name/prefix")
+        raise ValueError(f"{url!r} is no bucket: write hf://buckets/owner/name/prefix, or hf://owner/model@revision")
     from deltawire.store.hub import HubStore
 
     return HubStore(match[1], match[2].strip("/"), token=config.get("token"), endpoint=config.get("endpoint"))

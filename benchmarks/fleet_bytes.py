@@ -1,6 +1,7 @@
 """What a run uploads, and what a replica that joins late fetches: 500 steps, with several choices of extra deltas.
 
-    python benchmarks/fleet_bytes.py [--weights 100663296] [--steps 500]
+    python benchmarks/fleet_bytes.py [--weights 100663296] [--steps 500] [--choices before now]
+    python benchmarks/fleet_bytes.py --frontier
 
 The weights are the recorded ones, repeated. Their float32 masters move as AdamW's do under noisy gradients (momentum
 0.9, second moments that have settled), by steps of such a size that the recorded share of the bf16 weights changes. The
@@ -12,6 +13,7 @@ one that has the first version, and some are pulled and compared. `beside the st
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -30,6 +32,7 @@ from deltawire.follow.routing import find_route
 from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.maintain.compact import compact
 from deltawire.publish.publisher import Publisher
+from deltawire.run.planner import longest_tail
 from deltawire.run.run import Run
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import Workers
@@ -114,6 +117,47 @@ def overlap(num_tensors):
     return ratios, float(np.mean(states[0] != states[1]))
 
 
+def frontier(num_versions=500):
+    """The fewest bytes, in single deltas, for each length of routes: nested skip deltas, and deltas from the base.
+
+    All choices of up to three nested lengths, with a delta from the base at multiples of the longest, on the sizes that
+    deltas over so many steps have here.
+    """
+    trainer, allowed, dtype = Trainer(1), allowed_encodings("auto"), DTYPES["BF16"]
+    spans = sorted({round(2 ** (power / 2)) for power in range(18)} | {num_versions})
+    states = {}
+    for version in range(num_versions + 2):
+        if version <= 2 or version in spans:
+            states[version] = trainer.weights["layer.0"].reshape(-1).copy()
+        trainer.train()
+    with Workers(1) as workers:
+        deltas = [encode(states[0], states[span], dtype, allowed, workers) for span in spans]
+    sizes = [sum(array.nbytes for array in delta.arrays.values()) for delta in deltas]
+
+    def cost(span):
+        return float(np.exp(np.interp(np.log(span), np.log(spans), np.log(sizes)))) / sizes[0]
+
+    best = {}
+    factors = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32, 64)
+    for depth in range(3):
+        for chosen in itertools.product(factors, repeat=depth):
+            lengths = np.cumprod(chosen).tolist()
+            longest = lengths[-1] if lengths else 1
+            for cadence in range(longest, 257, longest):
+                if longest > 250 or cadence < 16:
+                    continue
+                extra = sum(num_versions // length * cost(length) for length in lengths)
+                extra += sum(cost(version) for version in range(cadence, num_versions + 1, cadence))
+                most = 1 + longest_tail([*lengths, cadence])
+                if extra < best.get(most, (np.inf,))[0]:
+                    best[most] = extra, (*lengths, f"base/{cadence}")
+    cheapest = np.inf
+    for most, (extra, how) in sorted(best.items()):
+        if extra < cheapest:
+            cheapest = extra
+            yield [most, round(1 + extra / num_versions, 2), " ".join(map(str, how))]
+
+
 def scratch_bytes(folder):
     """The bytes of the unnamed files that this process has open or mapped in a folder."""
     files = [link for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
@@ -193,8 +237,11 @@ def main():
     parser.add_argument("--weights", type=int, default=24 * SIDE * SIDE)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--choices", nargs="+", default=list(CHOICES), choices=CHOICES)
+    parser.add_argument("--frontier", action="store_true", help="only what is the least for routes of each length")
     arguments = parser.parse_args()
     warm_up()
+    if arguments.frontier:
+        return print(write_csv("fleet_frontier.csv", ["most_deltas", "all_to_single", "deltas_over"], frontier()))
     ratios, density = overlap(2)
     print(f"density {density:.4f}, deltas over {SPANS} steps {ratios} of the single ones", flush=True)
     trainer = Trainer(-(-arguments.weights // (SIDE * SIDE)))
@@ -218,7 +265,7 @@ def main():
             rows.append(each.result(arguments.steps + 1, checked))
             print(dict(zip(COLUMNS, rows[-1], strict=True)), flush=True)
     notes = {"overlap": f"{ratios} of the single deltas; density {density:.4f}"}
-    print(write_csv("fleet_bytes.csv", COLUMNS, rows, notes=notes))
+    return print(write_csv("fleet_bytes.csv", COLUMNS, rows, notes=notes))
 
 
 if __name__ == "__main__":

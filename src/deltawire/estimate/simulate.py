@@ -14,7 +14,7 @@ from itertools import count
 
 from deltawire.estimate.plan import DAY, Plan, measured
 from deltawire.follow.pace import Pace
-from deltawire.run.planner import SKIPS, ListedHop, anchor_is_due, cheapest_route, skip_bases
+from deltawire.run.planner import SKIPS, ListedHop, anchor_is_due, cheapest_route, long_is_due, skip_bases
 from deltawire.store.transfer import PART_BYTES
 
 # deploy/site-cache: what is not there is asked for four times a second; who waits for another's fetch looks twice.
@@ -467,9 +467,14 @@ def hop_of(plan: Plan, version: int, base: int | None) -> ListedHop:
 
 
 def extra_hops(plan: Plan, version: int, hops: Sequence[ListedHop], skips: Sequence[int] = SKIPS) -> list[ListedHop]:
-    """What a publisher uploads for a version after its delta: skip deltas, and at times an anchor."""
+    """What a publisher uploads after a version's delta: skip deltas, and at times one from the anchor, or an anchor."""
     found = [hop_of(plan, version, base) for base in skip_bases(version, skips)]
-    return [*found, hop_of(plan, version, None)] if anchor_is_due(version, [*hops, *found], None) else found
+    known = [*hops, *found]
+    kept = max((hop.version for hop in hops if hop.base is None), default=None)
+    is_new = kept is not None and all(hop.base != kept for hop in found)
+    if kept is not None and skips and is_new and long_is_due(version, kept, known, skips):
+        return [*found, hop_of(plan, version, kept)]
+    return [*found, hop_of(plan, version, None)] if anchor_is_due(version, known, None) else found
 
 
 def parts_of(num_bytes: float) -> int:

@@ -1,11 +1,11 @@
 """The weights of one process of an engine, and how they are changed in place."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +21,23 @@ from deltawire.tensors.dtypes import dtype_named
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import Workers
 
-Found = tuple[list[Piece], Mapping[str, torch.Tensor]]
+
+class Derived(Protocol):
+    """What a process computes from its weights, and keeps."""
+
+    def refresh(self, tensors: Collection[str]) -> None:
+        """Compute it again, from these tensors of the checkpoint at least."""
+
+    def holds(self) -> bool:
+        """Whether it is what the weights give."""
+
+
+class Found(NamedTuple):
+    """Where the tensors of a checkpoint are in a process."""
+
+    pieces: Sequence[Piece]
+    storages: Mapping[str, torch.Tensor]
+    derived: Sequence[Derived] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,7 @@ class LiveModel:
         self._keys: dict[str, TensorKey] = {}
         self.pieces: list[Piece] = []
         self._counted: list[int] = []
+        self._derived: Sequence[Derived] = ()
         self._workers = Workers(threads)
         self._memory: Memory = memory_of({}, self._workers)
 
@@ -61,7 +78,7 @@ class LiveModel:
         """Find the pieces. Afterwards the digest must be computed and the version set again."""
         self.partial, self._counted = None, []
         self.mark(None)
-        pieces, storages = self._find(specs)
+        pieces, storages, self._derived = self._find(specs)
         self.pieces = each_once(pieces)
         self._memory = memory_of({piece.storage: storages[piece.storage] for piece in self.pieces}, self._workers)
         self._specs = dict(specs)
@@ -75,6 +92,9 @@ class LiveModel:
         """The digest of the pieces that count here, computed from memory."""
         self._counted = list(counted)
         self.partial = self.sum_of(counted)
+        if not all(each.holds() for each in self._derived):
+            # Whatever the weights are, what is computed with is no version's.
+            self.partial += Digest(1, 0)
         return self.partial
 
     def sum_of(self, numbers: Sequence[int]) -> Digest:
@@ -148,6 +168,7 @@ class LiveModel:
         self.state = None
         before, self.partial = self.partial, None
         written = self._memory.put(staged.items, undo=undo)
+        self.refresh({item.piece.tensor for item in staged.items})
         self.partial = before
         if before is None:
             # The write before this one was interrupted, so the gain of the digest is unknown.
@@ -156,6 +177,11 @@ class LiveModel:
             self.partial = self._after(staged.items, written)
         _refuse(staged.items, written)
         self.state = staged.base if undo else staged.state
+
+    def refresh(self, tensors: Collection[str] = ()) -> None:
+        """Compute again what is kept next to the weights, and what these tensors are loaded as."""
+        for each in self._derived:
+            each.refresh(tensors)
 
     def status(self) -> dict[str, Any]:
         """The state of this process, as JSON."""

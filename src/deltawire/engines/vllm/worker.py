@@ -22,12 +22,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.platforms import current_platform
 
 from deltawire.engines.live_weights import Found, LiveModel, error_fields
+from deltawire.engines.places import Computed, check_covered, left_out
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
-from deltawire.engines.vllm import cpu
+from deltawire.engines.vllm import copies
 from deltawire.errors import EngineRejected
 from deltawire.format.container import Container
 from deltawire.format.delta import Delta
@@ -49,6 +49,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self.live = LiveModel(self._find)
         self._specs: dict[str, TensorSpec] = {}
         self._counted: list[int] = []
+        self._computed: Computed | None = None
+        self._left_out: list[str] = []
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -110,7 +112,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def _layout(self) -> dict[str, Any]:
         specs = {name: [dtype, list(shape)] for name, (dtype, shape) in self._specs.items()}
         pieces = [piece.as_list() for piece in self.live.pieces]
-        return {"specs": specs, "pieces": pieces, "counted": self._counted, "device": self.device.type}
+        found = {"specs": specs, "pieces": pieces, "left_out": self._left_out}
+        return {**found, "counted": self._counted, "device": self.device.type}
 
     def _write(self, token: str) -> None:
         """Write what is staged, between two steps. If that fails twice, the weights are those of before."""
@@ -191,16 +194,14 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return {"rank": self.index, "error": error, "result": result, **self.live.status()}
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
-        if current_platform.is_cpu():
-            packed = cpu.packed_layer(self.model)
-            if packed is not None:
-                raise EngineRejected(
-                    f"vLLM has packed the weights of {packed} for the CPU and computes from the packed copy, so "
-                    f"changes in place would be lost: start the server with {cpu.SWITCH}=1, which keeps them unpacked",
-                    tensor=packed,
-                )
+        known = copies.check(self.model, self.vllm_config)
         storages = flat_storages(self.model)
-        return trace(self.model.load_weights, storages, specs), storages
+        traced = trace(self.model.load_weights, storages, specs)
+        check_covered(self.model, storages, traced, known)
+        self._left_out = left_out(self.model, traced, specs)
+        self._computed = Computed(traced, storages, specs, self._computed)
+        derived = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
+        return Found(self._computed.pieces, {**storages, **self._computed.storages}, derived)
 
     def _reload(self, folder: Path) -> None:
         """Load a checkpoint layer by layer, as vLLM does it, and find out again where everything is."""
@@ -210,11 +211,19 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self.live.mark(None)
         initialize_layerwise_reload(self.model)
         with torch.no_grad(), self.device:
-            self.model.load_weights(_tensors(folder))
+            self.model.load_weights(self._taken(_tensors(folder)))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.live.bind(self._specs) != before:
             raise EngineRejected("after a reload the weights live elsewhere: restart the server")
+        self.live.refresh()
         self.live.measure(self._counted)
+
+
+    def _taken(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in tensors:
+            if self._computed is not None:
+                self._computed.take(name, value)
+            yield name, value
 
 
 class WorkerExtension:

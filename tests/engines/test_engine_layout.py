@@ -229,7 +229,10 @@ REFUSED = {
     "by way of another": (lambda to, tensor: to.copy_(torch.empty_like(tensor).copy_(tensor)), "computed from w"),
     "noise": (lambda to, tensor: to.copy_(torch.dropout(tensor, 0.5, True)), "computed from w"),
     "elsewhere": (lambda to, tensor: torch.empty(6, 4).copy_(tensor), "no parameter of the model"),
-    "by index": (lambda to, tensor: to.__setitem__(torch.tensor([0]), tensor[:1]), "w goes into weight by aten.index_put_"),
+    "by index": (
+        lambda to, tensor: to.__setitem__(torch.tensor([0]), tensor[:1]),
+        "w goes into weight by aten.index_put_",
+    ),
     "another storage": (lambda to, tensor: to.set_(tensor), "w goes into weight by aten.set_"),
     "an error": (lambda to, tensor: 1 / 0, "cannot be followed at w: ZeroDivisionError"),
 }
@@ -330,9 +333,7 @@ def test_what_is_computed_element_by_element_is_computed_again(how):
 def test_a_wider_dtype_has_the_values_already():
     model = Small()
     specs = {"w": ("BF16", (6, 4))}
-    traced = trace(
-        lambda weights: [model.weight.data.copy_(each) for _, each in weights], flat_storages(model), specs
-    )
+    traced = trace(lambda weights: [model.weight.data.copy_(each) for _, each in weights], flat_storages(model), specs)
     model.weight.data.copy_(torch.randn(6, 4).bfloat16())
     computed = Computed(traced, flat_storages(model), specs)
     assert computed.holds()

@@ -25,8 +25,8 @@ def plain_pieces(traced: Trace) -> list[Piece]:
         found = copy.pieces()
         if found is None:
             raise EngineRejected(
-                f"what goes into {copy.storage} is computed from {copy.node.tensor}, not copied: it cannot be changed in "
-                "place",
+                f"what goes into {copy.storage} is computed from {copy.node.tensor}, not copied: it cannot be changed "
+                "in place",
                 tensor=copy.node.tensor,
             )
         pieces += found
@@ -112,8 +112,8 @@ def check_covered(
 ) -> None:
     """Refuse a model of which something is not loaded from the checkpoint, by its name.
 
-    That is parameters, and buffers that a checkpoint of the model would have. `known` are names, or last parts of names,
-    of what is not loaded by design.
+    That is parameters, and buffers that a checkpoint of the model would have. `known` are names, or last parts of
+    names, of what is not loaded by design.
     """
     names = {flat.untyped_storage().data_ptr(): name for name, flat in storages.items()}
     own: dict[str, list[tuple[str, torch.Tensor]]] = {}
@@ -130,8 +130,8 @@ def check_covered(
             found = mask.as_strided(value.shape, value.stride(), value.storage_offset())
             if not found.all():
                 raise EngineRejected(
-                    f"the run fills {int(found.sum()):,} of the {value.numel():,} elements of {name}: the others would stay "
-                    "as the server was started, whatever the version. Publish all tensors of the model",
+                    f"the run fills {int(found.sum()):,} of the {value.numel():,} elements of {name}: the others would "
+                    "stay as the server was started, whatever the version. Publish all tensors of the model",
                     tensor=name,
                 )
 

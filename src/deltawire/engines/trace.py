@@ -62,7 +62,6 @@ class Node:
         return made
 
 
-
 @dataclass(frozen=True)
 class Copy:
     """A part of a parameter, and what is loaded into it."""
@@ -99,8 +98,8 @@ class Trace:
 def trace(load: Load, storages: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> Trace:
     """What `load`, a model's own `load_weights`, does with all tensors of a checkpoint.
 
-    `storages` are flat tensors that cover the memory of the model's parameters. Nothing is written to it. A tensor whose
-    values are used other than element by element is refused by name.
+    `storages` are flat tensors that cover the memory of the model's parameters. Nothing is written to it. A tensor
+    whose values are used other than element by element is refused by name.
     """
     tensors = {
         name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in specs.items()

@@ -35,16 +35,16 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
     packed = cpu.packed_layer(model)
     if packed is not None:
         raise EngineRejected(
-            f"vLLM has packed the weights of {packed} for the CPU and computes from the packed copy, so changes in place "
-            f"would be lost: start the server with {cpu.SWITCH}=1, which keeps them unpacked",
+            f"vLLM has packed the weights of {packed} for the CPU and computes from the packed copy, so changes in "
+            f"place would be lost: start the server with {cpu.SWITCH}=1, which keeps them unpacked",
             tensor=packed,
         )
     for name, module in model.named_modules():
         backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
         if backend is not None and backend.name not in _PLAIN_EXPERTS:
             raise EngineRejected(
-                f"vLLM keeps the experts of {name} in the order that {backend.value} wants, not as they were loaded: start "
-                "the server with --moe-backend triton",
+                f"vLLM keeps the experts of {name} in the order that {backend.value} wants, not as they were loaded: "
+                "start the server with --moe-backend triton",
                 tensor=name,
             )
         if getattr(module, "is_amx_bmm_enabled", False) or getattr(module, "dcp_q_replicate", False):
@@ -120,8 +120,8 @@ def _refuse_others(model: torch.nn.Module) -> None:
             for each in sizes.get(value.numel(), []):
                 if each.startswith(near) and _same_values(value, own[each]):
                     raise EngineRejected(
-                        f"{path} has a copy of {each}, and what is computed from it would not see changes: such a server "
-                        "cannot be updated in place",
+                        f"{path} has a copy of {each}, and what is computed from it would not see changes: such a "
+                        "server cannot be updated in place",
                         tensor=each,
                     )
 

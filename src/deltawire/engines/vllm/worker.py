@@ -28,6 +28,7 @@ from deltawire.engines.places import Computed, check_covered, left_out
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.engines.vllm import copies
+from deltawire.engines.vllm.disturbed import Disturbed
 from deltawire.errors import EngineRejected
 from deltawire.format.container import Container
 from deltawire.format.delta import Delta
@@ -51,6 +52,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._counted: list[int] = []
         self._computed: Computed | None = None
         self._left_out: list[str] = []
+        self._disturbed: Disturbed | None = None
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -91,6 +93,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             self._specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
             live.bind(self._specs)
             return self._layout()
+        if name in ("parameters", "disturb", "steer", "restore"):
+            return self._probe(name, arguments)
         if name == "measure":
             self._counted, *copies = arguments["numbers"][self.index]
             live.measure(self._counted)
@@ -108,6 +112,24 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         elif name != "status":
             raise ValueError(f"unknown command {name!r}")
         return None
+
+    def _probe(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """For `deltawire prove`. Until all bits are back, the weights are no version's."""
+        if self._disturbed is None:
+            self._disturbed = Disturbed(self.model, self.vllm_config)
+        if name == "parameters":
+            return self._disturbed.about()
+        self.live.mark(None)
+        result = None
+        if name == "restore":
+            self._disturbed.restore()
+        elif name == "steer":
+            result = self._disturbed.steer(**arguments)
+        elif arguments["rank"] == self.index:
+            self._disturbed.disturb(arguments["name"], arguments["part"], arguments["strength"])
+        # As after an update.
+        copies.Copies(self.model, self.model_config.dtype).refresh(())
+        return result
 
     def _layout(self) -> dict[str, Any]:
         specs = {name: [dtype, list(shape)] for name, (dtype, shape) in self._specs.items()}
@@ -217,7 +239,6 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             raise EngineRejected("after a reload the weights live elsewhere: restart the server")
         self.live.refresh()
         self.live.measure(self._counted)
-
 
     def _taken(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in tensors:

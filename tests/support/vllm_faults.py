@@ -25,6 +25,21 @@ class FaultyExtension(WorkerExtension):
         live.write = write
         return {}
 
+    def plant(self, name):
+        """Let a layer compute from a copy of its weight, which nothing shows, from now on."""
+        module = self.get_model().get_submodule(name)
+        original, copy = module.forward, module.weight.data.clone()
+
+        def forward(*given, **named):
+            own, module.weight.data = module.weight.data, copy
+            try:
+                return original(*given, **named)
+            finally:
+                module.weight.data = own
+
+        module.forward = forward
+        return {}
+
     def spoil(self, rank, name):
         """Turn the sign of one element of a parameter on one rank, as nobody should; again, and it is as it was."""
         if self.rank == rank:

@@ -23,7 +23,8 @@ from deltawire.cli.watch import watch_command
 SECTIONS = {
     "Runs": [
         publish_command, pull_command, watch_command, attach_command, prove_command, status_command, dashboard_command,
-        ls_command, info_command, route_command, verify_command, gc_command, compact_command, export_command, keygen_command,
+        ls_command, info_command, route_command, verify_command, gc_command, compact_command, export_command,
+        keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
     "Trying it out": [hello_command, demo_command, explain_command, estimate_command, warmup_command],

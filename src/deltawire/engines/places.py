@@ -159,7 +159,7 @@ def _is_widened(node: Node) -> bool:
     """Whether a node has the tensor's values, each in a wider dtype."""
     parent = node.parent
     if parent is None:
-        return node.dtype.is_floating_point
+        return bool(node.dtype.is_floating_point)
     return node.is_cast and torch.promote_types(parent.dtype, node.dtype) == node.dtype and _is_widened(parent)
 
 

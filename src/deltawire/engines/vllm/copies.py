@@ -78,7 +78,7 @@ def _sinks(model: torch.nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
     """Attention with sinks, and the parameter that they come from."""
     own = dict(model.named_parameters())
     for name, module in model.named_modules():
-        impl = getattr(module, "impl", None)
+        impl: Any = getattr(module, "impl", None)
         if getattr(impl, "sinks", None) is None:
             continue
         found = [
@@ -99,7 +99,7 @@ def _absorbing(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return int(one.untyped_storage().data_ptr()) == other.untyped_storage().data_ptr()
 
 
 def _refuse_others(model: torch.nn.Module) -> None:
@@ -150,7 +150,7 @@ def _reachable(found: Any, path: str, depth: int, seen: set[int]) -> Iterator[tu
     elif isinstance(found, partial):
         inner = {"func": found.func, "args": found.args, **found.keywords}
     elif inspect.isfunction(found) and found.__closure__:
-        inner = inspect.getclosurevars(found).nonlocals
+        inner = dict(inspect.getclosurevars(found).nonlocals)
     elif type(found).__module__.startswith("vllm.") and not type(found).__module__.startswith("vllm.config"):
         inner = getattr(found, "__dict__", {})
     for key, value in inner.items():

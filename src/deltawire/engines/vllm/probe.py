@@ -27,16 +27,16 @@ class VllmProbe(VllmEngine):
         return Subject(about, parameters, block_size if block_size + 8 < found[0]["max_tokens"] else 0)
 
     def disturb(self, rank: int, name: str, part: int | None, strength: float) -> None:
-        self._do("disturb", rank=rank, name=name, part=part, strength=strength)
+        self._do("disturb", rank=rank, parameter=name, part=part, strength=strength)
 
     def steer(self, name: str, part: int, seed: int) -> bool:
-        return all(each["result"] for each in self._do("steer", name=name, part=part, seed=seed))
+        return all(each["result"] for each in self._do("steer", parameter=name, part=part, seed=seed))
 
     def restore(self) -> None:
         self._do("restore")
 
-    def _do(self, name: str, **arguments: Any) -> Any:
-        answers = self._ask(name, **arguments)["workers"]
+    def _do(self, command: str, **arguments: Any) -> Any:
+        answers = self._ask(command, **arguments)["workers"]
         refuse(answers, "the parameters could not be changed")
         return answers
 

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deltawire.engines.live_weights import Found, LiveModel, error_fields
+from deltawire.engines.live_weights import Derived, Found, LiveModel, error_fields
 from deltawire.engines.places import Computed, check_covered, left_out
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
@@ -124,9 +124,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if name == "restore":
             self._disturbed.restore()
         elif name == "steer":
-            result = self._disturbed.steer(**arguments)
+            result = self._disturbed.steer(arguments["parameter"], arguments["part"], arguments["seed"])
         elif arguments["rank"] == self.index:
-            self._disturbed.disturb(arguments["name"], arguments["part"], arguments["strength"])
+            self._disturbed.disturb(arguments["parameter"], arguments["part"], arguments["strength"])
         # As after an update.
         copies.Copies(self.model, self.model_config.dtype).refresh(())
         return result
@@ -222,7 +222,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         check_covered(self.model, storages, traced, known)
         self._left_out = left_out(self.model, traced, specs)
         self._computed = Computed(traced, storages, specs, self._computed)
-        derived = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
+        derived: list[Derived] = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
         return Found(self._computed.pieces, {**storages, **self._computed.storages}, derived)
 
     def _reload(self, folder: Path) -> None:

@@ -141,3 +141,30 @@ def test_a_quantized_server_is_refused_by_name(tmp_path, vllm_pool):
         pytest.raises(EngineRejected, match="fp8_per_channel"),
     ):
         replica.pull()
+
+
+def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool):
+    """Each engine answers for itself: the failure is told in the same update, and the next one heals it."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store)
+    trainer.publish(density=0)
+    own = {
+        "arguments": ["--data-parallel-size", "2"], "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        "extension": FAULTY, "log": tmp_path / "log", "nursery": vllm_pool.nursery,
+    }  # fmt: skip
+    with serving(tmp_path / "base", **own) as server, following(store, server) as replica:
+        replica.pull()
+        engine = replica.target.engine
+        assert len(engine.status().states) == 2
+        for failure, message in (({"stages": 1}, "no room to stage it"), ({"writes": 2}, "taken back")):
+            version = trainer.publish()
+            ask(server, "fail", {"rank": 1, **failure})
+            with pytest.raises(EngineRejected, match=message):
+                replica.pull()
+            assert [each.version for each in engine.status().states] == [version - 1] * 2
+            assert server.weight_version == str(version - 1)
+            replica.pull()
+            assert [each.version for each in engine.status().states] == [version] * 2
+            assert engine.digest() == replica.target.mirror.state().digest
+            assert server.checksums() == trainer.expected[version]
+        assert all(server.complete([number, 2, 3])[2] == "length" for number in range(1, 5))

@@ -6,11 +6,12 @@ own operations are done again with all of it, so that the bits are those that a 
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from math import prod
 
 import torch
 
 from deltawire.engines.layout import Piece
-from deltawire.engines.trace import Copy, Node, Trace, torch_dtype
+from deltawire.engines.trace import Copy, Node, Trace, View, torch_dtype
 from deltawire.errors import EngineRejected
 from deltawire.tensors.weights import TensorSpec
 
@@ -47,7 +48,10 @@ class Computed:
         self._storages = storages
         found = [(copy, copy.pieces()) for copy in traced.copies]
         computed = {copy.node.tensor: copy for copy, pieces in found if pieces is None}
-        self._copies = {name: [copy for copy, _ in found if copy.node.tensor == name] for name in computed}
+        self._copies: dict[str, list[Copy]] = {name: [] for name in computed}
+        for copy, _ in found:
+            if copy.node.tensor in computed:
+                self._copies[copy.node.tensor].append(copy)
         self.pieces = [piece for copy, pieces in found if copy.node.tensor not in computed for piece in pieces or ()]
         """Of all tensors, those that are copied too."""
         self.storages: dict[str, torch.Tensor] = {}
@@ -55,16 +59,16 @@ class Computed:
         room = MOST_COMPUTED
         for name, copy in computed.items():
             dtype, shape = specs[name]
-            flat = torch.zeros(shape, dtype=torch_dtype(dtype), device=storages[copy.storage].device).view(-1)
-            room -= flat.numel()
+            size = prod(shape)
+            room -= size
             if room < 0:
                 raise EngineRejected(
                     f"{name} is {dtype} {list(shape)} in the checkpoint and is cast or computed when it is loaded into "
                     f"{copy.storage}: that is done again at each update, and only for small tensors",
                     tensor=name,
                 )
+            flat = torch.zeros(size, dtype=torch_dtype(dtype), device=storages[copy.storage].device)
             self.storages[_storage_name(name)] = flat
-            size = flat.numel()
             self.pieces.append(Piece(name, _storage_name(name), 1, size, 0, size, (0, size, 1)))
             self._recover(name, before)
 
@@ -116,6 +120,9 @@ def check_covered(
     names, of what is not loaded by design.
     """
     names = {flat.untyped_storage().data_ptr(): name for name, flat in storages.items()}
+    filled: dict[str, list[View]] = {}
+    for place, view in [*((copy.storage, copy.to) for copy in traced.copies), *traced.fills]:
+        filled.setdefault(place, []).append(view)
     own: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, value in [*model.named_parameters(), *_kept_buffers(model)]:
         storage = names.get(value.untyped_storage().data_ptr())
@@ -123,9 +130,8 @@ def check_covered(
             own.setdefault(storage, []).append((name, value))
     for storage, values in own.items():
         mask = torch.zeros(storages[storage].numel(), dtype=torch.bool)
-        for place, view in [*((copy.storage, copy.to) for copy in traced.copies), *traced.fills]:
-            if place == storage:
-                mask.as_strided(*view).fill_(True)
+        for view in filled.get(storage, []):
+            mask.as_strided(*view).fill_(True)
         for name, value in values:
             found = mask.as_strided(value.shape, value.stride(), value.storage_offset())
             if not found.all():

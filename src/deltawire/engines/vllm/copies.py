@@ -99,7 +99,7 @@ def _absorbing(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return int(one.untyped_storage().data_ptr()) == other.untyped_storage().data_ptr()
+    return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
 
 
 def _refuse_others(model: torch.nn.Module) -> None:
@@ -137,7 +137,7 @@ def _reachable(found: Any, path: str, depth: int, seen: set[int]) -> Iterator[tu
         return
     seen.add(id(found))
     if torch.is_tensor(found):
-        if found.layout is torch.strided and not found.is_meta and not isinstance(found, torch.nn.Parameter):
+        if found.layout is torch.strided and not found.is_meta:
             yield path, found
         return
     if depth < 0 or isinstance(found, torch.nn.Module):

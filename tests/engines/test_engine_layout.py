@@ -227,6 +227,10 @@ REFUSED = {
     "a sum": (lambda to, tensor: to.copy_(tensor - tensor.mean()), "computed from w"),
     "joined": (lambda to, tensor: to.copy_(torch.cat([tensor[3:], tensor[:3]])), "computed from w"),
     "by way of another": (lambda to, tensor: to.copy_(torch.empty_like(tensor).copy_(tensor)), "computed from w"),
+    "by the value of another": (
+        lambda to, tensor: to.copy_(tensor * to[0, 0].item()),
+        "w is loaded as depends on the value of weight",
+    ),
     "noise": (lambda to, tensor: to.copy_(torch.dropout(tensor, 0.5, True)), "computed from w"),
     "elsewhere": (lambda to, tensor: torch.empty(6, 4).copy_(tensor), "no parameter of the model"),
     "by index": (

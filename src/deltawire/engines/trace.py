@@ -51,14 +51,16 @@ class Node:
     is_cast: bool = False
 
     def storage(self, values: torch.Tensor) -> torch.Tensor:
-        """This node's storage, flat, from the values of the checkpoint's tensor."""
+        """This node's storage, flat, from the values of the checkpoint's tensor, on the device that loading uses."""
         if self.parent is None:
-            return values
+            # Checkpoints are read into host memory, and other devices may round differently.
+            return values.cpu()
         given = self.parent.storage(values).as_strided(*self.view)
         if self.apply is None:
             return given.contiguous().view(-1)
-        made = torch.empty(self.size, dtype=self.dtype, device=values.device)
-        made.as_strided(*self.view).copy_(self.apply(given))
+        result = self.apply(given)
+        made = torch.empty(self.size, dtype=self.dtype, device=result.device)
+        made.as_strided(*self.view).copy_(result)
         return made
 
 
@@ -145,6 +147,8 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         origin = next(filter(None, map(self._origin, given)), None)
         self.last = origin or self.last
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            self._refuse_value(args[0])
         elementwise = len(given) == 1 and args and args[0] is given[0] and _is_elementwise(func)
         if func._schema.is_mutable:
             if self._write(func, args, kwargs, origin, elementwise):
@@ -190,16 +194,27 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         if found is None or len(found) > 1:
             return None
         (copy,) = found.values()
-        flat = torch.empty(copy.node.size, dtype=copy.node.dtype, device="meta")
-        self._nodes[_identity(flat)] = copy.node
+        node, device = copy.node, part.device
+        flat = torch.empty(node.size, dtype=node.dtype, device="meta")
+        if device.type != "cpu":
+            node = Node(node.tensor, node.dtype, node.size, node, copy.source, lambda given: given.to(device), True)
+        self._nodes[_identity(flat)] = node
         self._alive.append(flat)
-        source = flat.as_strided(*copy.source)
-        return self._cast(source, copy.node, part.dtype)
+        return flat.as_strided(*copy.source)
 
     def _cast(self, source: torch.Tensor, node: Node, dtype: torch.dtype) -> torch.Tensor:
         if source.dtype == dtype:
             return source
         return self._made(torch.ops.aten._to_copy.default, source, node, (), {"dtype": dtype})
+
+    def _refuse_value(self, tensor: torch.Tensor) -> None:
+        """A number from a parameter would be that of now, also after the parameter has changed."""
+        storage = None if tensor.is_meta else self._storages.get(tensor.untyped_storage().data_ptr(), (None,))[0]
+        if storage is not None:
+            raise EngineRejected(
+                f"what {self.last} is loaded as depends on the value of {storage}: it cannot be changed in place",
+                tensor=self.last,
+            )
 
     def _origin(self, tensor: torch.Tensor) -> str | None:
         """The tensor of the checkpoint that this is, or is computed from."""

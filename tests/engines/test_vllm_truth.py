@@ -1,5 +1,7 @@
 """What a vLLM server computes with is what it says: nothing of it is left as it was, and no copy stays behind."""
 
+import re
+
 import pytest
 import torch
 
@@ -73,11 +75,12 @@ def follow_and_compare(trainer, store, server, folder, **own):
                     assert server.checksums() == fresh.checksums()
                     assert answers(server) == answers(fresh)
         assert answers(server) != first
-        before = replica.target.engine.digest()
-        proof = proven(server)
-        assert [each for each in proof.found if DEAD in (each.prefill, each.decode)] == []
-        assert replica.target.engine.digest() == before
-        return replica.target.about()["engine"], proof
+        about = replica.target.about()["engine"]
+    before, asked = server.checksums(), answers(server)
+    proof = proven(server)
+    assert [each for each in proof.found if DEAD in (each.prefill, each.decode)] == []
+    assert (server.checksums(), answers(server)) == (before, asked)
+    return about, proof
 
 
 def compare(kind, tmp_path, vllm_pool, dtype="bfloat16"):
@@ -108,24 +111,26 @@ def test_architectures(kind, tmp_path, vllm_pool):
 def test_a_planted_copy_is_found(tmp_path, vllm_pool, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = f"memory:{tmp_path}"
-    trainer = Trainer(tmp_path, store)
-    trainer.publish(density=0)
-    with vllm_pool.server(extension=FAULTY) as server, following(store, server) as replica:
-        replica.pull()
-        found = told("prove", "--engine", "vllm", "--url", server.url)
+    Trainer(tmp_path, store).publish(density=0)
+    name = "model.layers.1.mlp.down_proj"
+    with vllm_pool.server(extension=FAULTY) as server:
+        command = ("prove", "--engine", "vllm", "--url", server.url)
+        found = told(*command)
         assert found["holds"]
-        assert {each["name"] for each in found["found"]} >= {"lm_head.weight", "model.norm.weight"}
-        ask(server, "plant", "model.layers.1.mlp.down_proj")
+        assert {each["name"] for each in found["found"]} >= {f"{name}.weight", "lm_head.weight", "model.norm.weight"}
+        assert {each["decode"] for each in found["found"]} == {ALIVE}
+        ask(server, "plant", name)
         # What was proven is remembered.
-        assert told("prove", "--engine", "vllm", "--url", server.url) == found
-        again = run("prove", "--engine", "vllm", "--url", server.url, "--again")
+        assert told(*command) == found
+        again = run(*command, "--again")
         assert again.exit_code == 3
-        assert "model.layers.1.mlp.down_proj.weight" in again.stdout
-        dead = [each.name for each in proven(server).found if each.prefill == each.decode == DEAD]
-        assert dead == ["model.layers.1.mlp.down_proj.weight"]
-        trainer.publish()
-        with pytest.raises(EngineRejected, match=r"has a copy of model\.layers\.1\.mlp\.down_proj\.weight"):
-            replica.target.engine.bind(replica.target.engine._bound.specs)
+        dead = [line.split()[1:] for line in again.stdout.splitlines() if DEAD in line.split()]
+        assert dead == [[f"{name}.weight", "-", DEAD, DEAD]]
+        with (
+            following(store, server) as replica,
+            pytest.raises(EngineRejected, match=f"has a copy of {re.escape(name)}.weight"),
+        ):
+            replica.pull()
         # Nobody can take it out again.
         server.kill()
 

@@ -66,7 +66,8 @@ class Copies:
         for impl, source in self._sinks:
             # Made when it is first needed, on a CPU.
             if not _shares(impl.sinks, source):
-                impl.sinks.copy_(source)
+                with torch.inference_mode():
+                    impl.sinks.copy_(source)
         for module in self._absorbing:
             module.process_weights_after_loading(self._dtype)
 

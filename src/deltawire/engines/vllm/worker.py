@@ -52,7 +52,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._counted: list[int] = []
         self._computed: Computed | None = None
         self._left_out: list[str] = []
-        self._disturbed: Disturbed | None = None
+        self._disturbed = Disturbed(self.model, self.vllm_config)
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -85,6 +85,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def command(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the server asks for through the extension."""
         live = self.live
+        if name in ("parameters", "disturb", "steer", "restore"):
+            return self._probe(name, arguments)
+        self._disturbed.restore()
         if name in ("stage", "decode", "drop"):
             return self._begin(name, arguments)
         if name == "layout":
@@ -93,8 +96,6 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             self._specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
             live.bind(self._specs)
             return self._layout()
-        if name in ("parameters", "disturb", "steer", "restore"):
-            return self._probe(name, arguments)
         if name == "measure":
             self._counted, *copies = arguments["numbers"][self.index]
             live.measure(self._counted)
@@ -114,15 +115,12 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return None
 
     def _probe(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """For `deltawire prove`. Until all bits are back, the weights are no version's."""
-        if self._disturbed is None:
-            self._disturbed = Disturbed(self.model, self.vllm_config)
-        if name == "parameters":
-            return self._disturbed.about()
+        """For `deltawire prove`. The weights are no version's, and any other command puts all bits back first."""
         self.live.mark(None)
         result = None
-        if name == "restore":
+        if name in ("restore", "parameters"):
             self._disturbed.restore()
+            result = self._disturbed.about() if name == "parameters" else None
         elif name == "steer":
             result = self._disturbed.steer(arguments["parameter"], arguments["part"], arguments["seed"])
         elif arguments["rank"] == self.index:

@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from deltawire import digest
 from deltawire.engines import layout as layouts
 from deltawire.engines import places as all_places
+from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece, each_once, pieces_of_copy
 from deltawire.engines.places import Computed, check_covered, left_out, plain_pieces
+from deltawire.engines.staged import left_out_digests, split
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import EngineRejected, UnknownParameter
-from deltawire.tensors.digest import Digest
+from deltawire.format.patches import Patch
+from deltawire.tensors.boxes import Box
+from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.weights import torch_view
 from support.fused_model import SPECS, FusedModel, bits_of, live_model, make_checkpoint, whole
 from support.patterns import examples
 
@@ -143,6 +148,28 @@ def test_what_is_there_twice_counts_once_and_two_in_one_place_are_refused():
     ]
     with pytest.raises(EngineRejected, match="a and b share the memory of s"):
         each_once([whole("a", "s", 3), whole("b", "s", 3)])
+
+
+def test_tensors_that_are_left_out_count_for_the_digest_and_go_nowhere():
+    specs = {"a": ("BF16", (6,)), "draft": ("BF16", (4,))}
+    layout = Layout(specs, [[whole("a", "s", 6)]], left_out={"draft"})
+    old = {name: torch.arange(shape[0], dtype=torch.bfloat16) for name, (_, shape) in specs.items()}
+    new = {name: value + 1 for name, value in old.items()}
+    where = np.array([1, 3])
+    bits = {name: torch_view(value)[where] for name, value in new.items()}
+    patches = [Patch(name, "BF16", Box.whole(specs[name][1]), bits[name], where) for name in specs]
+    for name in specs:
+        torch_view(old[name])[0] = torch_view(new[name])[0]
+        new[name] = old[name].clone()
+        torch_view(new[name])[where] = bits[name]
+    base, state = (WeightVersion("run", i, digest(each)) for i, each in enumerate((old, new)))
+    change = EngineChange(base, state, patches, old)
+    (staged,) = split(change, layout, "token")
+    assert [each.number for each in staged.changes] == [0]
+    before, after = left_out_digests(change, layout)
+    assert before + digest({"a": old["a"]}) == base.digest
+    assert after + digest({"a": new["a"]}) == state.digest
+    assert layout.total([Digest.parse(layout.partial(state.digest - after))]) == digest({"a": new["a"]})
 
 
 # Trace

@@ -117,7 +117,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def _probe(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """For `deltawire prove`. The weights are no version's, and any other command puts all bits back first."""
         self.live.mark(None)
-        result = None
+        result: Any = None
         if name in ("restore", "parameters"):
             self._disturbed.restore()
             result = self._disturbed.about() if name == "parameters" else None

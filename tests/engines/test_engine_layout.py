@@ -206,6 +206,25 @@ def test_partial_digests_of_ranks_add_up_to_the_whole():
     assert layout.total(parts) == digest(checkpoint)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_whole_checkpoint_is_written_to_its_places(world):
+    first, second = make_checkpoint(), make_checkpoint(1)
+    for rank in range(world):
+        model, expected = FusedModel(rank, world), FusedModel(rank, world)
+        model.load_weights(first.items())
+        expected.load_weights(second.items())
+        live = live_model(model)
+        live.bind(SPECS)
+        live.load(second.items())
+        for name, value in model.named_parameters():
+            assert np.array_equal(bits_of(value), bits_of(expected.get_parameter(name))), name
+        with pytest.raises(EngineRejected, match="lacks norm"):
+            live.load((name, value) for name, value in second.items() if name != "norm")
+        for wrong in ({"norm": second["norm"][:3]}, {"norm": second["norm"].float()}, {"other": second["norm"]}):
+            with pytest.raises(EngineRejected, match=f"{min(wrong)} is not one"):
+                live.load({**second, **wrong}.items())
+
+
 class Small(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -344,7 +363,7 @@ def test_what_is_computed_element_by_element_is_computed_again(how):
         values = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
         how(expected.weight.data, values.clone())
         assert not computed.holds()
-        computed.take("w", values)
+        computed.storages["w as in the checkpoint"].copy_(values.view(-1))
         assert not computed.holds()
         computed.refresh({"another"})
         assert not computed.holds()

@@ -1,6 +1,6 @@
 """The weights of one process of an engine, and how they are changed in place."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, Written, memory_of
 from deltawire.engines.staged import StagedChange
+from deltawire.engines.trace import torch_dtype
 from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected
 from deltawire.format.delta import Delta
 from deltawire.format.patches import check_known, check_spec
@@ -71,6 +72,7 @@ class LiveModel:
         self.pieces: list[Piece] = []
         self._counted: list[int] = []
         self._derived: Sequence[Derived] = ()
+        self._storages: Mapping[str, torch.Tensor] = {}
         self._workers = Workers(threads)
         self._memory: Memory = memory_of({}, self._workers)
 
@@ -78,7 +80,8 @@ class LiveModel:
         """Find the pieces. Afterwards the digest must be computed and the version set again."""
         self.partial, self._counted = None, []
         self.mark(None)
-        pieces, storages, self._derived = self._find(specs)
+        pieces, self._storages, self._derived = self._find(specs)
+        storages = self._storages
         self.pieces = each_once(pieces)
         self._memory = memory_of({piece.storage: storages[piece.storage] for piece in self.pieces}, self._workers)
         self._specs = dict(specs)
@@ -101,6 +104,28 @@ class LiveModel:
         """The contribution of some pieces to the digest."""
         chosen = map(self.pieces.__getitem__, numbers)
         return sum((self._memory.digest(piece, self._keys[piece.tensor]) for piece in chosen), Digest())
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write all tensors of a checkpoint to their places. Afterwards the version must be set again."""
+        self.mark(None)
+        self.partial = None
+        places: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            places.setdefault(piece.tensor, []).append(piece)
+        missing = set(places)
+        for name, value in tensors:
+            dtype, shape = self._specs.get(name, (None, None))
+            if dtype is None or (torch_dtype(dtype), shape) != (value.dtype, tuple(value.shape)):
+                raise EngineRejected(f"{name} is not one of the tensors that were bound, or another now", tensor=name)
+            for piece in places.get(name, []):
+                offset, *steps = piece.place
+                to = self._storages[piece.storage].as_strided((piece.rows, piece.columns), steps, offset)
+                to.copy_(value.reshape(-1).as_strided((piece.rows, piece.columns), (piece.stride, 1), piece.start))
+            missing.discard(name)
+        if missing:
+            raise EngineRejected(f"the checkpoint lacks {min(missing)}", tensor=min(missing))
+        self.refresh(self._specs)
 
     def mark(self, state: WeightVersion | None) -> None:
         """Set the version of the weights, and drop what is staged."""

@@ -44,7 +44,7 @@ class Computed:
         specs: Mapping[str, TensorSpec],
         before: "Computed | None" = None,
     ) -> None:
-        """`before` has the tensors as they were at an earlier load."""
+        """`before` has the tensors as they were when they were last looked for."""
         self._storages = storages
         found = [(copy, copy.pieces()) for copy in traced.copies]
         computed = {copy.node.tensor: copy for copy, pieces in found if pieces is None}
@@ -71,11 +71,6 @@ class Computed:
             self.storages[_storage_name(name)] = flat
             self.pieces.append(Piece(name, _storage_name(name), 1, size, 0, size, (0, size, 1)))
             self._recover(name, before)
-
-    def take(self, name: str, value: torch.Tensor) -> None:
-        """A tensor as it is in a checkpoint that is being loaded."""
-        if name in self._copies:
-            self.storages[_storage_name(name)].copy_(value.reshape(-1))
 
     def _recover(self, name: str, before: "Computed | None") -> None:
         """A tensor from before, if it is what the parameter was made of, or from the parameter itself if that has its

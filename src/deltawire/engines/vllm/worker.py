@@ -107,7 +107,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if name == "undo":
             live.write(arguments["token"], undo=True)
         elif name == "load":
-            self._reload(Path(arguments["folder"]))
+            live.load(_tensors(Path(arguments["folder"])))
+            live.measure(self._counted)
         elif name == "mark":
             live.mark(WeightVersion.parse(arguments["state"]))
         elif name != "status":
@@ -222,27 +223,6 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._computed = Computed(traced, storages, specs, self._computed)
         derived: list[Derived] = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
         return Found(self._computed.pieces, {**storages, **self._computed.storages}, derived)
-
-    def _reload(self, folder: Path) -> None:
-        """Load a checkpoint layer by layer, as vLLM does it, and find out again where everything is."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        before = self.live.pieces
-        self.live.mark(None)
-        initialize_layerwise_reload(self.model)
-        with torch.no_grad(), self.device:
-            self.model.load_weights(self._taken(_tensors(folder)))
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.live.bind(self._specs) != before:
-            raise EngineRejected("after a reload the weights live elsewhere: restart the server")
-        self.live.refresh()
-        self.live.measure(self._counted)
-
-    def _taken(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in tensors:
-            if self._computed is not None:
-                self._computed.take(name, value)
-            yield name, value
 
 
 class WorkerExtension:

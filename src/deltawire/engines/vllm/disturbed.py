@@ -30,7 +30,7 @@ class Disturbed:
                 "model": sha256(model.encode()).hexdigest()[:16],
                 "flags": config.compute_hash(),
                 "device": str(next(iter(own.values())).device.type),
-                "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "deltawire": __version__},
+                "versions": {"vllm": str(vllm.__version__), "torch": str(torch.__version__), "deltawire": __version__},
             },
             "parameters": [[name, self._num_experts(name, value)] for name, value in own.items()],
             "block_size": cache.block_size if cache.enable_prefix_caching else 0,

@@ -124,7 +124,7 @@ def test_a_planted_copy_is_found(tmp_path, vllm_pool, monkeypatch):
         assert told(*command) == found
         again = run(*command, "--again")
         assert again.exit_code == 3
-        dead = [line.split()[1:] for line in again.stdout.splitlines() if DEAD in line.split()]
+        dead = [line.split()[1:] for line in again.stdout.splitlines()[1:] if DEAD in line.split()]
         assert dead == [[f"{name}.weight", "-", DEAD, DEAD]]
         with (
             following(store, server) as replica,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 ALIVE, DEAD, UNTOLD = "alive", "dead", "not told"
 # How strongly a parameter is disturbed, in units of its own size. More where little has no effect.
-STRENGTHS = (2.0, 50.0)
+STRENGTHS = (2.0, 50.0, 1000.0)
 SEEDS = (0, 1, 2)
 
 

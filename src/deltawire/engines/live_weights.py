@@ -105,7 +105,6 @@ class LiveModel:
         chosen = map(self.pieces.__getitem__, numbers)
         return sum((self._memory.digest(piece, self._keys[piece.tensor]) for piece in chosen), Digest())
 
-    @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write all tensors of a checkpoint to their places. Afterwards the version must be set again."""
         self.mark(None)
@@ -121,7 +120,8 @@ class LiveModel:
             for piece in places.get(name, []):
                 offset, *steps = piece.place
                 to = self._storages[piece.storage].as_strided((piece.rows, piece.columns), steps, offset)
-                to.copy_(value.reshape(-1).as_strided((piece.rows, piece.columns), (piece.stride, 1), piece.start))
+                with torch.no_grad():
+                    to.copy_(value.reshape(-1).as_strided(to.shape, (piece.stride, 1), piece.start))
             missing.discard(name)
         if missing:
             raise EngineRejected(f"the checkpoint lacks {min(missing)}", tensor=min(missing))

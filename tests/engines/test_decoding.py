@@ -15,7 +15,7 @@ from deltawire.codec import ENCODINGS
 from deltawire.engines.device_memory import DeviceMemory
 from deltawire.engines.engine import EngineDelta
 from deltawire.engines.layout import Piece
-from deltawire.engines.live_weights import LiveModel
+from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.engines.memory import memory_of
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
@@ -69,7 +69,7 @@ class Process:
         if kind != "host":
             signed = {name: flat.to(DEVICE) for name, flat in signed.items()}
         self.storages = signed
-        self.live = LiveModel(lambda _: (pieces, signed), threads=1)
+        self.live = LiveModel(lambda _: Found(pieces, signed), threads=1)
         if kind != "host" and DEVICE == "cpu":
             from deltawire.engines import live_weights
 

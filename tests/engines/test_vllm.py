@@ -8,15 +8,11 @@ from importlib.util import find_spec
 import httpx
 import pytest
 
-from deltawire import Replica
 from deltawire.engines.engine import EngineDelta
-from deltawire.engines.target import EngineTarget
-from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import DeltawireError, EngineBroken, EngineRejected, EngineUnavailable
-from deltawire.run.run import Run
 from deltawire.store import open_store
 from support.servers import BUCKET
-from support.vllm_server import EXTENSION, PATIENCE, Trainer, serving
+from support.vllm_server import EXTENSION, PATIENCE, Trainer, following, serving
 from support.waiting import eventually
 
 if find_spec("vllm") is None:  # its import takes seconds, which servers need and not this file
@@ -78,14 +74,6 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-
-
-@contextmanager
-def following(store, server, mirror=None, **options):
-    # The server has served another test's run before, so this one is named.
-    target = EngineTarget(VllmEngine(server.url, **options), mirror)
-    with Replica(store, target, run=Run(store).id, heartbeat_seconds=None) as replica:
-        yield replica
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from deltawire.engines import device_memory
 from deltawire.engines.device_memory import DeviceMemory
 from deltawire.engines.layout import Piece
-from deltawire.engines.live_weights import LiveModel
+from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.engines.memory import HostMemory, Item
 from deltawire.engines.staged import PieceChange, StagedChange
 from deltawire.kernels.gpu import live
@@ -154,7 +154,7 @@ def test_a_live_model_on_a_device(monkeypatch):
     flat = torch.from_numpy(bits(rng, 500, 2).view(np.int16)).view(torch.bfloat16).to(DEVICE)
     before = flat.clone()
     piece = Piece("t", "s", 1, 500, 0, 500, (0, 500, 1))
-    model = LiveModel(lambda specs: ([piece], {"s": flat}))
+    model = LiveModel(lambda specs: Found([piece], {"s": flat}))
     monkeypatch.setattr("deltawire.engines.live_weights.memory_of", lambda storages, workers: DeviceMemory(storages))
     model.bind({"t": ("BF16", (500,))})
     base, state = WeightVersion("r", 0, model.measure([0])), WeightVersion("r", 1, Digest())

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece
-from deltawire.engines.live_weights import LiveModel
+from deltawire.engines.live_weights import Found, LiveModel
+from deltawire.engines.places import plain_pieces
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.tensors.weights import torch_view
 
@@ -101,7 +102,7 @@ class FusedModel(torch.nn.Module):
 def live_model(model):
     def find(specs):
         storages = flat_storages(model)
-        return trace(model.load_weights, storages, specs), storages
+        return Found(plain_pieces(trace(model.load_weights, storages, specs)), storages)
 
     return LiveModel(find, threads=2)
 

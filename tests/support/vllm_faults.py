@@ -8,9 +8,17 @@ from deltawire.engines.vllm.worker import WorkerExtension
 
 class FaultyExtension(WorkerExtension):
     def fail(self, how):
-        """Let the next writes of a rank fail, and the next ones that take something back."""
+        """Let the next writes of a worker fail, the next ones that take something back, or what it stages next."""
         live = self.weight_transfer_engine.live
-        if self.rank != how["rank"]:
+        if self.weight_transfer_engine.index != how["rank"]:
+            return {}
+        if how.get("stages"):
+
+            def stage_file(path):
+                del live.stage_file
+                raise MemoryError("no room to stage it")
+
+            live.stage_file = stage_file
             return {}
         left = {False: how.get("writes", 0), True: how.get("undos", 0)}
         original = type(live).write.__get__(live)
@@ -23,6 +31,21 @@ class FaultyExtension(WorkerExtension):
             original(token, undo=undo)
 
         live.write = write
+        return {}
+
+    def plant(self, name):
+        """Let a layer compute from a copy of its weight, which nothing shows, from now on."""
+        module = self.get_model().get_submodule(name)
+        original, copy = module.forward, module.weight.data.clone()
+
+        def forward(*given, **named):
+            own, module.weight.data = module.weight.data, copy
+            try:
+                return original(*given, **named)
+            finally:
+                module.weight.data = own
+
+        module.forward = forward
         return {}
 
     def spoil(self, rank, name):

@@ -13,24 +13,26 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltawire import Publisher
+from deltawire import Publisher, Replica
+from deltawire.engines.target import EngineTarget
+from deltawire.engines.vllm.adapter import VllmEngine
+from deltawire.run.run import Run
 from support.servers import free_ports
+from support.vllm_models import ARCHITECTURES, SMALL, draft_layer, make_architecture
 from support.vllm_reference import ENVIRONMENT, checksums
 
 # A start takes its time, more so where others need the cores.
 PATIENCE = 300
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
 ROUTE = "deltawire.engines.vllm.route.Route"
-SMALL = {
-    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "vocab_size": 304, "intermediate_size": 256, "max_position_embeddings": 512,
-}  # fmt: skip
 
 
 def make_model(kind="dense", *, tied=False, seed=0, **sizes):
     """A Qwen3, dense or with experts, with norms that are not all one."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    if kind in ARCHITECTURES:
+        return make_architecture(kind, seed=seed, **sizes)
     sizes = {**SMALL, "tie_word_embeddings": tied, **sizes}
     torch.manual_seed(seed)
     if kind == "moe":
@@ -59,10 +61,16 @@ def save_model(model, folder):
 class Trainer:
     """Weights that change as in training, with the checkpoint of each version."""
 
-    def __init__(self, folder, store, **options):
-        self.folder, self.tied = folder, options.get("tied", False)
+    def __init__(self, folder, store, *, without=(), **options):
+        self.folder, self.tied, self.kind = folder, options.get("tied", False), options.get("kind", "dense")
+        self.is_known = self.kind not in ARCHITECTURES and not without
         save_model(make_model(**options), folder / "base")
         self.weights = {name: value.clone() for name, value in load_file(folder / "base/model.safetensors").items()}
+        if self.kind == "deepseek_v3":
+            self.weights |= draft_layer(self.weights)
+            self.checkpoint()
+        for name in without:
+            del self.weights[name]
         self.publisher = Publisher(store, self.weights, anchors=None)
         self.expected, self.digests = {}, {}
 
@@ -70,7 +78,8 @@ class Trainer:
         for value in self.weights.values():
             value[torch.rand(value.shape) < density] += 0.01
         version = self.publisher.publish(**how).wait().version
-        self.expected[version] = checksums(self.weights, tp=tp)
+        if self.is_known:
+            self.expected[version] = checksums(self.weights, tp=tp)
         self.digests[version] = str(self.publisher.run.manifest(version).digest)
         return version
 
@@ -180,3 +189,11 @@ def serving(model, **options):
         yield server.wait()
     finally:
         server.close()
+
+
+@contextmanager
+def following(store, server, mirror=None, **options):
+    # The server has served another test's run before, so this one is named.
+    target = EngineTarget(VllmEngine(server.url, **options), mirror)
+    with Replica(store, target, run=Run(store).id, heartbeat_seconds=None) as replica:
+        yield replica

@@ -15,14 +15,16 @@ from deltawire.cli.estimate import estimate_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
 from deltawire.cli.hello import hello_command, warmup_command
 from deltawire.cli.pages import dashboard_command, explain_command
+from deltawire.cli.prove import prove_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
 from deltawire.cli.upkeep import compact_command, gc_command
 from deltawire.cli.watch import watch_command
 
 SECTIONS = {
     "Runs": [
-        publish_command, pull_command, watch_command, attach_command, status_command, dashboard_command, ls_command,
-        info_command, route_command, verify_command, gc_command, compact_command, export_command, keygen_command,
+        publish_command, pull_command, watch_command, attach_command, prove_command, status_command, dashboard_command,
+        ls_command, info_command, route_command, verify_command, gc_command, compact_command, export_command,
+        keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
     "Trying it out": [hello_command, demo_command, explain_command, estimate_command, warmup_command],

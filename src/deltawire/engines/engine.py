@@ -1,6 +1,6 @@
 """The protocol between deltawire and an inference engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -91,6 +91,11 @@ class Engine(Protocol):
 
         Raises for a tensor that cannot be changed in place, or that the engine does not have, with its name.
         """
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """Tensors that the engine does not use, and that are not part of `digest`. Asked after `bind`."""
+        return ()
 
     def digest(self) -> Digest:
         """The digest of the weights in the engine, computed from all of them."""

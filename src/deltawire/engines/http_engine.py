@@ -1,6 +1,6 @@
 """What servers that are driven over HTTP have in common: the connection, the shared folder, the layout of tensors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,8 +65,17 @@ class HttpEngine(Engine):
             raise EngineRejected("the tensors of the server are not known yet: call bind first")
         return self._layout
 
-    def _set_layout(self, specs: Mapping[str, TensorSpec], pieces: Iterable[Iterable[Sequence[Any]]]) -> None:
-        self._layout = Layout(specs, [[Piece.from_list(each) for each in own] for own in pieces])
+    @property
+    def left_out(self) -> Collection[str]:
+        return () if self._layout is None else self._layout.left_out
+
+    def _set_layout(
+        self,
+        specs: Mapping[str, TensorSpec],
+        pieces: Iterable[Iterable[Sequence[Any]]],
+        left_out: Collection[str] = (),
+    ) -> None:
+        self._layout = Layout(specs, [[Piece.from_list(each) for each in own] for own in pieces], left_out)
 
     def _measured(self, answers: Answers) -> Digest:
         refuse(answers, "the server's weights could not be read")

@@ -4,7 +4,7 @@ Engines fuse tensors, slice them over processes and pad them, but element by ele
 one such copy: a grid of rows and columns with fixed strides in the tensor, and fixed strides in a storage.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -155,10 +155,16 @@ def each_once(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class Layout:
-    """The pieces of all processes of an engine, and which of them count for the digest: one of each set of copies."""
+    """The pieces of all processes of an engine, and which of them count for the digest: one of each set of copies.
 
-    def __init__(self, specs: Mapping[str, TensorSpec], ranks: Iterable[Sequence[Piece]]) -> None:
-        self.specs = specs
+    `left_out` are tensors that the engine does not use.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], ranks: Iterable[Sequence[Piece]], left_out: Collection[str] = ()
+    ) -> None:
+        self.left_out = frozenset(left_out)
+        self.specs = specs = {name: each for name, each in specs.items() if name not in self.left_out}
         keys = (tensor_key(name, dtype_named(dtype), shape) for name, (dtype, shape) in specs.items())
         self._constant = sum((key.constant for key in keys), Digest())
         self.ranks = [list(pieces) for pieces in ranks]

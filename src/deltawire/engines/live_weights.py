@@ -1,17 +1,18 @@
 """The weights of one process of an engine, and how they are changed in place."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, Written, memory_of
 from deltawire.engines.staged import StagedChange
+from deltawire.engines.trace import torch_dtype
 from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected
 from deltawire.format.delta import Delta
 from deltawire.format.patches import check_known, check_spec
@@ -21,7 +22,23 @@ from deltawire.tensors.dtypes import dtype_named
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import Workers
 
-Found = tuple[list[Piece], Mapping[str, torch.Tensor]]
+
+class Derived(Protocol):
+    """What a process computes from its weights, and keeps."""
+
+    def refresh(self, tensors: Collection[str]) -> None:
+        """Compute it again, from these tensors of the checkpoint at least."""
+
+    def holds(self) -> bool:
+        """Whether it is what the weights give."""
+
+
+class Found(NamedTuple):
+    """Where the tensors of a checkpoint are in a process."""
+
+    pieces: Sequence[Piece]
+    storages: Mapping[str, torch.Tensor]
+    derived: Sequence[Derived] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,8 @@ class LiveModel:
         self._keys: dict[str, TensorKey] = {}
         self.pieces: list[Piece] = []
         self._counted: list[int] = []
+        self._derived: Sequence[Derived] = ()
+        self._storages: Mapping[str, torch.Tensor] = {}
         self._workers = Workers(threads)
         self._memory: Memory = memory_of({}, self._workers)
 
@@ -61,7 +80,8 @@ class LiveModel:
         """Find the pieces. Afterwards the digest must be computed and the version set again."""
         self.partial, self._counted = None, []
         self.mark(None)
-        pieces, storages = self._find(specs)
+        pieces, self._storages, self._derived = self._find(specs)
+        storages = self._storages
         self.pieces = each_once(pieces)
         self._memory = memory_of({piece.storage: storages[piece.storage] for piece in self.pieces}, self._workers)
         self._specs = dict(specs)
@@ -75,12 +95,37 @@ class LiveModel:
         """The digest of the pieces that count here, computed from memory."""
         self._counted = list(counted)
         self.partial = self.sum_of(counted)
+        if not all(each.holds() for each in self._derived):
+            # Whatever the weights are, what is computed with is no version's.
+            self.partial += Digest(1, 0)
         return self.partial
 
     def sum_of(self, numbers: Sequence[int]) -> Digest:
         """The contribution of some pieces to the digest."""
         chosen = map(self.pieces.__getitem__, numbers)
         return sum((self._memory.digest(piece, self._keys[piece.tensor]) for piece in chosen), Digest())
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write all tensors of a checkpoint to their places. Afterwards the version must be set again."""
+        self.mark(None)
+        self.partial = None
+        places: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            places.setdefault(piece.tensor, []).append(piece)
+        missing = set(places)
+        for name, value in tensors:
+            dtype, shape = self._specs.get(name, (None, None))
+            if dtype is None or (torch_dtype(dtype), shape) != (value.dtype, tuple(value.shape)):
+                raise EngineRejected(f"{name} is not one of the tensors that were bound, or another now", tensor=name)
+            for piece in places.get(name, []):
+                offset, *steps = piece.place
+                to = self._storages[piece.storage].as_strided((piece.rows, piece.columns), steps, offset)
+                with torch.no_grad():
+                    to.copy_(value.reshape(-1).as_strided(to.shape, (piece.stride, 1), piece.start))
+            missing.discard(name)
+        if missing:
+            raise EngineRejected(f"the checkpoint lacks {min(missing)}", tensor=min(missing))
+        self.refresh(self._specs)
 
     def mark(self, state: WeightVersion | None) -> None:
         """Set the version of the weights, and drop what is staged."""
@@ -148,6 +193,7 @@ class LiveModel:
         self.state = None
         before, self.partial = self.partial, None
         written = self._memory.put(staged.items, undo=undo)
+        self.refresh({item.piece.tensor for item in staged.items})
         self.partial = before
         if before is None:
             # The write before this one was interrupted, so the gain of the digest is unknown.
@@ -156,6 +202,11 @@ class LiveModel:
             self.partial = self._after(staged.items, written)
         _refuse(staged.items, written)
         self.state = staged.base if undo else staged.state
+
+    def refresh(self, tensors: Collection[str] = ()) -> None:
+        """Compute again what is kept next to the weights, and what these tensors are loaded as."""
+        for each in self._derived:
+            each.refresh(tensors)
 
     def status(self) -> dict[str, Any]:
         """The state of this process, as JSON."""

@@ -21,7 +21,7 @@ from deltawire.engines.layout import Layout, Piece
 from deltawire.errors import CorruptObject, UnknownParameter
 from deltawire.format.patches import Patch
 from deltawire.tensors.boxes import Positions
-from deltawire.tensors.digest import WeightVersion
+from deltawire.tensors.digest import Digest, WeightVersion, change_digest, digest, tensor_key
 from deltawire.tensors.dtypes import Bits, dtype_named
 from deltawire.tensors.weights import TensorSpec, view
 from deltawire.workers import Workers
@@ -140,6 +140,19 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
         return ranks
 
     with Workers() as workers:
-        found = workers.map(split_patch, change.patches)
+        found = workers.map(split_patch, [each for each in change.patches if each.name not in layout.left_out])
     ranks = [[each for ranks in found for each in ranks[rank]] for rank in range(len(layout.ranks))]
     return [StagedChange(token, change.base, change.state, changes) for changes in ranks]
+
+
+def left_out_digests(change: EngineChange, layout: Layout) -> tuple[Digest, Digest]:
+    """What the tensors that the engine does not use add to the digest, before a change and after it."""
+    if not layout.left_out:
+        return Digest(), Digest()
+    before = after = digest({name: change.old[name] for name in layout.left_out})
+    for patch in change.patches:
+        if patch.name in layout.left_out:
+            tensor = view(patch.name, change.old[patch.name])
+            key = tensor_key(patch.name, tensor.dtype, tensor.shape)
+            after += change_digest(key, *changed_elements(patch, tensor.bits))
+    return before, after

@@ -13,7 +13,7 @@ from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
-from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.weights import TensorSpec, Weights, spec
 
 # An anchor that changes a smaller part of the weights is applied like a delta.
@@ -92,6 +92,7 @@ class EngineTarget(Target):
                 "boot": None if self._now is None else self._now.boot,
                 "weight_version": None if self._now is None else self._now.version,
                 "error": self._error,
+                **({"left_out": len(self.engine.left_out)} if self.engine.left_out else {}),
             },
             "pause_seconds": self.pause_seconds,
             "updated": self.updated,
@@ -195,7 +196,7 @@ class EngineTarget(Target):
         """
         states = () if self._now is None else self._now.states
         if not states or any(each not in (base, state) for each in states):
-            if self.engine.digest() != base.digest:
+            if self._digest(None if self.mirror is None else self.mirror.weights()) != base.digest:
                 return False
             self.engine.mark(base)
             self.refresh()
@@ -235,7 +236,7 @@ class EngineTarget(Target):
             now = self.engine.after_commit()
             return True
         except (EngineRejected, CorruptObject):
-            if self.engine.digest() == change.base.digest:
+            if self._digest(change.old if isinstance(change, EngineChange) else None) == change.base.digest:
                 raise
             return False
         finally:
@@ -248,12 +249,18 @@ class EngineTarget(Target):
         """Give the engine these weights, whatever it has now."""
         self._bind({name: spec(weights, name) for name in weights})
         try:
-            if self.engine.digest() == state.digest:
+            if self._digest(weights) == state.digest:
                 self.engine.mark(state)
             else:
                 self._paused(self.engine.load(weights, folder, state))
         finally:
             self.refresh()
+
+    def _digest(self, weights: Weights | None) -> Digest:
+        """The digest of what the engine has; of what it leaves out, these weights count."""
+        names = self.engine.left_out
+        beside = Digest() if weights is None or not names else digest({name: weights[name] for name in names})
+        return self.engine.digest() + beside
 
     def _paused(self, seconds: float) -> None:
         self.pause_seconds, self.updated = seconds, time.time()

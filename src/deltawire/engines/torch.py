@@ -194,7 +194,7 @@ class TorchEngine(Engine):
             pieces += pieces_of_copy(
                 name, storage, value.shape, (0, value.stride()), (value.storage_offset(), value.stride())
             )
-        return pieces, storages
+        return Found(pieces, storages)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers under their published names."""

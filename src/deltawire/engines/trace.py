@@ -2,10 +2,11 @@
 
 Tensors on torch's meta device go through it under the checkpoint's names. What it does with them, slicing, fusing,
 padding, comes down to copies into parameters; each is recorded instead of executed. So there is no table per model, and
-nothing is moved.
+nothing is moved. What it computes on the way, element by element from one tensor (a cast, `-exp(x)`), is recorded, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from deltawire.errors import EngineRejected
 from deltawire.tensors.weights import TensorSpec
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset in a storage."""
+Dim = tuple[int, int, int]
 
 # Operations whose result has the same elements in the same order.
 _SAME = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
@@ -31,11 +35,73 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def trace(load: Load, storages: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> list[Piece]:
-    """The pieces of all tensors of a checkpoint that `load`, a model's own `load_weights`, takes.
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Elements of one tensor of the checkpoint: as they are, in another order, or computed from those of `parent`."""
 
-    `storages` are flat tensors that cover the memory of the model's parameters. Nothing is written to it. A tensor that
-    is cast, or whose values are used, is refused by name.
+    tensor: str
+    dtype: torch.dtype
+    size: int
+    """Of the storage."""
+    parent: "Node | None" = None
+    view: View = ((), (), 0)
+    """What of the parent this is made of."""
+    apply: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """None for a contiguous copy. What is computed has the places of what it is computed from."""
+    is_cast: bool = False
+
+    def storage(self, values: torch.Tensor) -> torch.Tensor:
+        """This node's storage, flat, from the values of the checkpoint's tensor, on the device that loading uses."""
+        if self.parent is None:
+            # Checkpoints are read into host memory, and other devices may round differently.
+            return values.cpu()
+        given = self.parent.storage(values).as_strided(*self.view)
+        if self.apply is None:
+            return given.contiguous().view(-1)
+        result = self.apply(given)
+        made = torch.empty(self.size, dtype=self.dtype, device=result.device)
+        made.as_strided(*self.view).copy_(result)
+        return made
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a parameter, and what is loaded into it."""
+
+    node: Node
+    source: View
+    storage: str
+    to: View
+
+    def pieces(self) -> list[Piece] | None:
+        """For a plain copy; None where elements are computed, or in an order that pieces cannot have."""
+        if 0 in self.to[0]:
+            return []
+        node, offset = self.node, self.source[2]
+        dims = list(zip(self.to[0], self.source[1], self.to[1], strict=True))
+        while node.parent is not None:
+            found = None if node.apply else _through(dims, offset, node.view)
+            if found is None:
+                return None
+            (dims, offset), node = found, node.parent
+        shape, near, far = zip(*dims, strict=True) if dims else ((), (), ())
+        return pieces_of_copy(node.tensor, self.storage, shape, (offset, near), (self.to[2], far))
+
+
+@dataclass
+class Trace:
+    """What a model's own loading code does with the tensors of a checkpoint."""
+
+    copies: list[Copy] = field(default_factory=list)
+    fills: list[tuple[str, View]] = field(default_factory=list)
+    """Padding."""
+
+
+def trace(load: Load, storages: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> Trace:
+    """What `load`, a model's own `load_weights`, does with all tensors of a checkpoint.
+
+    `storages` are flat tensors that cover the memory of the model's parameters. Nothing is written to it. A tensor
+    whose values are used other than element by element is refused by name.
     """
     tensors = {
         name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in specs.items()
@@ -51,7 +117,7 @@ def trace(load: Load, storages: Mapping[str, torch.Tensor], specs: Mapping[str, 
                 f"the model's own loading code cannot be followed at {copies.last}: {type(error).__name__}: {error}",
                 tensor=copies.last,
             ) from error
-    return copies.pieces
+    return Trace([each for written in copies.written.values() for each in written.values()], copies.fills)
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[misc]
@@ -59,14 +125,17 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], storages: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.pieces: list[Piece] = []
+        self.written: dict[tuple[str, View], dict[str, Copy]] = {}
+        """For each part of a parameter that is written, the last copy of each tensor."""
+        self.fills: list[tuple[str, View]] = []
         self.last = "the start"
         """The tensor of the checkpoint that was used last."""
-        self._sources = {_identity(tensor): name for name, tensor in tensors.items()}
-        self._storages = {flat.untyped_storage().data_ptr(): (name, flat.itemsize) for name, flat in storages.items()}
-        self._computed: dict[int, tuple[str, torch.Tensor]] = {}
-        """Tensors computed from the checkpoint's, with the name of one of those. They are kept alive, so that no other
-        tensor gets their identity."""
+        # Tensors are kept alive, so that no other gets their identity.
+        self._alive: list[torch.Tensor] = list(tensors.values())
+        self._nodes = {_identity(each): Node(name, each.dtype, each.numel()) for name, each in tensors.items()}
+        self._storages = {flat.untyped_storage().data_ptr(): (name, flat.dtype) for name, flat in storages.items()}
+        self._lost: dict[int, str] = {}
+        """Tensors computed in a way that cannot be repeated, with the name of one of those of the checkpoint."""
 
     def feed(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
@@ -78,27 +147,83 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         origin = next(filter(None, map(self._origin, given)), None)
         self.last = origin or self.last
-        if func._schema.is_mutable and self._write(func, args, kwargs, origin):
-            return args[0]
-        if func in _SAME and self._is_source(args[0]) and kwargs.get("dtype") in (None, args[0].dtype):
-            return torch.ops.aten.alias.default(args[0])
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            self._refuse_value(args[0])
+        elementwise = len(given) == 1 and args and args[0] is given[0] and _is_elementwise(func)
+        if func._schema.is_mutable:
+            if self._write(func, args, kwargs, origin, elementwise):
+                return args[0]
+        elif func in _SAME or elementwise:
+            # What was loaded into a parameter, and is read again.
+            source = self._loaded(args[0]) if not args[0].is_meta else args[0]
+            node = None if source is None else self._nodes.get(_identity(source))
+            if source is not None and node is not None:
+                return self._made(func, source, node, args[1:], kwargs)
         made = func(*args, **kwargs)
         if origin is not None:
             for each in tree_leaves(made):
-                if isinstance(each, torch.Tensor) and not self._is_source(each):
-                    self._computed.setdefault(_identity(each), (origin, each))
+                if isinstance(each, torch.Tensor) and each.is_meta and _identity(each) not in self._nodes:
+                    self._lost.setdefault(_identity(each), origin)
+                    self._alive.append(each)
         return made
 
-    def _is_source(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_meta and _identity(tensor) in self._sources
+    def _made(self, func: Any, source: torch.Tensor, node: Node, args: Any, kwargs: Any) -> torch.Tensor:
+        """The result of an operation on some elements of a tensor, each on its own."""
+        made: torch.Tensor = func(source, *args, **kwargs | ({"device": "meta"} if "device" in kwargs else {}))
+        if made.stride() != source.stride():
+            # Elements in another order.
+            relaid = torch.empty(source.shape, dtype=source.dtype, device="meta")
+            node = Node(node.tensor, source.dtype, source.numel(), node, _view(source))
+            self._nodes[_identity(relaid)] = node
+            self._alive.append(relaid)
+            source = relaid
+        if made.dtype == source.dtype and func in _SAME:
+            alias: torch.Tensor = torch.ops.aten.alias.default(source)
+            return alias
+        apply = _repeated(func, args, kwargs)
+        twin = torch.empty(node.size, dtype=made.dtype, device="meta")
+        is_cast = func in _SAME
+        self._nodes[_identity(twin)] = Node(node.tensor, made.dtype, node.size, node, _view(source), apply, is_cast)
+        self._alive.append(twin)
+        return twin.as_strided(*_view(source))
+
+    def _loaded(self, part: torch.Tensor) -> torch.Tensor | None:
+        """What was loaded into a part of a parameter before; None if nothing was, or not into this very part."""
+        storage = self._storages.get(part.untyped_storage().data_ptr())
+        found = None if storage is None else self.written.get((storage[0], _view(part)))
+        if found is None or len(found) > 1:
+            return None
+        (copy,) = found.values()
+        node, device = copy.node, part.device
+        flat = torch.empty(node.size, dtype=node.dtype, device="meta")
+        if device.type != "cpu":
+            node = Node(node.tensor, node.dtype, node.size, node, copy.source, lambda given: given.to(device), True)
+        self._nodes[_identity(flat)] = node
+        self._alive.append(flat)
+        return flat.as_strided(*copy.source)
+
+    def _cast(self, source: torch.Tensor, node: Node, dtype: torch.dtype) -> torch.Tensor:
+        if source.dtype == dtype:
+            return source
+        return self._made(torch.ops.aten._to_copy.default, source, node, (), {"dtype": dtype})
+
+    def _refuse_value(self, tensor: torch.Tensor) -> None:
+        """A number from a parameter would be that of now, also after the parameter has changed."""
+        storage = None if tensor.is_meta else self._storages.get(tensor.untyped_storage().data_ptr(), (None,))[0]
+        if storage is not None:
+            raise EngineRejected(
+                f"what {self.last} is loaded as depends on the value of {storage}: it cannot be changed in place",
+                tensor=self.last,
+            )
 
     def _origin(self, tensor: torch.Tensor) -> str | None:
         """The tensor of the checkpoint that this is, or is computed from."""
         if not tensor.is_meta:
             return None
-        return self._sources.get(_identity(tensor)) or self._computed.get(_identity(tensor), (None,))[0]
+        node = self._nodes.get(_identity(tensor))
+        return self._lost.get(_identity(tensor)) if node is None else node.tensor
 
-    def _write(self, func: Any, args: Any, kwargs: Any, origin: str | None) -> bool:
+    def _write(self, func: Any, args: Any, kwargs: Any, origin: str | None, elementwise: bool) -> bool:
         """Handle an operation that writes; whether it was recorded or skipped, and must not be executed."""
         outputs = [
             each
@@ -106,48 +231,128 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for to in filter(torch.is_tensor, tree_leaves((outputs, kwargs.get("out")))):
-            storage, _ = (None, 0) if to.is_meta else self._storages.get(to.untyped_storage().data_ptr(), (None, 0))
+            storage = None if to.is_meta else self._storages.get(to.untyped_storage().data_ptr(), (None,))[0]
+            node = self._nodes.get(_identity(to)) if to.is_meta else None
             if func is torch.ops.aten.copy_.default and args[1].is_meta and not to.is_meta:
                 self._copied(to, args[1])
                 return True
-            if self._is_source(to):
+            if storage is not None and func in _FILLS:
+                # Padding, which was filled when the model was loaded.
+                self.fills.append((storage, _view(to)))
+                return True
+            if node is not None and elementwise and to.numel() == node.size:
+                apply = _repeated(func, args[1:], kwargs)
+                self._nodes[_identity(to)] = Node(node.tensor, to.dtype, node.size, node, _view(to), apply)
+                return True
+            loaded = self._loaded(to) if elementwise and storage is not None else None
+            if loaded is not None:
+                self._copied(to, self._made(func, loaded, self._nodes[_identity(loaded)], args[1:], kwargs))
+                return True
+            if node is not None:
                 raise EngineRejected(
                     f"{origin} is changed by {func} before it is copied: it cannot be changed in place", tensor=origin
                 )
-            if storage is not None and func in _FILLS:
-                # Padding, which was filled when the model was loaded.
-                return True
             if storage is not None or (origin is not None and not to.is_meta):
                 raise EngineRejected(
-                    f"{storage or origin} is computed by {func}, not copied: it cannot be changed in place",
-                    tensor=origin or storage,
+                    f"{origin or self.last} goes into {storage or 'the model'} by {func}, not by a copy: it cannot be "
+                    "changed in place",
+                    tensor=origin or self.last,
                 )
             if origin is not None:
-                self._computed.setdefault(_identity(to), (origin, to))
+                self._lost.setdefault(_identity(to), origin)
+                self._alive.append(to)
         return False
 
     def _copied(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        name = self._sources.get(_identity(source))
-        storage, itemsize = self._storages.get(to.untyped_storage().data_ptr(), (None, 0))
-        if name is None:
+        if not to.numel():
+            return
+        node = self._nodes.get(_identity(source))
+        storage, dtype = self._storages.get(to.untyped_storage().data_ptr(), (None, None))
+        if node is None:
             origin = self._origin(source)
             raise EngineRejected(
                 f"what goes into {storage or 'the model'} is computed from {origin or 'something else'}, not copied: "
                 "it cannot be changed in place",
-                tensor=origin or storage,
+                tensor=origin or self.last,
             )
         if storage is None:
-            raise EngineRejected(f"{name} goes to memory that is no parameter of the model", tensor=name)
-        if to.shape != source.shape or to.dtype != source.dtype or to.itemsize != itemsize:
+            raise EngineRejected(f"{node.tensor} goes to memory that is no parameter of the model", tensor=node.tensor)
+        if to.shape != source.shape or to.dtype != dtype:
             raise EngineRejected(
-                f"{name} is {source.dtype} {list(source.shape)} in the checkpoint and {to.dtype} {list(to.shape)} in "
-                f"{storage}: only a plain copy can be changed in place",
-                tensor=name,
+                f"{node.tensor} is {source.dtype} {list(source.shape)} in the checkpoint and {to.dtype} "
+                f"{list(to.shape)} in {storage}: it cannot be changed in place",
+                tensor=node.tensor,
             )
-        self.pieces += pieces_of_copy(
-            name, storage, to.shape,
-            (source.storage_offset(), source.stride()), (to.storage_offset(), to.stride()),
-        )  # fmt: skip
+        source = self._cast(source, node, to.dtype)
+        copy = Copy(self._nodes[_identity(source)], _view(source), storage, _view(to))
+        self.written.setdefault((storage, copy.to), {})[node.tensor] = copy
+
+
+def _is_elementwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _repeated(func: Any, args: Any, kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An operation, to be done again with a tensor's values."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+
+    def apply(values: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = func(values.clone() if func._schema.is_mutable else values, *args, **kwargs)
+        return made
+
+    return apply
+
+
+def _through(dims: list[Dim], offset: int, view: View) -> tuple[list[Dim], int] | None:
+    """Dimensions and an offset in a contiguous copy of a view, as those in what the view is of; None if they are none.
+
+    Each dimension has a size, a stride, and a stride elsewhere.
+    """
+    axes, place = [], 1
+    for size, near in reversed(list(zip(view[0], view[1], strict=True))):
+        if size > 1:
+            axes.append((size, place, near))
+            place *= size
+    # How far along each axis; no sum of steps may go over its end.
+    reach = [offset // place % size for size, place, _ in axes]
+    start = view[2] + sum(digit * near for digit, (_, _, near) in zip(reach, axes, strict=True))
+    found: list[Dim] = []
+    for number, stride, far in _merged(dims):
+        at = next((i for i, (size, place, _) in enumerate(axes) if stride < place * size), None)
+        if number > 1 and (at is None or stride == 0 or stride % axes[at][1]):
+            return None
+        while number > 1:
+            if at is None or at == len(axes):
+                return None
+            size, place, near = axes[at]
+            step = max(stride // place, 1)
+            if reach[at] + (number - 1) * step < size:
+                found.append((number, step * near, far))
+                reach[at] += (number - 1) * step
+                break
+            # Over the end: along the whole axis, and then along the next one.
+            each = size // step
+            if reach[at] or size % step or number % each:
+                return None
+            found.append((each, step * near, far))
+            reach[at] = (each - 1) * step
+            number, far, stride, at = number // each, far * each, place * size, at + 1
+    return found, start
+
+
+def _merged(dims: list[Dim]) -> list[Dim]:
+    """Dimensions without those that go on where the next one ends."""
+    merged: list[Dim] = []
+    for size, near, far in dims:
+        if merged and merged[-1][1:] == (near * size, far * size):
+            merged[-1] = merged[-1][0] * size, near, far
+        else:
+            merged.append((size, near, far))
+    return merged
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 def _identity(tensor: torch.Tensor) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from deltawire.disk import locked
 from deltawire.engines.live_weights import Found, LiveModel, error_fields
+from deltawire.engines.places import plain_pieces
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import Conflict, EngineRejected
@@ -153,7 +154,7 @@ class Worker:
             setattr(self.model, _DERIVE, lambda *_, **__: None)
         try:
             with torch.no_grad():
-                return trace(self.model.load_weights, storages, specs), storages
+                return Found(plain_pieces(trace(self.model.load_weights, storages, specs)), storages)
         finally:
             if derives:
                 delattr(self.model, _DERIVE)

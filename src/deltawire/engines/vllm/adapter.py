@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 from deltawire.engines.engine import EngineChange, EngineDelta, Served
 from deltawire.engines.http_engine import Answers, HttpEngine, refuse, spec_fields, version_of
+from deltawire.engines.staged import left_out_digests
 from deltawire.engines.token import engine_token
 from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected, EngineUnavailable
-from deltawire.tensors.digest import Digest, WeightVersion
+from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.weights import TensorSpec, Weights
 
 EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
@@ -68,11 +69,14 @@ class VllmEngine(HttpEngine):
     def _take_layout(self, specs: Mapping[str, TensorSpec], answers: Answers) -> None:
         refuse(answers, "the server's weights cannot be changed in place")
         self._on_gpu = all(each["result"]["device"] != "cpu" for each in answers)
-        self._set_layout(specs, [each["result"]["pieces"] for each in answers])
+        found = [each["result"] for each in answers]
+        # A stage of a pipeline leaves out what is another's.
+        left_out = set.intersection(*(set(each["left_out"]) for each in found))
+        self._set_layout(specs, [each["pieces"] for each in found], left_out)
 
     @property
     def decodes(self) -> bool:
-        return self._bound.divided_tensor() is None
+        return self._bound.divided_tensor() is None and not self._bound.left_out
 
     @property
     def on_gpu(self) -> bool:
@@ -131,13 +135,17 @@ class VllmEngine(HttpEngine):
 
     def commit(self, change: EngineChange | EngineDelta) -> float:
         layout = self._bound
+        before, after = change.base.digest, change.state.digest
+        if isinstance(change, EngineChange):
+            beside = left_out_digests(change, layout)
+            before, after = before - beside[0], after - beside[1]
         answer = self._ask(
             "commit",
             token=self._take_token(change),
             running_requests=self._running_requests,
             num_workers=len(layout.ranks),
-            before=layout.partial(change.base.digest),
-            after=layout.partial(change.state.digest),
+            before=layout.partial(before),
+            after=layout.partial(after),
             version=str(change.state.version),
         )
         if answer.get("failed"):
@@ -158,7 +166,7 @@ class VllmEngine(HttpEngine):
                 "load",
                 folder=str(source),
                 running_requests=self._running_requests,
-                after=self._bound.partial(state.digest),
+                after=self._bound.partial(state.digest - digest({name: weights[name] for name in self.left_out})),
                 state=state.as_dict(),
                 version=str(state.version),
             )

@@ -4,6 +4,7 @@ Changes written into the parameters would then be lost, in silence for the outpu
 and a server started with `DELTAWIRE_CPU_UNPACKED=1` computes from the parameters themselves, as on a GPU.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ def keep_unpacked() -> None:
 def packed_layer(model: torch.nn.Module) -> str | None:
     """The first layer that computes from something else than its parameters, if there is one."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return None
     experts_packed = CPUUnquantizedExperts.process_weights_after_loading is not _process_nothing
     for name, module in model.named_modules():
         if getattr(module, "cpu_linear", linear) is not linear:
@@ -61,7 +65,12 @@ def _apply_experts(
     **__: Any,
 ) -> None:
     """Each expert's product for the tokens that it was chosen for, added up in the order of the experts."""
-    from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
+    from vllm.model_executor.layers.activation import SwigluOAIAndMul
+    from vllm.model_executor.layers.fused_moe.activation import (
+        ApplyMoEActivationConfig,
+        MoEActivation,
+        apply_moe_activation,
+    )
 
     config = ApplyMoEActivationConfig.from_configs(self.moe_config, self.quant_config)
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
@@ -71,8 +80,12 @@ def _apply_experts(
         if not len(tokens):
             continue
         inner = linear(hidden_states[tokens], w1[number], None if self.w1_bias is None else self.w1_bias[number])
-        half = inner.new_empty(len(tokens), inner.shape[1] // 2 if activation.is_gated else inner.shape[1])
-        apply_moe_activation(activation, half, inner, activation_config=config)
+        if activation is MoEActivation.SWIGLUOAI:
+            # vLLM for the CPU has no operator for it.
+            half = SwigluOAIAndMul.forward_native(SimpleNamespace(alpha=1.702, limit=7.0), inner)
+        else:
+            half = inner.new_empty(len(tokens), inner.shape[1] // 2 if activation.is_gated else inner.shape[1])
+            apply_moe_activation(activation, half, inner, activation_config=config)
         result = linear(half, w2[number], None if self.w2_bias is None else self.w2_bias[number]).float()
         if not apply_router_weight_on_input:
             result = result * topk_weights[tokens, slots, None].float()

@@ -23,7 +23,9 @@ MOST_BYTES = 256 << 20
 # What becomes of running requests: how the scheduler is held, and whether what was computed for them is dropped.
 HOLDS = {"recompute": ("keep", True), "keep": ("keep", False), "abort": ("abort", True)}
 # Commands that workers take as they are.
-COMMANDS = ("bind", "layout", "measure", "stage", "decode", "mark")
+COMMANDS = (
+    "bind", "layout", "measure", "stage", "decode", "mark", "parameters", "disturb", "steer", "restore",
+)  # fmt: skip
 
 Answers = Sequence[dict[str, Any]]
 

@@ -22,12 +22,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.platforms import current_platform
 
-from deltawire.engines.live_weights import Found, LiveModel, error_fields
+from deltawire.engines.live_weights import Derived, Found, LiveModel, error_fields
+from deltawire.engines.places import Computed, check_covered, left_out
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
-from deltawire.engines.vllm import cpu
+from deltawire.engines.vllm import copies
+from deltawire.engines.vllm.disturbed import Disturbed
 from deltawire.errors import EngineRejected
 from deltawire.format.container import Container
 from deltawire.format.delta import Delta
@@ -49,6 +50,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self.live = LiveModel(self._find)
         self._specs: dict[str, TensorSpec] = {}
         self._counted: list[int] = []
+        self._computed: Computed | None = None
+        self._left_out: list[str] = []
+        self._disturbed = Disturbed(self.model, self.vllm_config)
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -81,6 +85,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def command(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the server asks for through the extension."""
         live = self.live
+        if name in ("parameters", "disturb", "steer", "restore"):
+            return self._probe(name, arguments)
+        self._disturbed.restore()
         if name in ("stage", "decode", "drop"):
             return self._begin(name, arguments)
         if name == "layout":
@@ -100,17 +107,34 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if name == "undo":
             live.write(arguments["token"], undo=True)
         elif name == "load":
-            self._reload(Path(arguments["folder"]))
+            live.load(_tensors(Path(arguments["folder"])))
+            live.measure(self._counted)
         elif name == "mark":
             live.mark(WeightVersion.parse(arguments["state"]))
         elif name != "status":
             raise ValueError(f"unknown command {name!r}")
         return None
 
+    def _probe(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """For `deltawire prove`. The weights are no version's, and any other command puts all bits back first."""
+        self.live.mark(None)
+        result: Any = None
+        if name in ("restore", "parameters"):
+            self._disturbed.restore()
+            result = self._disturbed.about() if name == "parameters" else None
+        elif name == "steer":
+            result = self._disturbed.steer(arguments["parameter"], arguments["part"], arguments["seed"])
+        elif arguments["rank"] == self.index:
+            self._disturbed.disturb(arguments["parameter"], arguments["part"], arguments["strength"])
+        # As after an update.
+        copies.Copies(self.model, self.model_config.dtype).refresh(())
+        return result
+
     def _layout(self) -> dict[str, Any]:
         specs = {name: [dtype, list(shape)] for name, (dtype, shape) in self._specs.items()}
         pieces = [piece.as_list() for piece in self.live.pieces]
-        return {"specs": specs, "pieces": pieces, "counted": self._counted, "device": self.device.type}
+        found = {"specs": specs, "pieces": pieces, "left_out": self._left_out}
+        return {**found, "counted": self._counted, "device": self.device.type}
 
     def _write(self, token: str) -> None:
         """Write what is staged, between two steps. If that fails twice, the weights are those of before."""
@@ -191,30 +215,14 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return {"rank": self.index, "error": error, "result": result, **self.live.status()}
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
-        if current_platform.is_cpu():
-            packed = cpu.packed_layer(self.model)
-            if packed is not None:
-                raise EngineRejected(
-                    f"vLLM has packed the weights of {packed} for the CPU and computes from the packed copy, so "
-                    f"changes in place would be lost: start the server with {cpu.SWITCH}=1, which keeps them unpacked",
-                    tensor=packed,
-                )
+        known = copies.check(self.model, self.vllm_config)
         storages = flat_storages(self.model)
-        return trace(self.model.load_weights, storages, specs), storages
-
-    def _reload(self, folder: Path) -> None:
-        """Load a checkpoint layer by layer, as vLLM does it, and find out again where everything is."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        before = self.live.pieces
-        self.live.mark(None)
-        initialize_layerwise_reload(self.model)
-        with torch.no_grad(), self.device:
-            self.model.load_weights(_tensors(folder))
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.live.bind(self._specs) != before:
-            raise EngineRejected("after a reload the weights live elsewhere: restart the server")
-        self.live.measure(self._counted)
+        traced = trace(self.model.load_weights, storages, specs)
+        check_covered(self.model, storages, traced, known)
+        self._left_out = left_out(self.model, traced, specs)
+        self._computed = Computed(traced, storages, specs, self._computed)
+        derived: list[Derived] = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
+        return Found(self._computed.pieces, {**storages, **self._computed.storages}, derived)
 
 
 class WorkerExtension:

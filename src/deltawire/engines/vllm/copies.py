@@ -1,0 +1,158 @@
+"""What vLLM computes from besides the parameters that it has loaded: copies of them, in another dtype or order.
+
+A change of a parameter does not reach such a copy. Those that are known are made again after each change; a model with
+any other is refused by name.
+"""
+
+import inspect
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from deltawire.engines.vllm import cpu
+from deltawire.errors import EngineRejected
+
+# Scales of a cache that is not quantized, which are one.
+_FIXED = {"_k_scale", "_v_scale", "_q_scale", "_prob_scale"}
+# What latent attention derives from `kv_b_proj`.
+_ABSORBED = ("W_UV", "W_UK_T")
+# How experts' weights are used as they were loaded.
+_PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON", "CPU"}
+_DEPTH = 3
+
+
+def check(model: torch.nn.Module, config: Any) -> set[str]:
+    """Refuse what cannot be changed in place, by name. Returns parameters and buffers that no run fills."""
+    if config.model_config.quantization is not None:
+        raise EngineRejected(
+            f"the server quantizes its weights ({config.model_config.quantization}): they cannot be changed in place, "
+            "start it without --quantization"
+        )
+    if config.parallel_config.enable_eplb:
+        raise EngineRejected("the server moves experts between its workers: start it without --enable-eplb")
+    packed = cpu.packed_layer(model)
+    if packed is not None:
+        raise EngineRejected(
+            f"vLLM has packed the weights of {packed} for the CPU and computes from the packed copy, so changes in "
+            f"place would be lost: start the server with {cpu.SWITCH}=1, which keeps them unpacked",
+            tensor=packed,
+        )
+    for name, module in model.named_modules():
+        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if backend is not None and backend.name not in _PLAIN_EXPERTS:
+            raise EngineRejected(
+                f"vLLM keeps the experts of {name} in the order that {backend.value} wants, not as they were loaded: "
+                "start the server with --moe-backend triton",
+                tensor=name,
+            )
+        if getattr(module, "is_amx_bmm_enabled", False) or getattr(module, "dcp_q_replicate", False):
+            raise EngineRejected(f"{name} computes from copies of kv_b_proj that are laid out anew", tensor=name)
+    known = {f"{name}.{each}" for name, module in _absorbing(model) for each in _ABSORBED}
+    _refuse_others(model)
+    return _FIXED | known
+
+
+class Copies:
+    """The copies of a model that are known."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._absorbing = [module for _, module in _absorbing(model)]
+        self._sinks = list(_sinks(model))
+
+    def refresh(self, tensors: Collection[str]) -> None:
+        for impl, source in self._sinks:
+            # Made when it is first needed, on a CPU.
+            if not _shares(impl.sinks, source):
+                with torch.inference_mode():
+                    impl.sinks.copy_(source)
+        for module in self._absorbing:
+            module.process_weights_after_loading(self._dtype)
+
+    def holds(self) -> bool:
+        return all(torch.equal(impl.sinks, source.to(impl.sinks.dtype)) for impl, source in self._sinks)
+
+
+def _sinks(model: torch.nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Attention with sinks, and the parameter that they come from."""
+    own = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        impl: Any = getattr(module, "impl", None)
+        if getattr(impl, "sinks", None) is None:
+            continue
+        found = [
+            value for each, value in own.items()
+            if _shares(impl.sinks, value) or each == f"{name.rpartition('.')[0]}.sinks"
+        ]  # fmt: skip
+        if not found:
+            raise EngineRejected(f"it is not known which parameter the attention sinks of {name} are", tensor=name)
+        yield impl, found[0].data
+
+
+def _absorbing(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Latent attention that computes from copies of `kv_b_proj`; often they are views."""
+    for name, module in model.named_modules():
+        found = [getattr(module, each, None) for each in _ABSORBED]
+        if all(torch.is_tensor(each) for each in found) and not _shares(found[0], module.kv_b_proj.weight):
+            yield name, module
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+
+
+def _refuse_others(model: torch.nn.Module) -> None:
+    """Refuse a copy of a parameter that is not known: the same values, in whatever order and dtype, elsewhere."""
+    own = {name: value for name, value in model.named_parameters() if value.numel()}
+    storages = {value.untyped_storage().data_ptr() for value in own.values()}
+    sizes: dict[int, list[str]] = {}
+    for name, value in own.items():
+        if value.is_floating_point() and value.numel() > 1:
+            sizes.setdefault(value.numel(), []).append(name)
+    for name, module in model.named_modules():
+        known = getattr(getattr(module, "impl", None), "sinks", None)
+        for path, value in _reachable(vars(module), name, _DEPTH, {id(known)}):
+            if not value.is_floating_point() or value.untyped_storage().data_ptr() in storages:
+                continue
+            # A copy is kept near what it is of.
+            near = name.rpartition(".")[0]
+            for each in sizes.get(value.numel(), []):
+                if each.startswith(near) and _same_values(value, own[each]):
+                    raise EngineRejected(
+                        f"{path} has a copy of {each}, and what is computed from it would not see changes: such a "
+                        "server cannot be updated in place",
+                        tensor=each,
+                    )
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    ordered = other.detach().to(one.dtype).reshape(-1).sort().values
+    return bool(ordered[0] != ordered[-1]) and torch.equal(one.detach().reshape(-1).sort().values, ordered)
+
+
+def _reachable(found: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that an object holds, other than its parameters and what its submodules hold."""
+    if id(found) in seen:
+        return
+    seen.add(id(found))
+    if torch.is_tensor(found):
+        if found.layout is torch.strided and not found.is_meta:
+            yield path, found
+        return
+    if depth < 0 or isinstance(found, torch.nn.Module):
+        return
+    inner: dict[Any, Any] = {}
+    if isinstance(found, dict):
+        inner = {key: value for key, value in found.items() if key not in ("_parameters", "_modules")}
+    elif isinstance(found, list | tuple | set):
+        inner = dict(enumerate(found))
+    elif isinstance(found, partial):
+        inner = {"func": found.func, "args": found.args, **found.keywords}
+    elif inspect.isfunction(found) and found.__closure__:
+        inner = dict(inspect.getclosurevars(found).nonlocals)
+    elif type(found).__module__.startswith("vllm.") and not type(found).__module__.startswith("vllm.config"):
+        inner = getattr(found, "__dict__", {})
+    for key, value in inner.items():
+        yield from _reachable(value, f"{path}.{key}", depth - (not isinstance(found, dict)), seen)

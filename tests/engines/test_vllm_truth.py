@@ -1,0 +1,180 @@
+"""What a vLLM server computes with is what it says: nothing of it is left as it was, and no copy stays behind."""
+
+import re
+
+import pytest
+import torch
+
+from deltawire.engines.prove import ALIVE, DEAD, UNTOLD, prove
+from deltawire.engines.vllm.probe import VllmProbe
+from deltawire.errors import EngineRejected
+from support.command_line import run, told
+from support.vllm_models import ARCHITECTURES
+from support.vllm_server import Trainer, following, serving
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+FAULTY = "support.vllm_faults.FaultyExtension"
+PROMPTS = [[1, 2, 3], list(range(40, 60))]
+
+
+def answers(server):
+    return [server.complete(prompt)[:2] for prompt in PROMPTS]
+
+
+def proven(server):
+    probe = VllmProbe(server.url)
+    try:
+        return prove(probe)
+    finally:
+        probe.close()
+
+
+def ask(server, method, *arguments):
+    server.client.post("/collective_rpc", json={"method": method, "args": arguments}).raise_for_status()
+
+
+def test_a_run_that_lacks_what_the_server_has_is_refused(tmp_path, vllm_pool):
+    """With dummy weights in it the server would tell a version, and serve something else."""
+    own = {"arguments": ["--load-format", "dummy"], "log": tmp_path / "log", "nursery": vllm_pool.nursery}
+    trainer = Trainer(tmp_path / "whole", f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    with serving(tmp_path / "whole/base", **own) as server:
+        for missing, parameter in (
+            ("lm_head.weight", "lm_head.weight"),
+            ("model.layers.1.post_attention_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
+            ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.qkv_proj.weight"),
+        ):
+            store = f"memory:{tmp_path}-{missing}"
+            Trainer(tmp_path / missing, store, without=[missing]).publish(density=0)
+            with following(store, server) as replica:
+                with pytest.raises(EngineRejected, match=f"elements of {parameter}") as caught:
+                    replica.pull()
+                assert caught.value.tensor == parameter
+                assert replica.version is None
+        assert server.weight_version == "default"
+        with following(f"memory:{tmp_path}", server) as replica:
+            replica.pull()
+        assert server.checksums() == trainer.expected[0]
+
+
+def follow_and_compare(trainer, store, server, folder, **own):
+    """Deltas, a reload, deltas again: parameters and answers are those of a fresh server, with every version."""
+    # What a server copies when it is first asked is copied now.
+    first = answers(server)
+    trainer.publish(density=0)
+    with following(store, server) as replica:
+        replica.pull()
+        assert answers(server) == first
+        for number, (density, anchor) in enumerate([(0.02, False), (0.9, True), (0.02, False)], 1):
+            trainer.publish(density=density, anchor=anchor)
+            replica.pull()
+            assert server.weight_version == str(number)
+            if number != 2:
+                with serving(trainer.checkpoint(), extension=None, log=folder / "fresh", **own) as fresh:
+                    assert server.checksums() == fresh.checksums()
+                    assert answers(server) == answers(fresh)
+        assert answers(server) != first
+        about = replica.target.about()["engine"]
+    before, asked = server.checksums(), answers(server)
+    proof = proven(server)
+    # The next token after a prompt of 128 does not show the sinks of a layer that sees all of it.
+    hidden = {"model.layers.1.attn.sinks"}
+    assert [each for each in proof.found if each.prefill == DEAD] == []
+    assert [each for each in proof.found if each.decode == DEAD and each.name not in hidden] == []
+    assert (server.checksums(), answers(server)) == (before, asked)
+    return about, proof
+
+
+def compare(kind, tmp_path, vllm_pool, dtype="bfloat16"):
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, kind=kind, dtype=getattr(torch, dtype))
+    own = {"nursery": vllm_pool.nursery, "arguments": ["--dtype", dtype]}
+    with serving(tmp_path / "base", log=tmp_path / "log", **own) as server:
+        return follow_and_compare(trainer, store, server, tmp_path, **own)
+
+
+def test_sinks_that_are_copied_at_the_first_request(tmp_path, vllm_pool):
+    """fp16 sinks on a CPU: vLLM computes from an fp32 copy of them."""
+    _, proof = compare("gpt_oss", tmp_path, vllm_pool, dtype="float16")
+    assert {each.prefill for each in proof.found if each.name.endswith("sinks")} == {ALIVE}
+
+
+@pytest.mark.parametrize("kind", [
+    "deepseek_v3", "mamba2",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ARCHITECTURES if kind not in ("deepseek_v3", "mamba2")),
+])  # fmt: skip
+def test_architectures(kind, tmp_path, vllm_pool):
+    about, proof = compare(kind, tmp_path, vllm_pool)
+    # The layer that predicts further tokens is in the checkpoint, and not in the server.
+    assert bool(about.get("left_out")) == (kind == "deepseek_v3")
+    assert sum(UNTOLD in (each.prefill, each.decode) for each in proof.found) <= len(proof.found) // 10
+
+
+def test_a_planted_copy_is_found(tmp_path, vllm_pool, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = f"memory:{tmp_path}"
+    Trainer(tmp_path, store).publish(density=0)
+    name = "model.layers.1.mlp.down_proj"
+    with vllm_pool.server(extension=FAULTY) as server:
+        command = ("prove", "--engine", "vllm", "--url", server.url)
+        found = told(*command)
+        assert found["holds"]
+        assert {each["name"] for each in found["found"]} >= {f"{name}.weight", "lm_head.weight", "model.norm.weight"}
+        assert {each["decode"] for each in found["found"]} == {ALIVE}
+        ask(server, "plant", name)
+        # What was proven is remembered.
+        assert told(*command) == found
+        again = run(*command, "--again")
+        assert again.exit_code == 3
+        dead = [line.split()[1:] for line in again.stdout.splitlines()[1:] if DEAD in line.split()]
+        assert dead == [[f"{name}.weight", "-", DEAD, DEAD]]
+        with (
+            following(store, server) as replica,
+            pytest.raises(EngineRejected, match=f"has a copy of {re.escape(name)}.weight"),
+        ):
+            replica.pull()
+        # Nobody can take it out again.
+        server.kill()
+
+
+@pytest.mark.slow
+def test_a_quantized_server_is_refused_by_name(tmp_path, vllm_pool):
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    own = {"arguments": ["--quantization", "fp8_per_channel"], "log": tmp_path / "log", "nursery": vllm_pool.nursery}
+    with (
+        serving(tmp_path / "base", **own) as server,
+        following(f"memory:{tmp_path}", server) as replica,
+        pytest.raises(EngineRejected, match="fp8_per_channel"),
+    ):
+        replica.pull()
+
+
+def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool):
+    """Each engine answers for itself: the failure is told in the same update, and the next one heals it."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store)
+    trainer.publish(density=0)
+    own = {
+        "arguments": ["--data-parallel-size", "2"], "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        "extension": FAULTY, "log": tmp_path / "log", "nursery": vllm_pool.nursery,
+    }  # fmt: skip
+    with serving(tmp_path / "base", **own) as server, following(store, server) as replica:
+        replica.pull()
+        engine = replica.target.engine
+        assert len(engine.status().states) == 2
+        for failure, message in (({"stages": 1}, "no room to stage it"), ({"writes": 2}, "taken back")):
+            version = trainer.publish()
+            ask(server, "fail", {"rank": 1, **failure})
+            with pytest.raises(EngineRejected, match=message):
+                replica.pull()
+            assert [each.version for each in engine.status().states] == [version - 1] * 2
+            assert server.weight_version == str(version - 1)
+            replica.pull()
+            assert [each.version for each in engine.status().states] == [version] * 2
+            assert engine.digest() == replica.target.mirror.state().digest
+            expected = trainer.expected[version]
+            others = {name.replace("dp0:", "dp1:"): each for name, each in expected.items()}
+            assert server.checksums() == {**expected, **others}
+        assert all(server.complete([number, 2, 3])[2] == "length" for number in range(1, 5))

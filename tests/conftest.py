@@ -3,13 +3,16 @@
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from triton.runtime.interpreter import GridExecutor
 
 from deltawire import Publisher
 from deltawire.kernels.cpu.warmup import warm_up
@@ -25,6 +28,14 @@ from support.web_servers import NGINX, Nginx, Served, file_server
 # Kernels ask for this when they are first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # The interpreter replaces parts of Triton while a kernel runs: not for two threads at once.
+    launch, alone = GridExecutor.__call__, threading.RLock()
+
+    def launch_alone(self: GridExecutor, *args: Any, **named: Any) -> None:
+        with alone:
+            launch(self, *args, **named)
+
+    GridExecutor.__call__ = launch_alone
 
 # Tensors are small, and threads that wait for each other spin: with another worker on the cores, many times as long.
 torch.set_num_threads(1)

@@ -212,7 +212,7 @@ def leading(store, max_file_bytes=1 << 30):
     """A leader whose worker has staged two versions, with ties; tasks for a delta and two anchors; the weights."""
     weights, run, alone, versions, states = make_weights(), Run(store), Alone(), [], []
     run.start("r")
-    settings = Settings(["gap", "coo"], 0, None, (), "host", None, 0, max_file_bytes, 1)
+    settings = Settings(["gap", "coo"], 0, None, (), None, "host", None, 0, max_file_bytes, 1)
     worker = Worker(WholeSource(weights, None, {"head": "embed", "tail": "scale"}, ()), run.store, alone, settings)
     for version in range(2):
         states.append(copy_of(weights))

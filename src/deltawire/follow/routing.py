@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissing
 from deltawire.run.manifest import Manifest, StoredHop
@@ -66,7 +65,7 @@ def _asked_route(
     try:
         return cheapest_route(have, manifest.version, [hop for key, hop in known.items() if key not in bad])
     except ChainError:
-        _search(run, anchor, manifest.version, known)
+        _search(run, manifest.version, known)
     return cheapest_route(have, manifest.version, [hop for key, hop in known.items() if key not in bad])
 
 
@@ -82,22 +81,26 @@ def _walk(run: Run, at: int, want: int, known: dict[HopKey, StoredHop], bad: Col
         at = hop.version
 
 
-def _search(run: Run, anchor: int, want: int, known: dict[HopKey, StoredHop]) -> None:
-    """Learn every hop to the versions from the last anchor on, and the route before it, by the names of documents."""
-    versions = range(max(anchor - 1, want - MOST_ASKED, 0), want + 1)
-    _learn(run, [(version, base) for version in versions for base in (None, *skip_bases(version, ASKED_SKIPS))], known)
+def _search(run: Run, want: int, known: dict[HopKey, StoredHop]) -> None:
+    """Learn every hop to the last versions, by the names of documents, and those on routes that manifests name."""
+    versions = range(max(want - MOST_ASKED, 0), want + 1)
+    _learn(run, [(each, base) for each in versions for base in (None, *skip_bases(each, ASKED_SKIPS))], known)
     with ThreadPoolExecutor(PARALLEL, "deltawire-route") as pool:
-        own = [hop for hop in pool.map(lambda version: _own_hop(run, version), versions) if hop is not None]
-    with suppress(ObjectMissing, FormatError, MismatchError):
-        own += run.manifest(versions[0]).route
-    known |= {(hop.version, hop.base): hop for hop in own}
+        named = [hop for hops in pool.map(lambda version: _named_hops(run, version), versions) for hop in hops]
+    known |= {(hop.version, hop.base): hop for hop in named}
 
 
 def _own_hop(run: Run, version: int) -> StoredHop | None:
+    return next(iter(_named_hops(run, version)), None)
+
+
+def _named_hops(run: Run, version: int) -> list[StoredHop]:
+    """The hop of a version, and those of the route to it; none if there is no valid manifest."""
     try:
-        return run.manifest(version).hop
+        manifest = run.manifest(version)
     except (ObjectMissing, FormatError, MismatchError):
-        return None
+        return []
+    return [manifest.hop, *manifest.route]
 
 
 def _learn(run: Run, keys: list[HopKey], known: dict[HopKey, StoredHop]) -> list[HopKey]:

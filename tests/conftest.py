@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from triton.runtime.interpreter import GridExecutor
 
 from deltawire import Publisher
 from deltawire.kernels.cpu.warmup import warm_up
@@ -28,6 +27,8 @@ from support.web_servers import NGINX, Nginx, Served, file_server
 # Kernels ask for this when they are first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from triton.runtime.interpreter import GridExecutor
+
     # The interpreter replaces parts of Triton while a kernel runs: not for two threads at once.
     launch, alone = GridExecutor.__call__, threading.RLock()
 

@@ -12,7 +12,7 @@ import torch
 from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, Written, memory_of
 from deltawire.engines.staged import StagedChange
-from deltawire.engines.trace import torch_dtype
+from deltawire.engines.trace import Fill, torch_dtype
 from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected
 from deltawire.format.delta import Delta
 from deltawire.format.patches import check_known, check_spec
@@ -39,6 +39,8 @@ class Found(NamedTuple):
     pieces: Sequence[Piece]
     storages: Mapping[str, torch.Tensor]
     derived: Sequence[Derived] = ()
+    fills: Sequence[Fill] = ()
+    """Padding, which a server that was started without weights may not have filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class LiveModel:
         self.pieces: list[Piece] = []
         self._counted: list[int] = []
         self._derived: Sequence[Derived] = ()
+        self._fills: Sequence[Fill] = ()
         self._storages: Mapping[str, torch.Tensor] = {}
         self._workers = Workers(threads)
         self._memory: Memory = memory_of({}, self._workers)
@@ -80,7 +83,7 @@ class LiveModel:
         """Find the pieces. Afterwards the digest must be computed and the version set again."""
         self.partial, self._counted = None, []
         self.mark(None)
-        pieces, self._storages, self._derived = self._find(specs)
+        pieces, self._storages, self._derived, self._fills = self._find(specs)
         storages = self._storages
         self.pieces = each_once(pieces)
         self._memory = memory_of({piece.storage: storages[piece.storage] for piece in self.pieces}, self._workers)
@@ -113,6 +116,8 @@ class LiveModel:
         for piece in self.pieces:
             places.setdefault(piece.tensor, []).append(piece)
         missing = set(places)
+        for storage, view, filling in self._fills:
+            self._storages[storage].as_strided(*view).fill_(filling)
         for name, value in tensors:
             dtype, shape = self._specs.get(name, (None, None))
             if dtype is None or (torch_dtype(dtype), shape) != (value.dtype, tuple(value.shape)):

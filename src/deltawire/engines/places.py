@@ -116,7 +116,8 @@ def check_covered(
     """
     names = {flat.untyped_storage().data_ptr(): name for name, flat in storages.items()}
     filled: dict[str, list[View]] = {}
-    for place, view in [*((copy.storage, copy.to) for copy in traced.copies), *traced.fills]:
+    fills = ((place, view) for place, view, _ in traced.fills)
+    for place, view in [*((copy.storage, copy.to) for copy in traced.copies), *fills]:
         filled.setdefault(place, []).append(view)
     own: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, value in [*model.named_parameters(), *_kept_buffers(model)]:

@@ -20,6 +20,8 @@ from deltawire.tensors.weights import TensorSpec
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset in a storage."""
+Fill = tuple[str, View, Any]
+"""A part of a storage, and the value that it is filled with."""
 Dim = tuple[int, int, int]
 
 # Operations whose result has the same elements in the same order.
@@ -93,7 +95,7 @@ class Trace:
     """What a model's own loading code does with the tensors of a checkpoint."""
 
     copies: list[Copy] = field(default_factory=list)
-    fills: list[tuple[str, View]] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
     """Padding."""
 
 
@@ -127,7 +129,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.written: dict[tuple[str, View], dict[str, Copy]] = {}
         """For each part of a parameter that is written, the last copy of each tensor."""
-        self.fills: list[tuple[str, View]] = []
+        self.fills: list[Fill] = []
         self.last = "the start"
         """The tensor of the checkpoint that was used last."""
         # Tensors are kept alive, so that no other gets their identity.
@@ -238,7 +240,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
                 return True
             if storage is not None and func in _FILLS:
                 # Padding, which was filled when the model was loaded.
-                self.fills.append((storage, _view(to)))
+                self.fills.append((storage, _view(to), args[1] if len(args) > 1 else 0))
                 return True
             if node is not None and elementwise and to.numel() == node.size:
                 apply = _repeated(func, args[1:], kwargs)

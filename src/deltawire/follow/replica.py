@@ -219,6 +219,7 @@ class Replica:
         """Try one route after the other, avoiding hops that turned out to be bad."""
         bad: set[HopKey] = set()
         first: DeltawireError | None = None
+        starts_over = False
         while True:
             try:
                 route = find_route(self.run, self._start(have, manifest), manifest, bad)
@@ -237,11 +238,13 @@ class Replica:
                     bad.add((hop.version, hop.base))
                 elif have is None and self._base is not None:
                     self._base = None  # changed since it was read
-                elif have is not None and (
-                    isinstance(error, BaseMismatch) or self.target.digest(manifest.tied) != have.digest
+                elif (
+                    have is not None
+                    and not starts_over
+                    and (isinstance(error, BaseMismatch) or self.target.digest(manifest.tied) != have.digest)
                 ):
-                    # Not the weights of this version, or changed by someone else: start from an anchor.
-                    have = None
+                    # Not the weights of this version, or changed by someone else: start from an anchor, once.
+                    have, starts_over = None, True
                 else:
                     bad.add((route.hops[-1].version, route.hops[-1].base))
 

@@ -222,7 +222,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._left_out = left_out(self.model, traced, specs)
         self._computed = Computed(traced, storages, specs, self._computed)
         derived: list[Derived] = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
-        return Found(self._computed.pieces, {**storages, **self._computed.storages}, derived)
+        return Found(self._computed.pieces, {**storages, **self._computed.storages}, derived, traced.fills)
 
 
 class WorkerExtension:

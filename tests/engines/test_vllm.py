@@ -403,7 +403,7 @@ def test_restarts_of_the_server(tmp_path, vllm_pool):
 
 
 def test_faults_while_workers_decode(tmp_path, vllm_pool):
-    """Flipped bits, a delta for other weights, a worker that is killed: the version is that of the weights."""
+    """Flipped bits, a delta for other weights, two versions at once: the version is that of the weights."""
     store = f"memory:{tmp_path}"
     trainer = Trainer(tmp_path, store, tied=True)
     trainer.publish(density=0)
@@ -447,6 +447,18 @@ def test_faults_while_workers_decode(tmp_path, vllm_pool):
             replica.pull()
             is_true(version)
 
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_it_decodes(tmp_path):
+    """A server of its own, started as users do: it notices that its engine is gone."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, tied=True)
+    trainer.publish(density=0)
+    with (
+        serving(tmp_path / "base", log=tmp_path / "log", extension=FAULTY) as server,
+        following(store, server, False) as replica,
+    ):
+        replica.pull()
         server.client.post("/collective_rpc", json={"method": "die_in_decode"}).raise_for_status()
         version = trainer.publish()
         with pytest.raises(DeltawireError):
@@ -458,4 +470,5 @@ def test_faults_while_workers_decode(tmp_path, vllm_pool):
         server.start()
         server.wait()
         replica.pull()
-        is_true(version)
+        assert int(server.weight_version) == replica.version == version
+        assert server.checksums() == trainer.expected[version]

@@ -142,10 +142,8 @@ class Route:
         if clears:
             await client.renderer.clear_mm_cache_async()
         # Both are sent at once, and in this order: waiting for each would be waiting for a step to end.
-        paused, _ = await asyncio.gather(
-            _call(client, "is_scheduler_paused"), _call(client, "pause_scheduler", mode, clears)
-        )
-        return self._held or not any(paused)
+        held = _call(client, "is_scheduler_paused"), _call(client, "pause_scheduler", mode, clears)
+        return self._held or not any((await asyncio.gather(*held))[0])
 
     async def _keep_held(self, client: Any) -> None:
         """The weights are a mix: nothing is computed from them until others were loaded."""

@@ -47,7 +47,7 @@ test: lint types
 test-all: lint types  ## also the slow variants, with more examples; what measures time, alone
 	$(PYTEST) -m "not timing" --hypothesis-profile all
 	$(BIN)/python -m pytest -m timing
-	tools/test-vllm-versions.sh $(BIN)/python
+	$(MAKE) test-vllm-versions
 
 test-vllm-versions: setup  ## the short tests of vLLM servers with every version that works; the log goes to benchmarks/results
 	tools/test-vllm-versions.sh $(BIN)/python

@@ -1,11 +1,10 @@
 """Worker extensions for tests: one that says what the weights are, and one that fails when it is told to."""
 
 import hashlib
-
-import torch
-
 import os
 import signal
+
+import torch
 
 from deltawire.engines.vllm.worker import WorkerExtension
 

@@ -9,7 +9,7 @@ SETUP := $(VENV)/installed
 TORCH := torch==2.13.0
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup demo check test test-all lint types fuzz bench soak mutants docs clean
+.PHONY: setup demo check test test-all test-vllm-versions lint types fuzz bench soak mutants docs clean
 
 setup: $(SETUP)
 
@@ -47,6 +47,10 @@ test: lint types
 test-all: lint types  ## also the slow variants, with more examples; what measures time, alone
 	$(PYTEST) -m "not timing" --hypothesis-profile all
 	$(BIN)/python -m pytest -m timing
+	$(MAKE) test-vllm-versions
+
+test-vllm-versions: setup  ## the short tests of vLLM servers with every version that works; the log goes to benchmarks/results
+	tools/test-vllm-versions.sh $(BIN)/python
 
 lint: setup
 	$(BIN)/ruff check .

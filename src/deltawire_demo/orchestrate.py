@@ -359,7 +359,7 @@ def check_installed(options: Options) -> None:
         raise MissingDependency(f"the demo needs {', '.join(missing)}: pip install 'deltawire[demo]'")
     if options.engine == "vllm" and find_spec("vllm") is None:
         raise MissingDependency(
-            "--engine vllm needs vLLM 0.32: pip install 'deltawire[vllm]'; for a CPU see docs/guides/vllm.md"
+            "--engine vllm needs vLLM 0.29 or later: pip install 'deltawire[vllm]'; for a CPU see docs/guides/vllm.md"
         )
     if options.model == "smollm2":
         smollm2.check_installed()

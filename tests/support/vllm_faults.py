@@ -1,12 +1,32 @@
-"""A worker extension that fails when it is told to."""
+"""Worker extensions for tests: one that says what the weights are, and one that fails when it is told to."""
 
+import hashlib
 import os
 import signal
+
+import torch
 
 from deltawire.engines.vllm.worker import WorkerExtension
 
 
-class FaultyExtension(WorkerExtension):
+class CheckedExtension(WorkerExtension):
+    """Deltawire's, and what `/weight_checker` does, which vLLM has from 0.32 on."""
+
+    def checksums(self):
+        found = {}
+        for name, value in self.get_model().named_parameters():
+            bits = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            found[f"dp0:pp0:pcp0:tp{self.rank}:{name}"] = hashlib.sha256(bits).hexdigest()
+        return found
+
+    def zero(self):
+        with torch.no_grad():
+            for value in self.get_model().parameters():
+                value.zero_()
+        return {}
+
+
+class FaultyExtension(CheckedExtension):
     def fail(self, how):
         """Let the next writes of a worker fail, the next ones that take something back, or what it stages next."""
         live = self.weight_transfer_engine.live

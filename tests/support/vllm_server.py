@@ -23,7 +23,7 @@ from support.vllm_reference import ENVIRONMENT, checksums
 
 # A start takes its time, more so where others need the cores.
 PATIENCE = 300
-EXTENSION = "deltawire.engines.vllm.worker.WorkerExtension"
+EXTENSION = "support.vllm_faults.CheckedExtension"
 ROUTE = "deltawire.engines.vllm.route.Route"
 
 
@@ -154,8 +154,16 @@ class Vllm:
         return self.client.get("/weight_info").raise_for_status().json()["weight_version"]
 
     def checksums(self):
-        answer = self.client.post("/weight_checker", json={"action": "checksum"}).raise_for_status()
-        return answer.json()["checksums"]
+        answer = self.client.post("/weight_checker", json={"action": "checksum"})
+        if answer.status_code != 404:
+            return answer.raise_for_status().json()["checksums"]
+        workers = self.client.post("/collective_rpc", json={"method": "checksums"}).raise_for_status()
+        return {name: value for each in workers.json()["results"] for name, value in each.items()}
+
+    def zero_weights(self):
+        """As nobody should."""
+        if self.client.post("/weight_checker", json={"action": "reset"}).status_code == 404:
+            self.client.post("/collective_rpc", json={"method": "zero"}).raise_for_status()
 
     def is_in_order(self):
         """Whether it runs and answers requests."""

@@ -22,7 +22,8 @@ def keep_unpacked() -> None:
     if current_platform.is_cpu():
         utils.dispatch_cpu_unquantized_gemm = _dispatch
         CPUUnquantizedExperts.process_weights_after_loading = _process_nothing
-        CPUUnquantizedExperts.apply = _apply_experts
+        routes = hasattr(CPUUnquantizedExperts, "_select_experts")
+        CPUUnquantizedExperts.apply = _route_and_apply if routes else _apply_experts
 
 
 def packed_layer(model: torch.nn.Module) -> str | None:
@@ -47,6 +48,39 @@ def _dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 def _process_nothing(self: Any, layer: torch.nn.Module) -> None:
     self._use_zentorch = False
+    for name in ("use_grouped_topk", "renormalize", "scoring_func", "custom_routing_function"):
+        if hasattr(self, name):
+            setattr(self, name, getattr(layer, name))
+
+
+def _route_and_apply(
+    self: Any,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    router_logits: torch.Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    a1q_scale: torch.Tensor | None,
+    apply_router_weight_on_input: bool,
+    num_expert_group: int | None = None,
+    e_score_correction_bias: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    topk_group: int | None = None,
+) -> torch.Tensor:
+    """As vLLM 0.29 has it, whose experts on a CPU also choose among themselves."""
+    topk_weights, topk_ids = self._select_experts(
+        hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor
+    )
+    if apply_router_weight_on_input:
+        hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
+    output = torch.empty_like(hidden_states)
+    _apply_experts(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+    )  # fmt: skip
+    return output
 
 
 def _apply_experts(

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from deltawire.engines.token import engine_token
+from deltawire.engines.vllm.versions import missing
 from deltawire.tensors.digest import Digest
 
 PREFIX = "/deltawire/"
@@ -74,6 +75,9 @@ class Route:
         if scope["method"] != "POST":
             raise Refused("this is asked for with POST")
         client = scope["app"].state.engine_client
+        problem = missing(client)
+        if problem:
+            raise Refused(problem)
         if name == "status":
             # Each would wait for a step to end; together they wait for one.
             version, answers = await asyncio.gather(client.get_weight_version(), _ask(client, "status", {}))
@@ -138,9 +142,8 @@ class Route:
         if clears:
             await client.renderer.clear_mm_cache_async()
         # Both are sent at once, and in this order: waiting for each would be waiting for a step to end.
-        ask = client.engine_core.call_utility_all_async
-        paused, _ = await asyncio.gather(ask("is_scheduler_paused"), ask("pause_scheduler", mode, clears))
-        return self._held or not any(paused)
+        held = _call(client, "is_scheduler_paused"), _call(client, "pause_scheduler", mode, clears)
+        return self._held or not any((await asyncio.gather(*held))[0])
 
     async def _keep_held(self, client: Any) -> None:
         """The weights are a mix: nothing is computed from them until others were loaded."""
@@ -153,11 +156,19 @@ class Route:
             self._held = False
 
 
+async def _call(client: Any, method: str, *arguments: Any) -> list[Any]:
+    """What each engine of the server answers. vLLM has `call_utility_all_async` for this, but only from 0.32 on."""
+    core = client.engine_core
+    if hasattr(core, "call_utility_all_async"):
+        return list(await core.call_utility_all_async(method, *arguments))
+    return await asyncio.gather(
+        *(core._call_utility_async(method, *arguments, engine=each) for each in core.core_engines)
+    )
+
+
 async def _ask(client: Any, name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """A command to all workers of all engines of the server; their answers in the order of ranks."""
-    engines = await client.engine_core.call_utility_all_async(
-        "collective_rpc", "deltawire", None, (name, arguments), None
-    )
+    engines = await _call(client, "collective_rpc", "deltawire", None, (name, arguments), None)
     answers = [each for workers in engines for each in workers]
     if any(not isinstance(each, dict) or "rank" not in each for each in answers):
         raise Refused(f"the workers answer {answers}: start the server as the guide says")

@@ -61,7 +61,9 @@ class Route:
         except (Refused, ValueError, KeyError, TypeError) as error:
             status, answer = 400, {"error": str(error) or type(error).__name__}
         except Exception as error:
-            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+            # The server ends soon after its engine.
+            status = 503 if type(error).__name__ == "EngineDeadError" else 500
+            answer = {"error": f"{type(error).__name__}: {error}"}
         content = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})

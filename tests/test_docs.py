@@ -190,7 +190,7 @@ def test_blocks_that_cannot_run_are_checked(block):
 
 
 def test_few_blocks_cannot_run():
-    assert sum(block.word == "not run" and block.page.name not in OF_PAGES for block in ALL) <= 16
+    assert sum(block.word == "not run" and block.page.name not in OF_PAGES for block in ALL) <= 17
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.word == "runs in"], ids=str)
@@ -238,7 +238,7 @@ def test_the_notebook_runs_and_prints_what_is_in_it(tmp_path):
 
     def shape(cells):
         """What is printed, but for numbers: those depend on how the machine multiplies."""
-        texts = [output.get("text", "") for cell in cells for output in cell.get("outputs", ())]
+        texts = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in cells]
         return [re.sub(r" *[0-9a-f]*\d[0-9a-f,.]*", " #", text) for text in texts]
 
     assert shape(notebook.cells) == shape(committed.cells), "run: jupyter execute --inplace examples/quickstart.ipynb"

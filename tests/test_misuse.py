@@ -94,8 +94,8 @@ def test_what_are_no_weights_by_name(given, tmp_path):
     for use in (digest, lambda it: diff(it, it), lambda it: save_anchor(it, tmp_path / "x")):
         with pytest.raises(TypeError, match="expected weights by name"):
             use(given)
-    with pytest.raises(TypeError, match="must return them by name"):
-        Publisher(fresh_url(), lambda: given)
+    with pytest.raises(TypeError, match="must return them by name"), Publisher(fresh_url(), lambda: given) as publisher:
+        publisher.publish()
 
 
 def test_a_module_on_the_meta_device():

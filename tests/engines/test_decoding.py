@@ -241,7 +241,7 @@ def equal(model, other):
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=KINDS)
 def run(request, monkeypatch):
     """With weights in host memory, and with kernels of a GPU, in Triton's interpreter where there is none."""
     trained, served = models()

@@ -444,3 +444,18 @@ def test_memory_that_two_widths_share_is_refused():
         trace(
             lambda weights: [model.b.copy_(each) for _, each in weights], flat_storages(model), {"b": ("BF16", (16,))}
         )
+
+
+def test_what_covers_a_value():
+    from deltawire.engines.places import _is_covered
+
+    flat = torch.zeros(60)
+    rows, columns = ((2, 10), (10, 1), 0), ((6, 5), (10, 1), 5)
+    value = flat.view(6, 10)
+    assert _is_covered([((4, 10), (10, 1), 20), rows], value)
+    assert _is_covered([((1, 30), (77, 1), 0), ((30,), (1,), 30)], value)
+    assert not _is_covered([rows, ((4, 9), (9, 1), 20)], value)  # ends early
+    assert not _is_covered([rows, ((3, 10), (10, 1), 30)], value)  # a gap
+    assert not _is_covered([columns, ((6, 5), (10, 1), 0)], value)  # not in sequence: not said
+    assert _is_covered([((6, 10), (10, 1), 0)], flat[10:30])
+    assert not _is_covered([((6, 10), (10, 1), 0)], value.T)

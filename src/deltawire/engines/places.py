@@ -125,10 +125,12 @@ def check_covered(
         if storage is not None and not {name, name.rpartition(".")[2]} & set(known):
             own.setdefault(storage, []).append((name, value))
     for storage, values in own.items():
-        mask = torch.zeros(storages[storage].numel(), dtype=torch.bool)
-        for view in filled.get(storage, []):
+        views = filled.get(storage, [])
+        left = [(name, value) for name, value in values if not _is_covered(views, value)]
+        mask = torch.zeros(storages[storage].numel() if left else 0, dtype=torch.bool)
+        for view in views if left else ():
             mask.as_strided(*view).fill_(True)
-        for name, value in values:
+        for name, value in left:
             found = mask.as_strided(value.shape, value.stride(), value.storage_offset())
             if not found.all():
                 raise EngineRejected(
@@ -136,6 +138,25 @@ def check_covered(
                     "stay as the server was started, whatever the version. Publish all tensors of the model",
                     tensor=name,
                 )
+
+
+def _is_covered(views: Iterable[View], value: torch.Tensor) -> bool:
+    """Whether views that lie in sequence cover a value that does; for others it is not said, and False."""
+    spans = sorted((offset, offset + prod(shape)) for shape, strides, offset in views if _in_sequence(shape, strides))
+    at, end = value.storage_offset(), value.storage_offset() + value.numel()
+    for first, last in spans:
+        if first <= at:
+            at = max(at, last)
+    return bool(value.is_contiguous()) and at >= end
+
+
+def _in_sequence(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _kept_buffers(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

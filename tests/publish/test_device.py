@@ -302,7 +302,10 @@ def test_where_a_snapshot_can_be(monkeypatch):
             publisher.publish()
 
 
-@pytest.mark.parametrize("form", ["mapping", "function", "pairs", "made on access"])
+@pytest.mark.parametrize(
+    "form",
+    ["mapping", "pairs", *(pytest.param(form, marks=pytest.mark.slow) for form in ("function", "made on access"))],
+)
 def test_tensors_on_a_device_are_compared_there(form, tmp_path, monkeypatch):
     """A mapping, a function that returns one, pairs of names and tensors, tensors that are made for each look."""
     monkeypatch.setattr("deltawire.publish.sources.lies_on_gpu", lambda value: True)

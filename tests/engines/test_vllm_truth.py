@@ -78,7 +78,7 @@ def follow_and_compare(trainer, store, server, folder, **own):
         about = replica.target.about()["engine"]
     before, asked = server.checksums(), answers(server)
     proof = proven(server)
-    # The next token after a prompt of 128 does not show the sinks of a layer that sees all of it.
+    # Seen once with gpt-oss: dead for the next token after a long prompt, alive in the prompt. The cause is not known.
     hidden = {"model.layers.1.attn.sinks"}
     assert [each for each in proof.found if each.prefill == DEAD] == []
     assert [each for each in proof.found if each.decode == DEAD and each.name not in hidden] == []

@@ -1,7 +1,6 @@
 """The page of `deltawire estimate`, in a real browser and over HTTP."""
 
 import json
-import threading
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -14,18 +13,15 @@ from deltawire.estimate.prices import PRICES
 from deltawire.estimate.report import head_of, table_of
 from deltawire.pages.estimate import answer, serve, url_of
 from support.browser import LOOKS, fits, serious_problems
+from support.pages import in_a_thread
 
 PLAN = Plan(8e9, density_of(1e-6), 1440, sites=2, replicas=64)
 
 
 @pytest.fixture(scope="module")
 def url():
-    with serve() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with in_a_thread(serve()) as server:
         yield url_of(server)
-        server.shutdown()
-        thread.join()
 
 
 def shown(page):

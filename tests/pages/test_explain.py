@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import threading
 from contextlib import contextmanager
 
 import ml_dtypes
@@ -13,6 +12,7 @@ import pytest
 from deltawire.pages.explain import serve, single_file, url_of
 from support import ROOT
 from support.browser import LOOKS, fits, serious_problems
+from support.pages import in_a_thread
 from support.recorded import recorded_steps
 
 FIGURES = ("timeline", "ulp", "bucket", "sync")
@@ -22,12 +22,8 @@ LR3 = RECORDED["recordings"]["rl-lr3e-6"]
 
 @pytest.fixture(scope="module")
 def url():
-    with serve() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with in_a_thread(serve()) as server:
         yield url_of(server)
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 
@@ -16,6 +15,7 @@ from generate import read
 from deltawire.cli import main
 from deltawire.pages.explain import PAGE, content_policy, serve, single_file, url_of
 from support import ROOT
+from support.pages import in_a_thread
 
 FILE = ROOT / "src/deltawire/pages/static/explain/recorded.json"
 RECORDED = json.loads(FILE.read_text())
@@ -56,14 +56,8 @@ def test_the_page_is_in_the_package():
 
 
 def test_server_serves_its_files_and_nothing_else():
-    with serve() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            check_server(url_of(server))
-        finally:
-            server.shutdown()
-            thread.join()
+    with in_a_thread(serve()) as server:
+        check_server(url_of(server))
 
 
 def check_server(url):

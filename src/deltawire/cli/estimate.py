@@ -1,7 +1,5 @@
 """The estimate command: what a run will cost, before it starts."""
 
-import signal
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,8 @@ from typing import Any
 import click
 
 from deltawire.cli.options import PATH, only_with, output_options
-from deltawire.terminal import handling_signals, is_quiet, pairs_text, say, show, speaking_errors, table
+from deltawire.cli.pages import show_page
+from deltawire.terminal import pairs_text, show, speaking_errors, table
 
 POSITIVE = click.FloatRange(0, min_open=True)
 AMOUNT = click.FloatRange(0)
@@ -76,7 +75,10 @@ def estimate_command(
     from deltawire.estimate.report import head_of, table_of
 
     if page:
-        serve_page(port, opens)
+        from deltawire.pages.estimate import serve, url_of
+
+        with speaking_errors(), serve(port) as server:
+            show_page(server, url_of(server), opens)
         return
     if (params is None) == (config is None):
         raise click.UsageError("give the model's size, as --params 8b or as --config config.json")
@@ -95,17 +97,3 @@ def estimate_command(
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         data = estimate(plan, replace(PRICES[store], **chosen), num_versions=num_versions, seed=seed)
         show(data, lambda: f"{pairs_text(head_of(data))}\n\n{table(*table_of(data))}")
-
-
-def serve_page(port: int, opens: bool) -> None:
-    from deltawire.pages.estimate import serve, url_of
-
-    with speaking_errors(), serve(port) as server:
-        url = url_of(server)
-        show({"url": url}, lambda: url)
-        if not is_quiet():
-            say("Ctrl-C ends it.", err=True)
-        if opens:
-            click.launch(url)
-        with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
-            server.serve_forever()

@@ -4,12 +4,16 @@ import json
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import click
 
 from deltawire.cli.options import PATH, allow_host_option, only_with, output_options, public_key_option
 from deltawire.terminal import handling_signals, is_quiet, say, show, size_text, speaking_errors, wants_json
+
+if TYPE_CHECKING:
+    from http.server import HTTPServer
 
 MOST_LIMIT = 1000
 
@@ -109,11 +113,15 @@ def explain_command(port: int, opens: bool, output: Path | None) -> None:
                 click.launch(output.absolute().as_uri())
             return
         with serve(port) as server:
-            url = url_of(server)
-            show({"url": url}, lambda: url)
-            if not is_quiet():
-                say("Ctrl-C ends it.", err=True)
-            if opens:
-                click.launch(url)
-            with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
-                server.serve_forever()
+            show_page(server, url_of(server), opens)
+
+
+def show_page(server: "HTTPServer", url: str, opens: bool) -> None:
+    """Serve a page until Ctrl-C."""
+    show({"url": url}, lambda: url)
+    if not is_quiet():
+        say("Ctrl-C ends it.", err=True)
+    if opens:
+        click.launch(url)
+    with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
+        server.serve_forever()

@@ -4,6 +4,7 @@ vLLM's `/weight_checker` gives the same checksums with one thread, which takes 4
 """
 
 import hashlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,9 +13,32 @@ from safetensors.torch import load_file
 
 from deltawire.engines.vllm.worker import WorkerExtension
 
+PART = 1 << 26
+_thread = threading.local()
 
-def sha256(value: torch.Tensor) -> str:
-    return hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).cpu().numpy()).hexdigest()
+
+def sha256(*values: torch.Tensor) -> str:
+    """Of some tensors after each other, through pinned memory: while one part is hashed the next comes."""
+    if not hasattr(_thread, "buffers"):
+        _thread.buffers = [torch.empty(PART, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        _thread.stream = torch.cuda.Stream()
+    hashed, ready = hashlib.sha256(), None
+    flats = [value.contiguous().view(-1).view(torch.uint8) for value in values]
+    parts = (flat[at : at + PART] for flat in flats for at in range(0, len(flat), PART))
+    with torch.cuda.stream(_thread.stream):
+        for number, part in enumerate(parts):
+            buffer = _thread.buffers[number % 2][: len(part)]
+            done = torch.cuda.Event()
+            buffer.copy_(part, non_blocking=True)
+            done.record()
+            if ready is not None:
+                ready[1].synchronize()
+                hashed.update(ready[0].numpy())
+            ready = buffer, done
+        if ready is not None:
+            ready[1].synchronize()
+            hashed.update(ready[0].numpy())
+    return hashed.hexdigest()
 
 
 class Extension(WorkerExtension):
@@ -22,9 +46,13 @@ class Extension(WorkerExtension):
 
     def sha256s(self) -> dict[str, str]:
         """The SHA-256 of every parameter, read from memory without deltawire's code."""
+        torch.cuda.synchronize()
         named = dict(self.model_runner.model.named_parameters())
-        with ThreadPoolExecutor(12) as pool:
-            return dict(zip(named, pool.map(sha256, named.values()), strict=True))
+        # The largest first, and threads that keep their pinned memory.
+        if not hasattr(self, "_hashers"):
+            self._hashers = ThreadPoolExecutor(8)
+        order = sorted(named, key=lambda name: -named[name].numel())
+        return dict(zip(order, self._hashers.map(sha256, map(named.get, order)), strict=True))
 
     def patch(self, path: str) -> None:
         """Apply indices and values from a file as vLLM's `sparse_nccl` applies those that it receives."""

@@ -49,6 +49,7 @@ SHAPES = {
     "0.6b": (1024, 28, 16, 8, 128, 151_936, 3072, True),
     "8b": (4096, 36, 32, 8, 128, 151_936, 12_288, False),
 }
+HASHERS = ThreadPoolExecutor(8)
 FIELDS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "intermediate_size", "tie_word_embeddings",
@@ -136,20 +137,16 @@ def change(weights, density, seed):
 def checksums(weights):
     """SHA-256 of what vLLM fuses and calls otherwise, by its parameter names."""
 
-    def of(*names):
-        return sha256(torch.cat([weights[name] for name in names]))
-
-    found = {}
-    with ThreadPoolExecutor(8) as pool:
-        for name in weights:
-            if ".q_proj." in name:
-                parts = [name.replace("q_proj", f"{each}_proj") for each in "qkv"]
-                found[name.replace("q_proj", "qkv_proj")] = pool.submit(of, *parts)
-            elif ".gate_proj." in name:
-                parts = [name, name.replace("gate_proj", "up_proj")]
-                found[name.replace("gate_proj", "gate_up_proj")] = pool.submit(of, *parts)
-            elif not any(each in name for each in (".k_proj.", ".v_proj.", ".up_proj.")):
-                found[name] = pool.submit(of, name)
+    torch.cuda.synchronize()
+    parts = {}
+    for name in sorted(weights, key=lambda name: -weights[name].numel()):
+        if ".q_proj." in name:
+            parts[name.replace("q_proj", "qkv_proj")] = [name.replace("q_proj", f"{each}_proj") for each in "qkv"]
+        elif ".gate_proj." in name:
+            parts[name.replace("gate_proj", "gate_up_proj")] = [name, name.replace("gate_proj", "up_proj")]
+        elif not any(each in name for each in (".k_proj.", ".v_proj.", ".up_proj.")):
+            parts[name] = [name]
+    found = {name: HASHERS.submit(sha256, *(weights[each] for each in names)) for name, names in parts.items()}
     return {name: each.result() for name, each in found.items()}
 
 
@@ -347,7 +344,9 @@ class Case:
             target = EngineTarget(VllmEngine(self.server.url, running_requests=running))
             # By name: the server may have followed another run before.
             with Replica(url, target, run=source, heartbeat_seconds=None) as replica:
+                clock = time.perf_counter()
                 replica.pull()
+                self.say("attached, bound and at the newest version in", round(time.perf_counter() - clock, 2), "s")
                 with self.streaming(density, streams) as about:
                     about |= {"source": source, "requests": running}
                     is_first = source == options.sources[0] and case == cases[0]
@@ -411,7 +410,9 @@ class Case:
         time.sleep(0.5)
         gap = self.streams.longest_ms(since, time.time())
         staging, kept = watch.end()
-        wanted, found = checksums(self.weights), self.server.checksums()
+        with ThreadPoolExecutor(1) as meanwhile:
+            asked = meanwhile.submit(self.server.checksums)
+            wanted, found = checksums(self.weights), asked.result()
         wrong = [name for name in wanted if found.get(name) != wanted[name]]
         if wrong:
             raise SystemExit(f"{len(wrong)} of {len(wanted)} tensors differ: {wrong[:3]}")

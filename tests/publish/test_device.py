@@ -14,7 +14,7 @@ from triton import knobs
 from deltawire import Publisher, Replica
 from deltawire.codec import allowed_encodings
 from deltawire.kernels.gpu import arena as arena_module
-from deltawire.kernels.gpu.arena import Arena
+from deltawire.kernels.gpu.arena import Arena, Pieces
 from deltawire.publish import changes as changes_module
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
@@ -156,6 +156,43 @@ def test_more_changes_than_were_expected(monkeypatch):
     assert int(record.begins[-1]) == int((old.view(torch.int16) != new.view(torch.int16)).sum())
     arena.put_back(record)
     assert torch.equal(arena.snapshot.cpu(), old.view(torch.int16))
+
+
+@pytest.mark.parametrize(("slack", "expected"), [(0, None), (0, 500.0), (1 / 32, 1.0), (1, None)])
+def test_tensors_in_pieces(slack, expected, monkeypatch):
+    """Whatever room there is: in the same memory, without a second look, what one look at all finds."""
+    monkeypatch.setattr(arena_module, "SLACK", slack)
+    monkeypatch.setattr(arena_module, "SPARE", 3)
+    monkeypatch.setattr(arena_module, "BLOCKS_PER_POOL", 4)
+    added = []
+    add = Pieces._add_room
+    monkeypatch.setattr(Pieces, "_add_room", lambda self, pool: added.append(pool) or add(self, pool))
+    sizes = [3 * 4096, 5001, 17, 4096, 2 * 4096]
+    old = [patterns(size, size) for size in sizes]
+    new = [stepped(tensor, share, 2) for tensor, share in zip(old, (0.05, 0.9, 0.5, 0.0, 0.3), strict=True)]
+    both = [Arena(sizes, torch.bfloat16, DEVICE) for _ in range(2)]
+    for arena in both:
+        arena.point_at([tensor.to(DEVICE) for tensor in old])
+        arena.take_all()
+    both[0].point_at([tensor.to(DEVICE) for tensor in new])
+    whole = both[0].find()
+    both[1].expected = expected
+    pieces, memory = Pieces(both[1]), torch.empty(sum(sizes), dtype=torch.bfloat16, device=DEVICE)
+    for first, last in ((3, 5), (0, 1), (1, 2), (2, 3)):
+        at, tensors = 0, []
+        for tensor in new[first:last]:
+            tensors.append(memory[at : at + len(tensor)].copy_(tensor))
+            at += -(-len(tensor) // 8) * 8
+        pieces.look(first, tensors)
+    found = pieces.end()
+    assert (len(added) > 1) == (slack < 1)
+    assert torch.equal(found.begins, whole.begins)
+    assert torch.equal(both[1].snapshot, both[0].snapshot)
+    assert both[1].expected == both[0].expected
+    for arena, record in zip(both, (whole, found), strict=True):
+        arena.put_back(record)
+    assert torch.equal(both[1].snapshot, both[0].snapshot)
+    assert torch.equal(both[1].snapshot[: sizes[0]].cpu(), old[0].view(torch.int16))
 
 
 def test_streams_as_long_as_what_they_replace():

@@ -14,7 +14,7 @@ import torch
 from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
 from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
-from deltawire.kernels.gpu.arena import Arena, joined
+from deltawire.kernels.gpu.arena import Arena, Pieces
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.sums import Runs, box_sum
 from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
@@ -141,9 +141,8 @@ class Part:
         self._chunk_edges = torch.from_numpy(edges).to(self._device)
         self._small: dict[str, Bits] | None = None
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._arenas = {(0, len(names)): self._arena}
-        """The whole arena, and the parts of it that were looked at alone: from one tensor to another."""
-        self._found: dict[tuple[int, int], kernels.Record] = {}
+        self._found: kernels.Record | Pieces | None = None
+        """What was found since the last end."""
         self._waiting: dict[str, torch.Tensor] = {}
 
     def _alone(self) -> AbstractContextManager[Any]:
@@ -161,53 +160,55 @@ class Part:
             self._stream.synchronize()
 
     def look(self, weights: ModuleWeights) -> None:
-        """Move the snapshot to some weights, all or one tensor, and return when they may change again.
+        """Move the snapshot to some weights, all or one tensor.
 
-        Small tensors that come alone are copied, and looked at together.
+        It has moved to all when this returns. To a tensor that comes alone it moves before the trainer's stream goes
+        on. Small ones of these are copied, and looked at together.
         """
         mine = [name for name in weights if name in self.held]
+        self._small = None
         if len(mine) == len(self.names):
-            self._look(0, [weights.tensor(name) for name in self.names])
+            with self._after_training():
+                self._arena.point_at([weights.tensor(name) for name in self.names])
+                self._found = self._arena.find()
+            self._join()
+            self._arena.let_go()
             return
         for name in mine:
+            tensor = weights.tensor(name)
             if self.held[name].num_elements <= SMALL:
-                self._waiting[name] = weights.tensor(name).clone()
-            else:
-                self._look(self._numbers[name], [weights.tensor(name)])
+                self._waiting[name] = tensor.clone()
+                continue
+            with self._after_training():
+                self._pieces().look(self._numbers[name], [tensor])
+            if self._stream is not None:
+                # Neither is its memory given to others before that.
+                tensor.record_stream(self._stream)
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _look(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._small = None
-        stretch = first, first + len(tensors)
-        with self._after_training():
-            if stretch not in self._arenas:
-                self._arenas[stretch] = self._arena.part(*stretch)
-            arena = self._arenas[stretch]
-            arena.point_at(tensors)
-            self._found[stretch] = arena.find()
-        self._join()
-        arena.let_go()
+    def _pieces(self) -> Pieces:
+        if not isinstance(self._found, Pieces):
+            self._found = Pieces(self._arena)
+        return self._found
 
     def end(self) -> kernels.Record:
-        """What all looks have found."""
+        """What all looks have found, once they have ended."""
         waiting = sorted((self._numbers[name], tensor) for name, tensor in self._waiting.items())
         self._waiting = {}
-        for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
-            numbered = [each for _, each in some]
-            self._look(numbered[0][0], [tensor for _, tensor in numbered])
-        with self._alone():
-            record = joined([self._found[stretch] for stretch in sorted(self._found)])
+        with self._after_training():
+            for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
+                numbered = [each for _, each in some]
+                self._pieces().look(numbered[0][0], [tensor for _, tensor in numbered])
+            found = self._found if isinstance(self._found, kernels.Record) else self._pieces().end()
         self._join()
-        self._found = {}
-        return record
+        self._found = None
+        return found
 
     def give_up(self) -> None:
         """Undo what was found since the last end."""
         self._small, self._waiting = None, {}
-        with self._alone():
-            for stretch, record in self._found.items():
-                self._arenas[stretch].put_back(record)
-        self._join()
-        self._found = {}
+        if self._found is not None:
+            self.put_back(self.end())
 
     def put_back(self, record: kernels.Record) -> None:
         self._small = None

@@ -65,7 +65,7 @@ class Recheck:
         if history is None and self._share:
 
             def measure(name: str, value: Any, history: History) -> None:
-                stream.measured[name] = _measured(_copied({name: value}, name, name, history), history)
+                stream.measured[name] = _measured_now({name: value}, name, name, history)
 
             stream.watch = measure
         elif history is not None:
@@ -87,7 +87,7 @@ class Recheck:
         sources = _sources(history)
 
         def one(name: str) -> Digest:
-            return _measured(_copied(weights, name, sources[name], history), history)
+            return _measured_now(weights, name, sources[name], history)
 
         names = list(sources)
         found = dict(zip(names, workers.map(one, names), strict=True))
@@ -103,7 +103,7 @@ class Recheck:
             copied = weights.copied
         else:
             copied = [_copied(weights, name, to, history) for name, to in self._chosen(history).items()]
-        _wait_for(copied)
+        _wait_for([each.value for each in copied])
         return copied
 
     def _chosen(self, history: History) -> dict[str, str]:
@@ -144,9 +144,9 @@ class Recheck:
                 raise _mismatch(name, name)
 
 
-def _wait_for(copied: list[Copied]) -> None:
-    """Wait until the copies are done, so that the trainer may change its weights."""
-    devices = {each.value.device for each in copied if is_torch(each.value) and each.value.is_cuda}
+def _wait_for(copies: list[Any]) -> None:
+    """Wait until copies are done: the trainer may change its weights, and another stream may read them."""
+    devices = {each.device for each in copies if is_torch(each) and each.is_cuda}
     if devices:
         import torch
 
@@ -184,6 +184,12 @@ def _copy(value: Any, dtype: DType) -> Any:
     return torch.clone(value.to(published if casts else value.dtype), memory_format=torch.contiguous_format)
 
 
+def _measured_now(weights: Weights, name: str, source: str, history: History) -> Digest:
+    copied = _copied(weights, name, source, history)
+    _wait_for([copied.value])
+    return _measured(copied, history)
+
+
 def _measured(copied: Copied, history: History) -> Digest:
     """The contribution of a copied tensor to the digest, under the name that a reader takes it from."""
     return _hashed(copied.value, copied.source, history.specs[copied.source][0], history.boxes[copied.source])
@@ -191,7 +197,9 @@ def _measured(copied: Copied, history: History) -> Digest:
 
 def hashed(value: Any, name: str, dtype: DType, shape: tuple[int, ...]) -> Digest:
     """The contribution of a live tensor to the digest, under the name that a reader takes it from."""
-    return _hashed(_copy(value, dtype), name, dtype, Box.whole(shape))
+    copy = _copy(value, dtype)
+    _wait_for([copy])
+    return _hashed(copy, name, dtype, Box.whole(shape))
 
 
 def _hashed(value: Any, name: str, dtype: DType, box: Box) -> Digest:

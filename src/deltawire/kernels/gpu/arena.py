@@ -1,7 +1,8 @@
 """The snapshot of many tensors on a device, and the weights that are held against it where they lie."""
 
-import copy
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
 SPARE = BLOCK // 2
 
+# Of weights that come one by one, so large a share may have changed altogether without a wait for how many did.
+SLACK = 1 / 32
+
 # How many words each thread compares, and how many changed ones a program then splits at a time.
 FIND = {"ROWS": 8, "SLOTS": 128, "num_warps": 4}
 PUT_BACK = {"SLOTS": 64, "num_warps": 1}
@@ -41,60 +45,56 @@ class Arena:
         ends = np.cumsum(num_blocks)
         self.first_blocks: list[int] = [int(first) for first in ends - num_blocks]
         self.num_blocks = int(ends[-1]) if len(ends) else 0
+        self._edges = [*self.first_blocks, self.num_blocks]
         tensors = np.repeat(np.arange(len(sizes)), num_blocks)
         ordinals = np.arange(self.num_blocks) - (ends - num_blocks)[tensors]
         lengths = np.minimum(np.array(sizes, np.int64)[tensors] - ordinals * BLOCK, BLOCK)
         self._tensors = self._to_device(tensors)
-        self._ordinals = self._to_device(ordinals.astype(np.int32))
+        self._ordinals = self._to_device(ordinals)
         self._lengths = self._to_device(lengths.astype(np.int32))
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
-        self._start()
-
-    def _start(self) -> None:
         self.expected: float | None = None
         """How many elements of a block change, by the last look."""
         self._words = self.snapshot.view(torch.int64)
         # How much of each pool is taken; always 0 before a look.
-        num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
-        self._taken = torch.zeros(num_pools, dtype=torch.int32, device=self._device)
-        self._pointers: tuple[tuple[int, int], ...] = ()
-        self._addresses = torch.empty(0, dtype=torch.int64, device=self._device)
+        self.num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
+        self._taken = self.no_counts()
+        self._pointers = [(0, 0)] * len(sizes)
+        self._addresses = torch.empty(self.num_blocks, dtype=torch.int64, device=device)
         self._kinds: list[tuple[int, int, Any]] = []
         self._kept: list[torch.Tensor] = []
-
-    def part(self, first: int, last: int) -> "Arena":
-        """The tensors from one to another, as an arena that shares the snapshot."""
-        begin, end = (([*self.first_blocks, self.num_blocks])[each] for each in (first, last))
-        part = copy.copy(self)
-        part.first_blocks = [each - begin for each in self.first_blocks[first:last]]
-        part.num_blocks = end - begin
-        part._tensors = self._tensors[begin:end] - first
-        # A copy, since kernels are compiled for how arrays are aligned.
-        part._ordinals, part._lengths = self._ordinals[begin:end], self._lengths[begin:end].clone()
-        part.snapshot = self.snapshot[begin * BLOCK : end * BLOCK]
-        part._start()
-        return part
 
     def _to_device(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
-    def point_at(self, weights: Sequence[torch.Tensor]) -> None:
-        """Say where the weights lie now. They must stay there until they were looked at."""
+    def no_counts(self) -> torch.Tensor:
+        """A counter for each pool."""
+        return torch.zeros(self.num_pools, dtype=torch.int32, device=self._device)
+
+    def point_at(self, weights: Sequence[torch.Tensor], first: int = 0) -> None:
+        """Say where the weights lie now, all or those from one on. They must stay there until they were looked at."""
         self._kept = [self._readable(tensor) for tensor in weights]
-        pointers = tuple((tensor.data_ptr(), tensor.itemsize) for tensor in self._kept)
-        if pointers == self._pointers:
-            return
-        self._pointers = pointers
-        starts, item_bytes = torch.tensor(pointers, dtype=torch.int64).T.contiguous().to(self._device)
-        self._addresses = starts[self._tensors] + self._ordinals * (item_bytes[self._tensors] * BLOCK)
+        last = first + len(weights)
+        edges = self._edges[first : last + 1]
+        pointers = [(tensor.data_ptr(), tensor.itemsize) for tensor in self._kept]
+        if pointers != self._pointers[first:last]:
+            self._pointers[first:last] = pointers
+            here = slice(edges[0], edges[-1])
+            if len(pointers) == 1:
+                # Without a table, which would have to cross the bus.
+                [(start, item_bytes)] = pointers
+                torch.mul(self._ordinals[here], item_bytes * BLOCK, out=self._addresses[here]).add_(start)
+            else:
+                starts, item_bytes = torch.tensor(pointers, dtype=torch.int64).T.contiguous().to(self._device)
+                tensors = self._tensors[here] - first
+                self._addresses[here] = starts[tensors] + self._ordinals[here] * (item_bytes[tensors] * BLOCK)
         # Stretches of blocks to be cast, and of blocks to be taken as they are.
         self._kinds = []
-        stops = [*self.first_blocks[1:], self.num_blocks]
-        for tensor, first, stop in zip(self._kept, self.first_blocks, stops, strict=True):
+        for tensor, (begin, end) in zip(self._kept, pairwise(edges), strict=True):
             cast = None if tensor.dtype == self._dtype else CASTS[self._dtype]
             if self._kinds and self._kinds[-1][2] == cast:
-                first = self._kinds.pop()[0]
-            self._kinds.append((first, stop, cast))
+                begin = self._kinds.pop()[0]
+            self._kinds.append((begin, end, cast))
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that lies in one piece, on a whole pair of words, here, in a dtype that the kernels take."""
@@ -115,15 +115,17 @@ class Arena:
 
     def estimate(self) -> float:
         """About how many elements of a block have changed, from some of the blocks."""
-        total = torch.zeros(1, dtype=torch.int64, device=self._device)
-        num_blocks = 0
+        num_blocks = sum(-(-(stop - first) // SAMPLE) for first, stop, _ in self._kinds)
+        return sum(self.count(SAMPLE)) / num_blocks
+
+    def count(self, stride: int = 1) -> list[int]:
+        """How many elements have changed of every so many blocks that were pointed at, by pool."""
+        counts = self.no_counts()
         for first, stop, cast in self._kinds:
-            sampled = -(-(stop - first) // SAMPLE)
-            num_blocks += sampled
-            compare.count_changes[(sampled,)](
-                first, SAMPLE, self._addresses, self._lengths, self._words, total, CAST=cast
+            compare.count_changes[(-(-(stop - first) // stride),)](
+                first, stride, self._addresses, self._lengths, self._words, counts, self.num_pools, CAST=cast
             )
-        return int(total) / num_blocks
+        return counts.tolist()
 
     def find(self) -> Record:
         """Move the snapshot to the weights; what it was.
@@ -152,17 +154,11 @@ class Arena:
         """One look: what was found, and whether that is all. Blocks that found no room stay as they were."""
         if self.expected is None:
             self.expected = self.estimate()
-        num_pools = len(self._taken)
-        pool = int(MARGIN * self.expected * -(-self.num_blocks // num_pools)) + SPARE
+        pool = self.per_pool(MARGIN * self.expected) + SPARE
         # All memory is there before the snapshot moves.
-        changes = torch.empty(num_pools * pool, dtype=torch.int32, device=self._device)
-        starts = torch.empty(self.num_blocks, dtype=torch.int64, device=self._device)
-        begins = torch.empty(self.num_blocks + 1, dtype=torch.int64, device=self._device)
-        for first, stop, cast in self._kinds:
-            compare.find_changes[(stop - first,)](
-                first, self._addresses, self._lengths, self._words, self._taken, pool, changes, starts, begins,
-                num_pools, CAST=cast, **FIND,
-            )  # fmt: skip
+        changes = torch.empty(self.num_pools * pool, dtype=torch.int32, device=self._device)
+        starts, begins = self.no_starts()
+        self.launch(changes, self._taken, pool, starts, begins)
         taken = Fetch(self._taken)
         # The device does the rest while the host waits.
         self._taken.zero_()
@@ -171,15 +167,90 @@ class Arena:
         self.expected = sum(found) / self.num_blocks
         return Record(begins, starts, changes), max(found) <= pool
 
+    def most(self) -> int:
+        """How much of a pool a look at what was pointed at can take."""
+        return sum(-(-(stop - first) // self.num_pools) for first, stop, _ in self._kinds) * BLOCK
 
-def joined(records: Sequence[Record]) -> Record:
-    """The records of parts that follow each other, as one."""
-    if len(records) == 1:
-        return records[0]
-    begins = torch.cat([records[0].begins[:1], *(each.begins.diff() for each in records)]).cumsum(0)
-    at = np.cumsum([0, *(len(each.changes) for each in records)]).tolist()
-    starts = torch.cat([each.starts + offset for each, offset in zip(records, at, strict=False)])
-    return Record(begins, starts, torch.cat([each.changes for each in records]))
+    def per_pool(self, of_a_block: float) -> int:
+        """So much of each block that goes into a pool, in all."""
+        return int(of_a_block * -(-self.num_blocks // self.num_pools))
+
+    def no_starts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each block where its changes start, and how many there are: none."""
+        starts = torch.zeros(self.num_blocks, dtype=torch.int64, device=self._device)
+        return starts, torch.zeros(self.num_blocks + 1, dtype=torch.int64, device=self._device)
+
+    def launch(
+        self, changes: torch.Tensor, taken: torch.Tensor, pool: int, starts: torch.Tensor, begins: torch.Tensor
+    ) -> None:
+        """Look at what was pointed at."""
+        for first, stop, cast in self._kinds:
+            compare.find_changes[(stop - first,)](
+                first, self._addresses, self._lengths, self._words, taken, pool, changes, starts, begins,
+                self.num_pools, CAST=cast, **FIND,
+            )  # fmt: skip
+
+    def stretch(self, first: int, last: int) -> slice:
+        """The blocks from one tensor to another."""
+        return slice(self._edges[first], self._edges[last])
+
+
+class Pieces:
+    """One look at tensors that come one by one: what the device does next to the memory of one comes after its look.
+
+    The host does not wait for a look to end, and a tensor cannot be looked at again. So each has room for all of its
+    elements, or is counted first.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._starts, self._begins = arena.no_starts()
+        self._changes: list[torch.Tensor] = []
+        self._under_way: deque[tuple[Fetch, int]] = deque()
+        """The counters after each look, and how much of each pool it can take."""
+        self._found: list[list[int]] = []
+        """The counters of each array of changes, as far as they are known."""
+        self._add_room(arena.per_pool(MARGIN * (arena.expected or 0)))
+
+    def _add_room(self, pool: int) -> None:
+        arena = self._arena
+        self._pool = pool + arena.per_pool(SLACK * BLOCK) + SPARE
+        self._taken = arena.no_counts()
+        self._changes.append(self._taken.new_empty(arena.num_pools * self._pool))
+        self._found.append([0])
+
+    def _has_room(self, most: int) -> bool:
+        return max(self._found[-1]) + sum(each for _, each in self._under_way) + most <= self._pool
+
+    def _wait(self) -> None:
+        """Until the oldest look that is under way has ended."""
+        self._found[-1] = self._under_way.popleft()[0].wait().tolist()
+
+    def look(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Move the snapshot to the tensors from one on; the device has not done that yet when this returns."""
+        arena = self._arena
+        arena.point_at(tensors, first)
+        here = arena.stretch(first, first + len(tensors))
+        most = arena.most()
+        while self._under_way and not self._has_room(most):
+            self._wait()
+        if not self._has_room(most):
+            most = max(arena.count())
+            if not self._has_room(most):
+                self._add_room(most)
+        arena.launch(self._changes[-1], self._taken, self._pool, self._starts, self._begins)
+        self._under_way.append((Fetch(self._taken), most))
+        if len(self._changes) > 1:
+            self._starts[here] += sum(len(each) for each in self._changes[:-1])
+        arena.let_go()
+
+    def end(self) -> Record:
+        """What was found, after all looks have ended."""
+        while self._under_way:
+            self._wait()
+        self._arena.expected = sum(map(sum, self._found)) / self._arena.num_blocks
+        changes = self._changes[0] if len(self._changes) == 1 else torch.cat(self._changes)
+        return Record(self._begins.cumsum(0), self._starts, changes)
 
 
 def _both(first: Record, second: Record) -> Record:

@@ -109,7 +109,7 @@ def order_of(changed, ROWS: tl.constexpr):
 
 
 # A word for each lane: with wider loads all that is stored at scattered places would have to change lanes first.
-@triton.jit(do_not_specialize=["first_block", "pool", "num_pools"], do_not_specialize_on_alignment=["snapshot"])
+@triton.jit(do_not_specialize=["first_block", "pool", "num_pools"])
 def find_changes(
     first_block, addresses, lengths, snapshot, taken, pool, changes, starts, begins, num_pools,
     CAST: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
@@ -136,7 +136,6 @@ def find_changes(
     tl.store(starts + block, start)
     # Once they are added up, these say how many come before each block.
     tl.store(begins + block + 1, tl.where(fits, count, 0))
-    tl.store(begins, 0, mask=block == 0)
     if fits:
         # First the changed words, at the end of the room: since each has a change, no change comes behind its word.
         changes += start
@@ -164,14 +163,15 @@ def find_changes(
             tl.store(here + at, new, mask=live)
 
 
-@triton.jit(do_not_specialize=["first_block"])
-def count_changes(first_block, stride, addresses, lengths, snapshot, total, CAST: tl.constexpr):
-    """Add up how many elements of every so many blocks differ; nothing is changed."""
-    block = first_block + tl.program_id(0) * stride
+@triton.jit(do_not_specialize=["first_block", "stride", "num_pools"])
+def count_changes(first_block, stride, addresses, lengths, snapshot, counts, num_pools, CAST: tl.constexpr):
+    """Add up how many elements of every so many blocks differ, in a counter for each pool; nothing is changed."""
+    program = tl.program_id(0)
+    block = first_block + program * stride
     index = tl.arange(0, WORDS)
     old = tl.load(snapshot + block.to(tl.int64) * WORDS + index)
     difference = old ^ block_words(tl.load(addresses + block), tl.load(lengths + block), index, CAST)
-    tl.atomic_add(total, num_changed(difference).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + program % num_pools, num_changed(difference), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first_block"])

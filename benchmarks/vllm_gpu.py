@@ -20,6 +20,7 @@ took for a while, kept_mb what of it was left, host_mb by how much the agent's m
 import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -325,6 +326,7 @@ class Case:
                 ) as publisher:
                     publisher.publish().wait()
                     self.follow(source, run, publisher)
+                shutil.rmtree(run)
             for kind in options.own:
                 with self.streaming(options.densities[0], options.streams[0]) as about:
                     for number in range(options.few):

@@ -8,6 +8,7 @@ import torch
 
 from deltawire import Publisher
 from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
+from deltawire.kernels.gpu.arena import Pieces
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
 from deltawire.publish.history import History
@@ -72,6 +73,59 @@ def test_tensors_that_come_in_the_same_memory(snapshot, tmp_path):
             assert_arrived(store, sender.tensors)
         if snapshot == "device":
             assert len(publisher._worker.latest.history._parts) == 2
+
+
+@pytest.mark.usefixtures("small_is_smaller")
+def test_tensors_that_stay_where_they_are_are_compared_together(tmp_path, monkeypatch):
+    """As soon as they came once; what moved is compared as it comes. Each version is right, or an error."""
+    alone = []
+    look = Pieces.look
+    monkeypatch.setattr(Pieces, "look", lambda self, first, some: alone.append(len(some)) or look(self, first, some))
+    live = {name: patterns(size, size).to(DEVICE) for name, size in {"a": 600, "b": 900, "norm": 30, "c": 300}.items()}
+    wipe, moved = [], {}
+
+    def send():
+        for name, tensor in live.items():
+            yield name, moved.get(name, tensor).view(-1)
+            for each in wipe:
+                live[each].zero_()
+
+    def step(seed):
+        for name in ("a", "b", "norm", "c"):
+            live[name].copy_(stepped(live[name].cpu(), 0.05, seed))
+
+    store = tmp_path / "run"
+    with Publisher(store, send, snapshot="device", check_share=1) as publisher:
+        publisher.publish().wait(PATIENCE)
+        for seed in range(2):
+            step(seed)
+            publisher.publish().wait(PATIENCE)
+            assert_arrived(store, live)
+        assert alone == []
+        # Another place, then that of another tensor.
+        step(2)
+        moved["a"] = live["a"].clone()
+        publisher.publish().wait(PATIENCE)
+        assert_arrived(store, live)
+        assert 1 in alone
+        moved.clear()
+        step(3)
+        publisher.publish().wait(PATIENCE)
+        assert_arrived(store, live)
+        del alone[:]
+        step(4)
+        publisher.publish().wait(PATIENCE)
+        assert_arrived(store, live)
+        assert alone == []
+        # From now on written over as soon as it was sent.
+        step(5)
+        wipe.append("a")
+        right = {name: tensor.clone() for name, tensor in live.items()}
+        with pytest.raises(SnapshotMismatch, match="the memory of a was written over"):
+            publisher.publish()
+        live["a"].copy_(right["a"])
+        publisher.publish().wait(PATIENCE)
+        assert_arrived(store, right)
 
 
 @pytest.mark.usefixtures("small_is_smaller")

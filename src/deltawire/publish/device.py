@@ -22,6 +22,7 @@ from deltawire.codec import CONTEXT, GAP
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.publish.device_part import DTYPES, SMALL, Part, single_stride
 from deltawire.publish.history import CHUNK, ChunkKey, History, PackedVersion, Prepared, Record, StagedVersion
+from deltawire.publish.memory import Memory
 from deltawire.publish.sources import ModuleWeights
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box
@@ -90,9 +91,11 @@ class DeviceHistory(History):
         self._coming: dict[tuple[Any, str], dict[str, Any]] = {}
         self._num_copied: Counter[tuple[Any, str]] = Counter()
         self._copies = isinstance(weights, Stream)
+        self._memory = Memory()
         super().__init__(weights, version, tied=tied, scratch=scratch)
         for place in list(self._coming):
             self._add_part(place)
+        self._memory.end()
         self._allowed = allowed
         # Reading and moving the snapshot exclude each other.
         self._alone = threading.RLock()
@@ -112,6 +115,8 @@ class DeviceHistory(History):
             place = tensor.device, dtype
             # Of those that come one by one the next may have the same memory.
             self._coming.setdefault(place, {})[name] = tensor.clone() if self._copies else tensor
+            if self._copies:
+                self._memory.is_own(name, tensor)
             self._num_copied[place] += tensor.nbytes if self._copies else 0
             if self._num_copied[place] > MOST_COPIED:
                 self._add_part(place)
@@ -140,6 +145,7 @@ class DeviceHistory(History):
                 self._encode(self.version)
             staged, records = super().stage(version, weights, workers, fixed), []
             try:
+                self._memory.end()
                 for part in self._parts:
                     records.append(part.end())  # noqa: PERF401 (one by one: what was staged is undone)
             except BaseException:
@@ -156,7 +162,7 @@ class DeviceHistory(History):
         super()._move(record, weights, workers, {*fixed, *self._on_device})
         if isinstance(weights, ModuleWeights):
             for part in self._parts:
-                part.look(weights)
+                part.look(weights, self._memory)
         elif not self._on_device.isdisjoint(weights):
             raise TypeError(f"{next(iter(weights))} was a torch tensor: use snapshot='host' where others come, too")
 
@@ -206,6 +212,7 @@ class DeviceHistory(History):
     def _undo(self, version: int) -> None:
         with self._alone:
             record = self._records[version]
+            self._memory.give_up()
             for part in self._parts:
                 part.give_up()
             if isinstance(record, OnDevice) and record.reverse is None:
@@ -265,7 +272,7 @@ def _encode_something(device: Any, dtype: str) -> None:
     for encoding in (CONTEXT.name, GAP.name):
         part = Part(weights, boxes, [""])
         values.view(torch.int16)[::50] += 3
-        part.look(weights)
+        part.look(weights, Memory())
         record = part.end()
         counts = part.num_changed(record)
         part.encode(record, counts, [encoding], PackedVersion({"": int(counts[""].sum())}, None))

@@ -18,6 +18,7 @@ from deltawire.kernels.gpu.arena import Arena, Pieces
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.sums import Runs, box_sum
 from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
+from deltawire.publish.memory import Memory
 from deltawire.publish.sources import ModuleWeights
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, tensor_key
@@ -159,25 +160,22 @@ class Part:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def look(self, weights: ModuleWeights) -> None:
+    def look(self, weights: ModuleWeights, memory: Memory) -> None:
         """Move the snapshot to some weights, all or one tensor.
 
         It has moved to all when this returns. To a tensor that comes alone it moves before the trainer's stream goes
-        on. Small ones of these are copied, and looked at together.
+        on. Of these, copies of small ones and those with memory of their own are looked at together at the end.
         """
         mine = [name for name in weights if name in self.held]
         self._small = None
         if len(mine) == len(self.names):
-            with self._after_training():
-                self._arena.point_at([weights.tensor(name) for name in self.names])
-                self._found = self._arena.find()
-            self._join()
-            self._arena.let_go()
+            self._look_at_all([weights.tensor(name) for name in self.names])
             return
         for name in mine:
             tensor = weights.tensor(name)
-            if self.held[name].num_elements <= SMALL:
-                self._waiting[name] = tensor.clone()
+            is_own = memory.is_own(name, tensor)
+            if is_own or self.held[name].num_elements <= SMALL:
+                self._waiting[name] = tensor if is_own else tensor.clone()
                 continue
             with self._after_training():
                 self._pieces().look(self._numbers[name], [tensor])
@@ -185,6 +183,13 @@ class Part:
                 # Neither is its memory given to others before that.
                 tensor.record_stream(self._stream)
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _look_at_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        with self._after_training():
+            self._arena.point_at(tensors)
+            self._found = self._arena.find()
+        self._join()
+        self._arena.let_go()
 
     def _pieces(self) -> Pieces:
         if not isinstance(self._found, Pieces):
@@ -195,6 +200,9 @@ class Part:
         """What all looks have found, once they have ended."""
         waiting = sorted((self._numbers[name], tensor) for name, tensor in self._waiting.items())
         self._waiting = {}
+        if len(waiting) == len(self.names):
+            self._look_at_all([tensor for _, tensor in waiting])
+            waiting = []
         with self._after_training():
             for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
                 numbered = [each for _, each in some]

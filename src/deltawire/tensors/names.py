@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 
 # The key of the metadata among the tensor names of a header, and the prefix of deltawire's own keys in the metadata.
 METADATA = "__metadata__"
@@ -65,6 +66,7 @@ def resolve_ties(tied: Mapping[str, str], names: Collection[str]) -> dict[str, s
     return resolved
 
 
+@lru_cache(1 << 16)
 def plain_name(name: str) -> str:
     """A parameter's name as in the model's own code, without the prefixes of wrappers.
 

@@ -1,7 +1,9 @@
 """Weights of numpy, ml_dtypes and torch viewed as flat arrays of unsigned integers, and written in place."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -103,7 +105,7 @@ def tied_names(weights: Weights) -> dict[str, str]:
         value = weights[name]
         where = place(value)
         # A tensor that is created on each access is not shared.
-        if where is None or place(weights[name]) != where:
+        if where is None or ((again := weights[name]) is not value and place(again) != where):
             continue
         # Keep it alive: the address of a freed tensor may be reused by another one.
         alive.append(value)
@@ -136,9 +138,9 @@ def place(value: Any) -> Place | None:
     if hasattr(value, "to_local"):
         return (id(value),)  # a rank may hold no part of it; if tied, it is one object under two names
     if is_torch(value):
-        if not value.numel() or value.is_meta or str(value.layout) != "torch.strided":
+        if not value.numel() or value.is_meta or value.layout != sys.modules["torch"].strided:
             return None
-        return (str(value.device), value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
+        return (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
     if isinstance(value, np.ndarray) and value.size:
         return (value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
     return None
@@ -240,7 +242,12 @@ def check_writable(name: str, value: Any) -> None:
 
 def is_torch(value: Any) -> bool:
     """Whether a value is a torch tensor, without importing torch."""
-    return hasattr(value, "data_ptr") and any(kind.__module__ == "torch" for kind in type(value).__mro__)
+    return _is_torch_type(type(value))  # type: ignore[arg-type]
+
+
+@cache
+def _is_torch_type(kind: type) -> bool:
+    return hasattr(kind, "data_ptr") and any(each.__module__ == "torch" for each in kind.__mro__)
 
 
 def _torch_integer(itemsize: int) -> Any:

@@ -256,7 +256,7 @@ def measure(tiles, begins, rows, sizes, C: tl.constexpr, ROWS: tl.constexpr):
     tl.store(sizes + tile, tl.where(end > begin, (bits + 7) // 8, 0))
 
 
-@triton.jit(do_not_specialize=["origin"])
+@triton.jit(do_not_specialize=["origin"], do_not_specialize_on_alignment=["offsets"])
 def write(
     tiles, begins, origin, steps, firsts, num_members, values, rows, offsets, out,
     REVERSE: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr,

@@ -105,6 +105,7 @@ def finished(folder, *arguments):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_wordle_on_vllm(tmp_path):
     wordle_on_vllm(tmp_path, 3)

@@ -1,6 +1,7 @@
 """Timing on noisy machines: every figure is a ratio to a baseline that was timed right before it, in the same run."""
 
 import csv
+import hashlib
 import platform
 import resource
 import shutil
@@ -31,6 +32,13 @@ def ratios(work: Callable[[], Any], baseline: Callable[[], Any], rounds: int) ->
     rounds = max(rounds, min(40, int(1 / seconds(work))))
     pairs = [(seconds(baseline), seconds(work)) for _ in range(rounds)]
     return statistics.median(own for _, own in pairs), statistics.median(own / base for base, own in pairs)
+
+
+def sha256(tensor: Any) -> str:
+    """Of a torch tensor's bytes."""
+    import torch
+
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()).hexdigest()
 
 
 def resident_bytes() -> int:

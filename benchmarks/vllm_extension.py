@@ -3,7 +3,6 @@
 vLLM's `/weight_checker` gives the same checksums with one thread, which takes 40 s for 8 B weights.
 """
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,10 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from deltawire.engines.vllm.worker import WorkerExtension
-
-
-def sha256(value: torch.Tensor) -> str:
-    return hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).cpu().numpy()).hexdigest()
+from measure import sha256
 
 
 class Extension(WorkerExtension):

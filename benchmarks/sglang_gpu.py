@@ -6,8 +6,8 @@ For each model one server is started with random weights: of Qwen3-0.6B's shapes
 Eight streaming requests come from a process of their own, which notes every gap between two tokens. In each round one
 weight in a hundred changes, is published, pulled through a folder store, and served: as patches while requests go on
 from what was computed (`keep`), then while their context is computed again (`recompute`), then by a reload of the whole
-mirror (`disk`). After each round every parameter's SHA-256 in the server is compared with one that is computed here from the
-trainer's tensors, without deltawire's code. Half way through the patches the server is killed: for the first model
+mirror (`disk`). After each round every parameter's SHA-256 in the server is compared with one that is computed here
+from the trainer's tensors, without deltawire's code. Half way through the patches the server is killed: for the first model
 between two updates, for others while one is written. It is started again with the weights of version 0, and one pull
 has to heal it. At the end SGLang's own checksums (`/weights_checker`) are compared with those after a reload.
 
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from base64 import b64encode
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -158,7 +159,7 @@ class Case:
 
     def __init__(self, model, rounds, event, folder, options, add):
         self.model, self.rounds, self.event, self.options = model, rounds, event, options
-        self.folder, self.add_row, self.seed, self.phases = folder, add, 0, 0
+        self.folder, self.add_row, self.seed, self.phases, self.failures = folder, add, 0, 0, 0
         self.started = time.time()
         self.weights = make_model(folder / "base", model)
         self.say(f"{sum(value.numel() for value in self.weights.values()) / 1e6:.0f} M weights made")
@@ -176,12 +177,21 @@ class Case:
                 str(self.folder / "run"), self.weights, run=self.model, anchors=None, skips=(), check_share=0
             ) as self.publisher:
                 self.publisher.publish().wait()
-                self.follow("patch", "keep", self.rounds - 2 * few, self.event)
-                self.follow("patch", "recompute", few)
-                self.follow("disk", "recompute", few)
-            self.compare_with_reload()
+                self.attempt(self.follow, "patch", "keep", self.rounds - 2 * few, self.event)
+                self.attempt(self.follow, "patch", "recompute", few)
+                self.attempt(self.follow, "disk", "recompute", few)
+            self.attempt(self.compare_with_reload)
         finally:
             self.server.close()
+        return self.failures
+
+    def attempt(self, work, *arguments):
+        """The time on a GPU is short: what comes next may still be worth it."""
+        try:
+            work(*arguments)
+        except (Exception, SystemExit):
+            self.failures += 1
+            self.say(f"FAILED {work.__name__} {arguments}: {traceback.format_exc()}")
 
     def follow(self, mode, running, rounds, event=None):
         engine = SglangEngine(self.server.url, mode=mode, running_requests=running)
@@ -322,15 +332,17 @@ def main():
         notes = {"gpu": gpu, "torch": torch.__version__, "sglang": release}
         write_csv("sglang_gpu.csv", list(rows[0]), table, folder=options.out, notes=notes)
 
+    failures = 0
     events = ["killed between two updates", "killed during an update"]
     for place, model in enumerate(options.models):
         rounds = options.rounds[min(place, len(options.rounds) - 1)]
         with tempfile.TemporaryDirectory() as folder:
             case = Case(model, rounds, events[min(place, 1)], Path(folder), options, add)
-            case.run()
+            failures += case.run()
         del case
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    sys.exit(failures)
 
 
 if __name__ == "__main__":

@@ -325,6 +325,7 @@ def test_the_server_enforces_its_contract(tmp_path, release, calls, ends):
     server.stop()
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     """As on a GPU, with models that are small and a server that is this double."""
     command = [

@@ -1,6 +1,7 @@
 """Timing on noisy machines: every figure is a ratio to a baseline that was timed right before it, in the same run."""
 
 import csv
+import hashlib
 import platform
 import resource
 import shutil
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+
+# What is hashed at a time.
+PART = 1 << 26
+_thread = threading.local()
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -31,6 +36,36 @@ def ratios(work: Callable[[], Any], baseline: Callable[[], Any], rounds: int) ->
     rounds = max(rounds, min(40, int(1 / seconds(work))))
     pairs = [(seconds(baseline), seconds(work)) for _ in range(rounds)]
     return statistics.median(own for _, own in pairs), statistics.median(own / base for base, own in pairs)
+
+
+def sha256(*tensors: Any) -> str:
+    """Of torch tensors after each other; from a GPU through pinned memory: while one part is hashed the next comes."""
+    import torch
+
+    hashed, ready = hashlib.sha256(), None
+    flats = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    if not all(flat.is_cuda for flat in flats):
+        for flat in flats:
+            hashed.update(flat.cpu().numpy())
+        return hashed.hexdigest()
+    if not hasattr(_thread, "buffers"):
+        _thread.buffers = [torch.empty(PART, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        _thread.stream = torch.cuda.Stream()
+    _thread.stream.wait_stream(torch.cuda.current_stream())
+    parts = (flat[at : at + PART] for flat in flats for at in range(0, len(flat), PART))
+    with torch.cuda.stream(_thread.stream):
+        for number, part in enumerate(parts):
+            buffer, done = _thread.buffers[number % 2][: len(part)], torch.cuda.Event()
+            buffer.copy_(part, non_blocking=True)
+            done.record()
+            if ready is not None:
+                ready[1].synchronize()
+                hashed.update(ready[0].numpy())
+            ready = buffer, done
+    if ready is not None:
+        ready[1].synchronize()
+        hashed.update(ready[0].numpy())
+    return hashed.hexdigest()
 
 
 def resident_bytes() -> int:

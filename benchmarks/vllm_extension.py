@@ -3,8 +3,6 @@
 vLLM's `/weight_checker` gives the same checksums with one thread, which takes 40 s for 8 B weights.
 """
 
-import hashlib
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,33 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from deltawire.engines.vllm.worker import WorkerExtension
-
-PART = 1 << 26
-_thread = threading.local()
-
-
-def sha256(*values: torch.Tensor) -> str:
-    """Of some tensors after each other, through pinned memory: while one part is hashed the next comes."""
-    if not hasattr(_thread, "buffers"):
-        _thread.buffers = [torch.empty(PART, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        _thread.stream = torch.cuda.Stream()
-    hashed, ready = hashlib.sha256(), None
-    flats = [value.contiguous().view(-1).view(torch.uint8) for value in values]
-    parts = (flat[at : at + PART] for flat in flats for at in range(0, len(flat), PART))
-    with torch.cuda.stream(_thread.stream):
-        for number, part in enumerate(parts):
-            buffer = _thread.buffers[number % 2][: len(part)]
-            done = torch.cuda.Event()
-            buffer.copy_(part, non_blocking=True)
-            done.record()
-            if ready is not None:
-                ready[1].synchronize()
-                hashed.update(ready[0].numpy())
-            ready = buffer, done
-        if ready is not None:
-            ready[1].synchronize()
-            hashed.update(ready[0].numpy())
-    return hashed.hexdigest()
+from measure import sha256
 
 
 class Extension(WorkerExtension):

@@ -42,9 +42,9 @@ sys.path.append(str(Path(__file__).parent))
 from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.adapter import ROUTE, VllmEngine
-from measure import write_csv
-from vllm_extension import sha256
+from measure import sha256, write_csv
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {
     "tiny": (512, 4, 8, 4, 64, 32_000, 1536, False),
     "0.6b": (1024, 28, 16, 8, 128, 151_936, 3072, True),
@@ -103,16 +103,16 @@ def shapes_of(config):
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
-def make_model(folder, config):
-    """A checkpoint with random weights, and the same weights on the GPU."""
+def make_model(folder, config, shapes=None, **more):
+    """A checkpoint with random weights, and the same weights on the GPU. `more` is for its config."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     weights = {}
-    for name, shape in shapes_of(config):
-        value = torch.randn(shape, device="cuda") * (0.02 if len(shape) > 1 else 0.1)
+    for name, shape in shapes or shapes_of(config):
+        value = torch.randn(shape, device=DEVICE) * (0.02 if len(shape) > 1 else 0.1)
         weights[name] = (value if len(shape) > 1 else 1 + value).bfloat16()
     save_file({name: value.cpu() for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     about = {
@@ -120,7 +120,7 @@ def make_model(folder, config):
         "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "hidden_act": "silu",
         "attention_bias": False, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps({**config, **about}))
+    (folder / "config.json").write_text(json.dumps({**config, **about, **more}))
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config["vocab_size"])}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(folder)
@@ -131,8 +131,9 @@ def change(weights, density, seed):
     torch.manual_seed(seed)
     for value in weights.values():
         bits = value.view(-1).view(torch.int16)
-        bits += (torch.rand(bits.shape, device="cuda") < density).to(torch.int16)
-    torch.cuda.synchronize()
+        bits += (torch.rand(bits.shape, device=DEVICE) < density).to(torch.int16)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def checksums(weights):
@@ -176,7 +177,7 @@ class Server:
     def wait(self):
         while True:
             if self.process.poll() is not None:
-                raise SystemExit(f"vLLM ended with {self.process.returncode}: {self.log.read_text()[-5000:]}")
+                raise SystemExit(f"the server ended with {self.process.returncode}: {self.log.read_text()[-5000:]}")
             try:
                 if self.client.get("/health", timeout=5).status_code == 200:
                     return self

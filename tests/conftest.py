@@ -191,15 +191,16 @@ def open_page(chromium):
     return partial(opened, chromium)
 
 
-@pytest.fixture
-def start(tmp_path):
+@pytest.fixture(params=["0.5.17", "0.5.23"])
+def start(request, tmp_path):
     """Starts a trainer that publishes and a loopback SGLang server; options as those of `sglang_run.Run`."""
     from support.sglang_run import Run
 
     runs = []
 
     def make(**options):
-        runs.append(Run(tmp_path, **options))
+        # The old one cannot empty a cache of prefixes while requests run.
+        runs.append(Run(tmp_path, **{"release": request.param, "keeps_prefixes": request.param != "0.5.17"} | options))
         runs[-1].publish()
         return runs[-1]
 

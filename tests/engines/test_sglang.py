@@ -1,9 +1,15 @@
 """SGLang as an engine, against a loopback server that enforces its contract: `sglang_double`."""
 
+import csv
 import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,7 +23,7 @@ from deltawire.engines.sglang.adapter import SglangEngine
 from deltawire.engines.sglang.ranks import LOADER, pickled
 from deltawire.errors import Conflict, EngineRejected, UnknownParameter
 from support import ROOT
-from support.sglang_double import PROMPT, Double, Scaling, Trainer, Unpickler
+from support.sglang_double import HIDDEN, PROMPT, Double, Scaling, Served, Trainer, Unpickler
 from support.waiting import eventually
 
 
@@ -93,7 +99,7 @@ def test_no_token_is_computed_from_a_mix(start):
 
 
 def test_kv_keep_goes_on_from_what_was_computed(start):
-    run = start()
+    run = start(keeps_prefixes=True)
     run.attach(running_requests="keep").pull()
     before = run.generate()["outputs"]
     run.step()
@@ -132,6 +138,87 @@ def test_a_tensor_that_the_server_does_not_have(start):
     run.trainer.extra = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     run.publish(anchor=True)
     with pytest.raises(UnknownParameter, match="0 of the 4 elements of extra"):
+        run.attach().pull()
+    assert run.server.paused is None
+
+
+def test_a_cache_that_an_old_server_keeps(start):
+    run = start(release="0.5.17", keeps_prefixes=True)
+    run.attach().pull()
+    run.step()
+    with run.traffic(), pytest.raises(EngineRejected, match=r"0\.5\.17 does not empty it while requests wait"):
+        run.replica.pull()
+    assert (run.server.version, run.server.paused, run.server.serves(Trainer())) == ("0", None, True)
+    run.replica.pull()
+    assert run.is_current(1)
+
+
+def test_an_older_server_is_refused(start):
+    run = start(release="0.5.16")
+    with pytest.raises(EngineRejected, match=r"SGLang 0\.5\.16 is too old"):
+        run.attach().pull()
+
+
+def test_a_newer_server_is_tried(start, caplog):
+    run = start(release="0.6.0")
+    run.attach().pull()
+    assert run.is_current(0)
+    assert "SGLang 0.6.0 is tried" in caplog.text
+
+
+class Lacking(Served):
+    """Has a parameter that no tensor of the run is loaded into."""
+
+    def __init__(self, rank, ranks):
+        super().__init__(rank, ranks)
+        self.scale = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def test_a_parameter_that_the_run_does_not_fill_is_refused_by_name(start):
+    run = start(model=Lacking)
+    with pytest.raises(EngineRejected, match="the run fills 0 of the 3 elements of scale"):
+        run.attach().pull()
+    assert run.server.paused is None
+
+
+class Threaded(Served):
+    """Loads its weights with a pool of threads, as SGLang's DeepSeek models do."""
+
+    def load_weights(self, weights):
+        with ThreadPoolExecutor() as pool:
+            done = [pool.submit(self.load_one, name, value) for name, value in weights]
+            for each in done:
+                each.result()
+        self.post_load_weights()
+
+
+class Widened(Served):
+    """Keeps a bf16 weight in fp32, as SGLang does with the bias of a router."""
+
+    def __init__(self, rank, ranks):
+        super().__init__(rank, ranks)
+        self.norm = torch.nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
+
+
+@pytest.mark.parametrize("model", [Threaded, Widened])
+def test_other_ways_of_loading_are_followed(start, model):
+    run = start(model=model, ranks=2)
+    run.attach().pull()
+    for _ in range(2):
+        run.step()
+        run.replica.pull()
+    for rank in run.server.models:
+        expected = model(rank.rank, 2)
+        expected.load_weights(run.trainer.state_dict().items())
+        assert all(torch.equal(value, expected.tensors()[name]) for name, value in rank.tensors().items())
+    assert run.server.calls.count("/update_weights_from_disk") == 1
+
+
+@pytest.mark.parametrize(("attribute", "what"), [("quant_config", "quantizes"), ("quant_method", "FlashInfer")])
+def test_weights_that_are_kept_otherwise_are_refused_by_name(start, attribute, what):
+    run = start()
+    setattr(run.server.models[0], attribute, SimpleNamespace(use_flashinfer_trtllm_moe=True))
+    with pytest.raises(EngineRejected, match=what):
         run.attach().pull()
     assert run.server.paused is None
 
@@ -208,22 +295,27 @@ def test_the_commands_of_the_page(start, tmp_path, monkeypatch):
     assert done == [("pull", 0), ("attach", 0), ("attach", 1)]
 
 
+FLUSHES = ("/update_weights_from_tensor", {"flush_cache": True})
+
+
 @pytest.mark.parametrize(
-    ("calls", "ends"),
+    ("release", "calls", "ends"),
     [
-        ([("/update_weights_from_tensor", {})], None),
-        ([("/end_weight_update", {})], None),
-        ([("/begin_weight_update", {}), ("/begin_weight_update", {})], None),
-        ([("/begin_weight_update", {}), ("/update_weights_from_tensor", {"load_format": "os.system"})], "os.system"),
-        ([("/begin_weight_update", {}), ("/update_weights_from_tensor", {"data": b"cos\nsystem\n."})], "os.system"),
-        ([("/begin_weight_update", {}), ("/update_weights_from_tensor", {"flush_cache": True})], "flush failed"),
+        ("0.5.23", [("/update_weights_from_tensor", {})], None),
+        ("0.5.23", [("/end_weight_update", {})], None),
+        ("0.5.23", [("/begin_weight_update", {}), ("/begin_weight_update", {})], None),
+        ("0.5.23", [("/begin_weight_update", {}), FLUSHES], None),
+        ("0.5.17", [FLUSHES], "flush failed"),
+        ("0.5.17", [("/update_weights_from_tensor", {"load_format": "os.system"})], "os.system"),
+        ("0.5.17", [("/update_weights_from_tensor", {"data": b"cos\nsystem\n."})], "os.system"),
     ],
 )
-def test_the_server_enforces_its_contract(tmp_path, calls, ends):
+def test_the_server_enforces_its_contract(tmp_path, release, calls, ends):
     save_file(Trainer().state_dict(), tmp_path / "model.safetensors")
-    server = Double(tmp_path)
+    server = Double(tmp_path, release=release)
     server.refuses_flush = True
-    for path, options in calls:
+    for path, given in calls:
+        options = dict(given)
         data = options.pop("data", pickled("deltawire", b"{}"))
         body = {"serialized_named_tensors": [b64encode(data).decode()], "load_format": LOADER, "flush_cache": False}
         answer = httpx.post(server.url + path, json=body | options)
@@ -231,3 +323,22 @@ def test_the_server_enforces_its_contract(tmp_path, calls, ends):
     assert (ends or "") in (server.ended or "")
     assert (server.ended is None) == (ends is None)
     server.stop()
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(tmp_path):
+    """As on a GPU, with models that are small and a server that is this double."""
+    command = [
+        sys.executable, ROOT / "benchmarks" / "sglang_gpu.py", "--server", "support.sglang_launch", "--models", "dry",
+        "dry-experts", "--rounds", "4", "--settle", "0.5", "--streams", "2", "--out", tmp_path,
+    ]  # fmt: skip
+    paths = [str(ROOT / each) for each in ("src", "tests", "benchmarks")]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "sglang_gpu.csv").open() as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    assert [row["event"] for row in rows if row["event"]] == ["killed between two updates", "killed during an update"]
+    assert len(rows) == 10
+    assert {(row["wrong"], row["others"]) for row in rows} == {("0", "0")}

@@ -101,7 +101,7 @@ def test_a_digest_that_is_wrong_stays_wrong_for_the_next_agent(start):
 
 
 def test_a_refused_flush_changes_nothing(start):
-    run = start(ranks=2)
+    run = start(ranks=2, keeps_prefixes=True)
     run.attach().pull()
     before = Trainer()
     run.step()

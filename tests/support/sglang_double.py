@@ -1,8 +1,11 @@
-"""A loopback server that keeps to SGLang's contract for weight updates, as read from the source of 0.5.23.
+"""A loopback server that keeps to SGLang's contract for weight updates, as read from the sources of 0.5.17 to 0.5.23.
 
 SGLang itself needs a CUDA machine. What is here answers at the same endpoints, with the same rules, over a small model
 that is fused and sliced over ranks as SGLang's are. Each rule says where SGLang has it. Where SGLang would end (an
 exception in its scheduler), this server ends too, and `ended` says why.
+
+`release` says which SGLang it is. Those before 0.5.21 have no sessions of updates, do not flush their cache while
+requests wait, and end where a flush after an update is refused.
 """
 
 import asyncio
@@ -70,7 +73,10 @@ class Served(torch.nn.Module):
         self.down = empty(HIDDEN, INNER // ranks)
         self.norm = empty(HIDDEN)
         # Computed from a weight when it was loaded, as SGLang's MLA models do with theirs in post_load_weights.
-        self.register_buffer("doubled", torch.zeros(HIDDEN))
+        self.register_buffer("doubled", torch.zeros(HIDDEN), persistent=False)
+
+    def tensors(self):
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def load_weights(self, weights):
         for name, value in weights:
@@ -83,6 +89,7 @@ class Served(torch.nn.Module):
         elif name == "embed":
             rows = VOCAB // self.ranks
             self.embed[:rows].copy_(value.narrow(0, self.rank * rows, rows))
+            self.embed[rows:].fill_(0)
         elif name == "down":
             columns = INNER // self.ranks
             self.down.copy_(value.narrow(1, self.rank * columns, columns))
@@ -135,10 +142,15 @@ class Ended(Exception):
 class Double:
     """The server, in a thread. `restart` makes a new one at the same address, from the checkpoint it began with."""
 
-    def __init__(self, checkpoint, *, ranks=1, loaders=(LOADER,), model=Served, version="default", api_key=None):
+    def __init__(
+        self, checkpoint, *, ranks=1, loaders=(LOADER,), model=Served, version="default", api_key=None,
+        release="0.5.23", keeps_prefixes=True, port=None,
+    ):  # fmt: skip
+        self.release, self.keeps_prefixes = release, keeps_prefixes
+        self.is_old = tuple(map(int, release.split("."))) < (0, 5, 21)
         self.checkpoint, self.num_ranks, self.loaders, self.model = Path(checkpoint), ranks, list(loaders), model
         self.first_version, self.api_key = version, api_key
-        (self.port,) = free_ports(1)
+        (self.port,) = (port,) if port else free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self.refuses_flush = False
         self.calls = []
@@ -190,13 +202,15 @@ class Double:
             ("POST", "/pause_generation"): self.pause,
             ("POST", "/continue_generation"): self.resume,
             ("POST", "/flush_cache"): self.flush,
-            ("POST", "/begin_weight_update"): self.begin,
-            ("POST", "/end_weight_update"): self.end,
+            **({} if self.is_old else {
+                ("POST", "/begin_weight_update"): self.begin,
+                ("POST", "/end_weight_update"): self.end,
+            }),
             ("POST", "/update_weights_from_tensor"): self.update_from_tensor,
             ("POST", "/update_weights_from_disk"): self.update_from_disk,
             ("POST", "/update_weight_version"): self.update_version,
             ("POST", "/weights_checker"): self.check_weights,
-        }
+        }  # fmt: skip
 
     def route(self, path, method):
         async def answer(request):
@@ -224,7 +238,15 @@ class Double:
     # entrypoints/http_server.py: the server's arguments, flat.
     async def server_info(self, _):
         return JSONResponse(
-            {"tp_size": self.num_ranks, "pp_size": 1, "dp_size": 1, "custom_weight_loader": self.loaders or None}
+            {
+                "tp_size": self.num_ranks,
+                "pp_size": 1,
+                "dp_size": 1,
+                "custom_weight_loader": self.loaders,
+                "enable_eplb": False,
+                "disable_radix_cache": not self.keeps_prefixes,
+                "version": self.release,
+            }
         )
 
     # managers/tokenizer_manager.py: new requests wait while paused. managers/scheduler.py: what is computed for a token
@@ -255,9 +277,12 @@ class Double:
         for place in range(len(tokens)):
             if place not in kept:
                 key = tuple(tokens[: place + 1])
-                if key not in self.cache:
-                    self.cache[key] = sum(model.context(tokens[place]) for model in self.models)
-                kept[place] = self.cache[key]
+                found = self.cache.get(key)
+                if found is None:
+                    found = sum(model.context(tokens[place]) for model in self.models)
+                if self.keeps_prefixes:
+                    self.cache[key] = found
+                kept[place] = found
         state = sum(kept.values()) / len(kept)
         return sum(model.output(state) for model in self.models)
 
@@ -282,8 +307,10 @@ class Double:
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     def flushed(self):
-        """managers/scheduler.py flush_cache: only where nothing runs; requests that were retracted do not."""
-        if self.refuses_flush or (self.running and self.paused != "retract"):
+        """managers/scheduler.py flush_cache, is_fully_idle: only where nothing runs. Requests that were retracted do
+        not run, but wait, which counts as well before 0.5.21.
+        """
+        if self.refuses_flush or (self.running and (self.is_old or self.paused != "retract")):
             return False
         self.cache.clear()
         return True
@@ -317,7 +344,7 @@ class Double:
 
     async def update_from_tensor(self, body):
         await self.writing()
-        if not self.session:
+        if not self.session and not self.is_old:
             return self.result(False, "must run between begin_weight_update and end_weight_update")
         if len(body["serialized_named_tensors"]) != self.num_ranks:
             raise Ended("one payload for each tensor-parallel rank")
@@ -341,10 +368,12 @@ class Double:
         except Exception as error:
             raise Ended(f"{type(error).__name__}: {error}") from error
 
-    # scheduler_components/weight_updater.py asserts that the flush went well, after the weights have changed.
+    # scheduler_components/weight_updater.py: a flush after the weights have changed must go well, which 0.5.17 asserts.
     def updated(self, body, **more):
         if body.get("flush_cache", True) and not self.flushed():
-            raise Ended("Cache flush failed after updating weights")
+            if self.is_old:
+                raise Ended("Cache flush failed after updating weights")
+            return self.result(False, "Weights were updated, but the cache was not flushed", **more)
         if body.get("weight_version") is not None:
             self.version = body["weight_version"]
         return self.result(**more)
@@ -383,8 +412,8 @@ class Double:
         for model in self.models:
             expected = Served(model.rank, self.num_ranks)
             expected.load_weights(trainer.state_dict().items())
-            for name, value in expected.state_dict().items():
-                if not torch.equal(model.state_dict()[name].view(torch.uint8), value.view(torch.uint8)):
+            for name, value in expected.tensors().items():
+                if not torch.equal(model.tensors()[name].view(torch.uint8), value.view(torch.uint8)):
                     return False
         return True
 
@@ -392,7 +421,7 @@ class Double:
         """What a server with the trainer's weights and an empty cache would generate."""
         other = object.__new__(Double)
         other.models = [Served(rank, self.num_ranks) for rank in range(self.num_ranks)]
-        other.cache = {}
+        other.cache, other.keeps_prefixes = {}, True
         for model in other.models:
             model.load_weights(trainer.state_dict().items())
         tokens, kept, outputs = list(tokens), {}, []

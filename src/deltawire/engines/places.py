@@ -25,13 +25,23 @@ def plain_pieces(traced: Trace) -> list[Piece]:
     for copy in traced.copies:
         found = copy.pieces()
         if found is None:
-            raise EngineRejected(
-                f"what goes into {copy.storage} is computed from {copy.node.tensor}, not copied: it cannot be changed "
-                "in place",
-                tensor=copy.node.tensor,
-            )
+            raise _not_copied(copy)
         pieces += found
     return pieces
+
+
+def check_recoverable(traced: Trace) -> None:
+    """Refuse a tensor that is neither copied nor cast to a wider dtype: its values could not be read back."""
+    for copy in traced.copies:
+        if copy.pieces() is None and not _is_widened(copy.node):
+            raise _not_copied(copy)
+
+
+def _not_copied(copy: Copy) -> EngineRejected:
+    return EngineRejected(
+        f"what goes into {copy.storage} is computed from {copy.node.tensor}, not copied: it cannot be changed in place",
+        tensor=copy.node.tensor,
+    )
 
 
 class Computed:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from deltawire.engines.engine import EngineChange, EngineDelta, Served
 from deltawire.engines.http_engine import HttpEngine, refuse, spec_fields, version_of
 from deltawire.engines.sglang.ranks import Ranks
+from deltawire.engines.sglang.versions import About, about
 from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.weights import TensorSpec, Weights
@@ -47,6 +48,7 @@ class SglangEngine(HttpEngine):
         super().__init__(url, **options)
         self.in_place = mode == "patch"
         self._ranks = Ranks(self._server, self._shared, self._load_timeout) if self.in_place else None
+        self._about = About()
         self._paused = False
         """The server may be paused because of this agent."""
         self._mixed = False
@@ -57,7 +59,7 @@ class SglangEngine(HttpEngine):
     def status(self) -> Served:
         """Costs one request that no rank hears of, except once after each start of the server or of the agent."""
         if self._ranks is not None and self._ranks.statuses() is None:
-            self._ranks.connect()
+            self._about = self._ranks.connect()
             with self._held():
                 refuse(self._ranks.order("status"), "the server cannot be driven")
         served = self._served()
@@ -144,6 +146,9 @@ class SglangEngine(HttpEngine):
             return self._load(source, state)
 
     def _load(self, folder: Path, state: WeightVersion) -> float:
+        if self._ranks is None:
+            # It may be another server than at the last load.
+            self._about = about(self._server.get("/server_info"))
         before, was = self._mark(), self._served().state
         started = self._pause_and_flush()
         try:
@@ -232,6 +237,9 @@ class SglangEngine(HttpEngine):
 
     @contextmanager
     def _session(self) -> Iterator[None]:
+        if not self._about.has_sessions:
+            yield
+            return
         try:
             self._step("/begin_weight_update", {"selector": "target"})
         except EngineRejected:
@@ -254,12 +262,16 @@ class SglangEngine(HttpEngine):
         """
         started = time.perf_counter()
         self._pause(self.pauses[self._running_requests])
-        if self._running_requests != "keep":
-            try:
-                self._server.trigger("/flush_cache", {})
-            except EngineRejected as error:
-                self._resume_if_sound()
-                raise EngineRejected(f"nothing was changed, the cache cannot be emptied: {error}") from error
+        server = self._about
+        refuses = not server.flushes_while_requests_wait
+        if self._running_requests == "keep" or (refuses and not server.keeps_prefixes):
+            return started
+        try:
+            self._server.trigger("/flush_cache", {})
+        except EngineRejected as error:
+            self._resume_if_sound()
+            hint = f". SGLang {server.version} does not empty it while requests wait: see the guide" if refuses else ""
+            raise EngineRejected(f"nothing was changed, the cache cannot be emptied: {error}{hint}") from error
         return started
 
     def _go_on(self, state: WeightVersion, started: float) -> float:

@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +20,7 @@ import torch
 
 from deltawire.disk import locked
 from deltawire.engines.live_weights import Found, LiveModel, error_fields
-from deltawire.engines.places import plain_pieces
+from deltawire.engines.places import Computed, check_covered, check_recoverable
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import Conflict, EngineRejected
@@ -63,6 +65,7 @@ class Worker:
         """Writing was begun and did not end well: the weights may be a mix."""
         self._alive: IO[str] | None = None
         self._places: dict[str, Any] = {}
+        self._computed: Computed | None = None
         self._counted: list[int] = []
         self._staging: threading.Thread | None = None
 
@@ -147,17 +150,22 @@ class Worker:
         _synchronize(self.model)
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
+        _check_plain(self.model)
         storages = flat_storages(self.model)
         derives = hasattr(self.model, _DERIVE)
         if derives:
             # It is not part of where weights go, and is called after each change.
             setattr(self.model, _DERIVE, lambda *_, **__: None)
         try:
-            with torch.no_grad():
-                return Found(plain_pieces(trace(self.model.load_weights, storages, specs)), storages)
+            with torch.no_grad(), _in_this_thread():
+                traced = trace(self.model.load_weights, storages, specs)
         finally:
             if derives:
                 delattr(self.model, _DERIVE)
+        check_recoverable(traced)
+        check_covered(self.model, storages, traced)
+        self._computed = Computed(traced, storages, specs, self._computed)
+        return Found(self._computed.pieces, {**storages, **self._computed.storages}, [self._computed])
 
     def _check_places(self) -> None:
         if _places(self.model) != self._places:
@@ -179,6 +187,47 @@ class Worker:
     def close(self) -> None:
         if self._alive is not None:
             self._alive.close()
+
+
+def _check_plain(model: torch.nn.Module) -> None:
+    """Refuse weights that SGLang keeps otherwise than as they were loaded, by name."""
+    quantization = getattr(model, "quant_config", None)
+    if quantization is not None:
+        raise EngineRejected(
+            f"the server quantizes its weights ({type(quantization).__name__}): they cannot be changed in place, start "
+            "it without --quantization or use mode 'disk'"
+        )
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "quant_method", None), "use_flashinfer_trtllm_moe", False):
+            raise EngineRejected(
+                f"SGLang keeps the experts of {name} in the order that FlashInfer wants, not as they were loaded: "
+                "start the server with --moe-runner-backend triton",
+                tensor=name,
+            )
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Have thread pools of this thread do what they are given at once: some models load their weights with one, and a
+    trace sees one thread.
+    """
+    submit, own = ThreadPoolExecutor.submit, threading.get_ident()
+
+    def at_once(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+        if threading.get_ident() != own:
+            return submit(pool, work, *arguments, **named)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    ThreadPoolExecutor.submit = at_once  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
 
 def _places(model: torch.nn.Module) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from secrets import token_hex
 from typing import Any
 
 from deltawire.engines.server import Server
+from deltawire.engines.sglang.versions import About, about
 from deltawire.engines.shared_folder import SharedFolder, save_json
 from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
 
@@ -28,15 +29,16 @@ _POLL_SECONDS = 0.002
 
 
 class Ranks:
-    """The ranks of one server. Orders are given inside a session of weight updates."""
+    """The ranks of one server. Orders are given inside a session of weight updates, where it has those."""
 
     def __init__(self, server: Server, shared: SharedFolder, timeout: float) -> None:
         self._server, self._shared, self._timeout = server, shared, timeout
         self.number = 0
 
-    def connect(self) -> None:
+    def connect(self) -> About:
         """Find out how many there are. A server that does not know the loader would end at the first order."""
         info = self._server.get("/server_info", self._timeout)
+        found = about(info)
         if LOADER not in (info.get("custom_weight_loader") or []):
             raise EngineRejected(f"the server at {self._server.url} was not started with {FLAG}")
         for parallel in ("pp_size", "dp_size"):
@@ -45,7 +47,12 @@ class Ranks:
                     f"the server at {self._server.url} has {parallel} {info[parallel]}: weights can be "
                     "changed in place in tensor-parallel ranks only, use mode 'disk'"
                 )
+        if info.get("enable_eplb"):
+            raise EngineRejected(
+                f"the server at {self._server.url} moves experts between its ranks: start it without --enable-eplb"
+            )
         self.number = int(info.get("tp_size", 1))
+        return found
 
     def statuses(self) -> list[dict[str, Any]] | None:
         """How things are in each rank, where all are known and alive. Asks nothing of the server."""
@@ -71,6 +78,8 @@ class Ranks:
             "serialized_named_tensors": [self._tensor(call, rank) for rank in range(self.number)],
             "load_format": LOADER,
             "flush_cache": False,
+            # Not for a draft model: what it is called before 0.5.21, and from then on.
+            "disable_draft_model": True,
             "selector": "target",
         }
         try:

@@ -159,7 +159,8 @@ class DeviceHistory(History):
     def _move(
         self, record: StagedVersion, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str]
     ) -> None:
-        super()._move(record, weights, workers, {*fixed, *self._on_device})
+        if not self._on_device.issuperset(weights):
+            super()._move(record, weights, workers, {*fixed, *self._on_device})
         if isinstance(weights, ModuleWeights):
             for part in self._parts:
                 part.look(weights, self._memory)

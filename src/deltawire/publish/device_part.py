@@ -14,7 +14,7 @@ import torch
 from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
 from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
-from deltawire.kernels.gpu.arena import Arena, Pieces
+from deltawire.kernels.gpu.arena import Arena, Begun, Pieces
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.sums import Runs, box_sum
 from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
@@ -142,7 +142,7 @@ class Part:
         self._chunk_edges = torch.from_numpy(edges).to(self._device)
         self._small: dict[str, Bits] | None = None
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._found: kernels.Record | Pieces | None = None
+        self._found: kernels.Record | Begun | Pieces | None = None
         """What was found since the last end."""
         self._waiting: dict[str, torch.Tensor] = {}
 
@@ -161,15 +161,15 @@ class Part:
             self._stream.synchronize()
 
     def look(self, weights: ModuleWeights, memory: Memory) -> None:
-        """Move the snapshot to some weights, all or one tensor.
+        """Move the snapshot to some weights: to all by the end, to a tensor that comes alone at once.
 
-        It has moved to all when this returns. To a tensor that comes alone it moves before the trainer's stream goes
-        on. Of these, copies of small ones and those with memory of their own are looked at together at the end.
+        That is, before the trainer's stream goes on. Of tensors that come alone, copies of small ones and those with
+        memory of their own are looked at together.
         """
         mine = [name for name in weights if name in self.held]
         self._small = None
         if len(mine) == len(self.names):
-            self._look_at_all([weights.tensor(name) for name in self.names])
+            self._begin([weights.tensor(name) for name in self.names])
             return
         for name in mine:
             tensor = weights.tensor(name)
@@ -183,13 +183,15 @@ class Part:
                 # Neither is its memory given to others before that.
                 tensor.record_stream(self._stream)
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if mine and len(self._waiting) == len(self.names):
+            self._begin([self._waiting[name] for name in self.names])
+            self._waiting = {}
 
-    def _look_at_all(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Look at all; they stay where they are until that has ended."""
         with self._after_training():
             self._arena.point_at(tensors)
-            self._found = self._arena.find()
-        self._join()
-        self._arena.let_go()
+            self._found = self._arena.begin()
 
     def _pieces(self) -> Pieces:
         if not isinstance(self._found, Pieces):
@@ -200,15 +202,15 @@ class Part:
         """What all looks have found, once they have ended."""
         waiting = sorted((self._numbers[name], tensor) for name, tensor in self._waiting.items())
         self._waiting = {}
-        if len(waiting) == len(self.names):
-            self._look_at_all([tensor for _, tensor in waiting])
-            waiting = []
         with self._after_training():
             for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
                 numbered = [each for _, each in some]
                 self._pieces().look(numbered[0][0], [tensor for _, tensor in numbered])
-            found = self._found if isinstance(self._found, kernels.Record) else self._pieces().end()
+            found = self._found if isinstance(self._found, kernels.Record | Begun) else self._pieces().end()
+            if isinstance(found, Begun):
+                found = self._arena.find(found)
         self._join()
+        self._arena.let_go()
         self._found = None
         return found
 

@@ -414,7 +414,7 @@ class History:
             raise _unknown(min(missing), "no longer")
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
-        if unknown := weights.keys() - self.specs:
+        if unknown := [name for name in weights if name not in self.specs]:
             raise _unknown(min(unknown), "not")
         boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
         for name in weights:

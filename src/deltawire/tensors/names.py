@@ -30,7 +30,7 @@ def check_names(names: Iterable[str]) -> None:
 
 def is_text(text: str) -> bool:
     """Whether the text can be encoded as UTF-8."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def check_ties(tied: Mapping[str, str], names: Collection[str] | None = None) -> None:

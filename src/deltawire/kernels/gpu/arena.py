@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -127,18 +127,18 @@ class Arena:
             )
         return counts.tolist()
 
-    def find(self) -> Record:
-        """Move the snapshot to the weights; what it was.
+    def find(self, begun: "Begun | None" = None) -> Record:
+        """Move the snapshot to the weights, which may have begun; what it was.
 
         How many changes there will be is guessed from the last time. Where there were more, the rest is found by
         looking again.
         """
-        record, complete = self._find()
+        record, complete = self._end(begun or self.begin())
         if complete:
             return record
         try:
             while not complete:
-                more, complete = self._find()
+                more, complete = self._end(self.begin())
                 record = _both(record, more)
         except BaseException:
             self.put_back(record)
@@ -150,8 +150,8 @@ class Arena:
         """Undo what a record says."""
         compare.put_back[(self.num_blocks,)](record.begins, record.starts, record.changes, self.snapshot, **PUT_BACK)
 
-    def _find(self) -> tuple[Record, bool]:
-        """One look: what was found, and whether that is all. Blocks that found no room stay as they were."""
+    def begin(self) -> "Begun":
+        """Let the device look once. Blocks that find no room stay as they are."""
         if self.expected is None:
             self.expected = self.estimate()
         pool = self.per_pool(MARGIN * self.expected) + SPARE
@@ -163,9 +163,13 @@ class Arena:
         # The device does the rest while the host waits.
         self._taken.zero_()
         begins.cumsum_(0)
-        found = taken.wait().tolist()
+        return Begun(Record(begins, starts, changes), taken, pool)
+
+    def _end(self, begun: "Begun") -> tuple[Record, bool]:
+        """What one look has found, and whether that is all."""
+        found = begun.taken.wait().tolist()
         self.expected = sum(found) / self.num_blocks
-        return Record(begins, starts, changes), max(found) <= pool
+        return begun.record, max(found) <= begun.pool
 
     def most(self) -> int:
         """How much of a pool a look at what was pointed at can take."""
@@ -193,6 +197,14 @@ class Arena:
     def stretch(self, first: int, last: int) -> slice:
         """The blocks from one tensor to another."""
         return slice(self._edges[first], self._edges[last])
+
+
+class Begun(NamedTuple):
+    """A look that is under way: what it will have found, and how much of each pool it will have asked for."""
+
+    record: Record
+    taken: Fetch
+    pool: int
 
 
 class Pieces:

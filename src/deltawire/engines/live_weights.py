@@ -7,11 +7,13 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, Written, memory_of
-from deltawire.engines.staged import StagedChange
+from deltawire.engines.quantized.derive import Plan, QuantizedModel
+from deltawire.engines.staged import PieceChange, StagedChange
 from deltawire.engines.trace import Fill, torch_dtype
 from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected
 from deltawire.format.delta import Delta
@@ -41,6 +43,8 @@ class Found(NamedTuple):
     derived: Sequence[Derived] = ()
     fills: Sequence[Fill] = ()
     """Padding, which a server that was started without weights may not have filled."""
+    quantized: QuantizedModel | None = None
+    """Codes and scales that are computed with, where pieces are of the weights that these were made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Ready:
     items: Sequence[Item]
     partial: Digest | None
     """The digest of the pieces that count, once it is written."""
+    plan: Plan
+    """What it does to codes and scales. Their items come last, with negative numbers."""
 
 
 class LiveModel:
@@ -68,6 +74,8 @@ class LiveModel:
         self.state: WeightVersion | None = None
         self.partial: Digest | None = None
         """The digest of the pieces that count; the sum over all processes is that of the weights."""
+        self.derived: Digest | None = None
+        """The digest of the codes and scales that are made of the weights."""
         self.staged: Ready | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._keys: dict[str, TensorKey] = {}
@@ -75,30 +83,38 @@ class LiveModel:
         self._counted: list[int] = []
         self._derived: Sequence[Derived] = ()
         self._fills: Sequence[Fill] = ()
+        self._quantized = QuantizedModel([])
         self._storages: Mapping[str, torch.Tensor] = {}
         self._workers = Workers(threads)
         self._memory: Memory = memory_of({}, self._workers)
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> list[Piece]:
         """Find the pieces. Afterwards the digest must be computed and the version set again."""
-        self.partial, self._counted = None, []
+        self.partial, self.derived, self._counted = None, None, []
         self.mark(None)
-        pieces, self._storages, self._derived, self._fills = self._find(specs)
-        storages = self._storages
+        pieces, self._storages, self._derived, self._fills, quantized = self._find(specs)
+        self._quantized = quantized or QuantizedModel([])
+        storages = {**self._storages, **self._quantized.storages}
         self.pieces = each_once(pieces)
-        self._memory = memory_of({piece.storage: storages[piece.storage] for piece in self.pieces}, self._workers)
+        every = [*self.pieces, *self._quantized.pieces]
+        self._memory = memory_of({piece.storage: storages[piece.storage] for piece in every}, self._workers)
         self._specs = dict(specs)
         self._keys = {name: tensor_key(name, dtype_named(dtype), shape) for name, (dtype, shape) in specs.items()}
-        kinds = {specs[piece.tensor][0]: piece for piece in self.pieces}
-        for kind, piece in kinds.items():
-            self._memory.warm_up(piece, self._keys[piece.tensor], dtype_named(kind).unsigned)
+        kinds = {(self._memory.part(piece), specs[piece.tensor][0]): piece for piece in self.pieces}
+        for (memory, kind), piece in kinds.items():
+            memory.warm_up(piece, self._keys[piece.tensor], dtype_named(kind).unsigned)
+        for piece, key in zip(self._quantized.pieces[:2], self._quantized.keys, strict=False):
+            unsigned = f"<u{storages[piece.storage].itemsize}"
+            self._memory.part(piece).warm_up(piece, key, np.dtype(unsigned))
         return self.pieces
 
     def measure(self, counted: Sequence[int]) -> Digest:
         """The digest of the pieces that count here, computed from memory."""
         self._counted = list(counted)
         self.partial = self.sum_of(counted)
-        if not all(each.holds() for each in self._derived):
+        own = zip(self._quantized.pieces, self._quantized.keys, strict=True)
+        self.derived = sum((self._memory.digest(*each) for each in own), Digest())
+        if not (self._quantized.holds() and all(each.holds() for each in self._derived)):
             # Whatever the weights are, what is computed with is no version's.
             self.partial += Digest(1, 0)
         return self.partial
@@ -130,6 +146,7 @@ class LiveModel:
             missing.discard(name)
         if missing:
             raise EngineRejected(f"the checkpoint lacks {min(missing)}", tensor=min(missing))
+        self._quantized.load()
         self.refresh(self._specs)
 
     def mark(self, state: WeightVersion | None) -> None:
@@ -150,7 +167,7 @@ class LiveModel:
         if self.state not in (staged.base, staged.state):
             raise _other_base(self.state, staged.base, staged.state)
         self.drop_staged()
-        items = [self._item(change.number, self._memory.take(change)) for change in staged.changes]
+        items = [self._taken(change) for change in staged.changes]
         self._ready(staged.token, staged.base, staged.state, items)
 
     def stage_delta(self, token: str, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
@@ -174,14 +191,36 @@ class LiveModel:
         items = [self._item(number, change) for (number, _, _), change in zip(found, changes, strict=True)]
         self._ready(token, base, state, items)
 
+    def _taken(self, change: PieceChange) -> Item:
+        return self._item(change.number, self._memory.part(self.pieces[change.number]).take(change))
+
     def _item(self, number: int, change: Any) -> Item:
         piece = self.pieces[number]
         return Item(number, piece, self._keys[piece.tensor], change)
 
     def _ready(self, token: str, base: WeightVersion, state: WeightVersion, items: Sequence[Item]) -> None:
+        plan = self._plan(items, is_done=self.state == state)
+        own = self._quantized
+        items = [
+            *items,
+            *(
+                Item(
+                    -1 - number, own.pieces[number], own.keys[number], self._memory.part(own.pieces[number]).take(each)
+                )
+                for number, each in plan.changes
+            ),
+        ]
         found = self._memory.put(items, writes=False)
         _refuse(items, found)
-        self.staged = Ready(token, base, state, items, self._after(items, found))
+        self.staged = Ready(token, base, state, items, self._after(items, found), plan)
+
+    def _plan(self, items: Sequence[Item], *, is_done: bool) -> Plan:
+        """What a change does to codes and scales."""
+        changes: dict[str, list[tuple[Piece, PieceChange]]] = {}
+        for item in items:
+            if item.piece.storage in self._quantized.tensors:
+                changes.setdefault(item.piece.storage, []).append((item.piece, item.change))
+        return self._quantized.plan(changes, is_done=is_done)
 
     def _after(self, items: Sequence[Item], found: Sequence[Written]) -> Digest | None:
         """The digest of the pieces that count, after a write."""
@@ -198,6 +237,7 @@ class LiveModel:
         self.state = None
         before, self.partial = self.partial, None
         written = self._memory.put(staged.items, undo=undo)
+        self._quantized.settle(staged.plan, undo=undo)
         self.refresh({item.piece.tensor for item in staged.items})
         self.partial = before
         if before is None:
@@ -205,6 +245,8 @@ class LiveModel:
             self.measure(self._counted)
         else:
             self.partial = self._after(staged.items, written)
+            gains = (each.gain for item, each in zip(staged.items, written, strict=True) if item.number < 0)
+            self.derived = sum(gains, self.derived or Digest())
         _refuse(staged.items, written)
         self.state = staged.base if undo else staged.state
 
@@ -222,6 +264,7 @@ class LiveModel:
             "staged": None if self.staged is None else self.staged.token,
             "planned": None if self.staged is None or self.staged.partial is None else str(self.staged.partial),
             "num_pieces": len(self.pieces),
+            **({"quantized": self._quantized.recipes, "derived": str(self.derived)} if self._quantized.tensors else {}),
         }
 
 

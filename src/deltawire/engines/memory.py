@@ -36,6 +36,10 @@ class Written(NamedTuple):
 class Memory(Protocol):
     """The storages of one process."""
 
+    def part(self, piece: Piece) -> "Memory":
+        """What has a piece, where storages are on several devices."""
+        return self
+
     def warm_up(self, piece: Piece, key: TensorKey, unsigned: Any) -> None:
         """Compile what `put` needs for a dtype, so that it does not happen in a pause."""
         nothing = np.empty(0, unsigned)
@@ -66,6 +70,8 @@ class Memory(Protocol):
 
 def memory_of(storages: Mapping[str, torch.Tensor], workers: Workers) -> Memory:
     devices = {flat.device for flat in storages.values()}
+    if len(devices) == 2 and any(device.type == "cpu" for device in devices):
+        return SplitMemory(storages, workers)
     if len(devices) > 1:
         raise EngineRejected(f"the weights are on several devices: {', '.join(sorted(map(str, devices)))}")
     if not devices or next(iter(devices)).type == "cpu":
@@ -117,6 +123,49 @@ class HostMemory(Memory):
             return Written(int(unexpected), Digest(int(low), int(high)))
 
         return self._workers.map(one, items)
+
+
+class SplitMemory(Memory):
+    """Storages in host memory and on a device."""
+
+    def __init__(self, storages: Mapping[str, torch.Tensor], workers: Workers) -> None:
+        self._is_host = {name: flat.device.type == "cpu" for name, flat in storages.items()}
+        self._parts = {
+            kind: memory_of({name: storages[name] for name, own in self._is_host.items() if own == kind}, workers)
+            for kind in (False, True)
+        }
+        self._split: tuple[Sequence[Item], dict[bool, list[Item]]] | None = None
+
+    def part(self, piece: Piece) -> Memory:
+        return self._parts[self._is_host[piece.storage]]
+
+    def drop(self) -> None:
+        self._split = None
+        for part in self._parts.values():
+            part.drop()
+
+    def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[Any]:
+        found = {
+            kind: iter(part.decode([each for each in entries if self._is_host[each[1].storage] == kind]))
+            for kind, part in self._parts.items()
+        }
+        return [next(found[self._is_host[piece.storage]]) for _, piece in entries]
+
+    def digest(self, piece: Piece, key: TensorKey) -> Digest:
+        return self.part(piece).digest(piece, key)
+
+    def put(self, items: Sequence[Item], *, undo: bool = False, writes: bool = True) -> list[Written]:
+        if self._split is None or self._split[0] is not items:
+            # Kept, so that what a device has prepared for them is found again.
+            kinds = [self._is_host[item.piece.storage] for item in items]
+            parts = {
+                kind: [item for item, own in zip(items, kinds, strict=True) if own == kind] for kind in self._parts
+            }
+            self._split = items, parts
+        found = {
+            kind: iter(self._parts[kind].put(own, undo=undo, writes=writes)) for kind, own in self._split[1].items()
+        }
+        return [next(found[self._is_host[item.piece.storage]]) for item in items]
 
 
 def grid(flat: torch.Tensor, piece: Piece) -> torch.Tensor:

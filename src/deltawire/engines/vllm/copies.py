@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deltawire.engines.vllm import cpu
+from deltawire.engines.vllm.quantized import layers
 from deltawire.errors import EngineRejected
 
 # Scales of a cache that is not quantized, which are one.
@@ -25,11 +26,6 @@ _DEPTH = 3
 
 def check(model: torch.nn.Module, config: Any) -> set[str]:
     """Refuse what cannot be changed in place, by name. Returns parameters and buffers that no run fills."""
-    if config.model_config.quantization is not None:
-        raise EngineRejected(
-            f"the server quantizes its weights ({config.model_config.quantization}): they cannot be changed in place, "
-            "start it without --quantization"
-        )
     if config.parallel_config.enable_eplb:
         raise EngineRejected("the server moves experts between its workers: start it without --enable-eplb")
     packed = cpu.packed_layer(model)
@@ -49,6 +45,10 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
             )
         if getattr(module, "is_amx_bmm_enabled", False) or getattr(module, "dcp_q_replicate", False):
             raise EngineRejected(f"{name} computes from copies of kv_b_proj that are laid out anew", tensor=name)
+    quantized = {name for name, _, _ in layers(model)}
+    for name, module in model.named_modules():
+        if quantized and hasattr(module, "kv_b_proj"):
+            raise EngineRejected(f"{name} computes from copies of kv_b_proj, which is quantized", tensor=name)
     known = {f"{name}.{each}" for name, module in _absorbing(model) for each in _ABSORBED}
     _refuse_others(model)
     return _FIXED | known
@@ -128,8 +128,10 @@ def _refuse_others(model: torch.nn.Module) -> None:
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    ordered = other.detach().to(one.dtype).reshape(-1).sort().values
-    return bool(ordered[0] != ordered[-1]) and torch.equal(one.detach().reshape(-1).sort().values, ordered)
+    # Bytes cannot be sorted as numbers.
+    dtype = one.dtype if one.itemsize > 1 else torch.float32
+    ordered = other.detach().to(dtype).reshape(-1).sort().values
+    return bool(ordered[0] != ordered[-1]) and torch.equal(one.detach().to(dtype).reshape(-1).sort().values, ordered)
 
 
 def _reachable(found: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,9 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from deltawire.engines.live_weights import Derived, Found, LiveModel, error_fields
 from deltawire.engines.places import Computed, check_covered, left_out
+from deltawire.engines.quantized.derive import QuantizedModel
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
-from deltawire.engines.vllm import copies
+from deltawire.engines.vllm import copies, quantized
 from deltawire.engines.vllm.disturbed import Disturbed
 from deltawire.errors import EngineRejected
 from deltawire.format.container import Container
@@ -52,6 +53,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._counted: list[int] = []
         self._computed: Computed | None = None
         self._left_out: list[str] = []
+        self._quantized: QuantizedModel | None = None
         self._disturbed = Disturbed(self.model, self.vllm_config)
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -216,13 +218,17 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         known = copies.check(self.model, self.vllm_config)
-        storages = flat_storages(self.model)
-        traced = trace(self.model.load_weights, storages, specs)
-        check_covered(self.model, storages, traced, known)
-        self._left_out = left_out(self.model, traced, specs)
-        self._computed = Computed(traced, storages, specs, self._computed)
+        if self._quantized is None:
+            self._quantized = quantized.find(self.model)
+        with quantized.as_loaded(self.model, self._quantized):
+            storages = flat_storages(self.model)
+            traced = trace(self.model.load_weights, storages, specs)
+            check_covered(self.model, storages, traced, known)
+            self._left_out = left_out(self.model, traced, specs)
+            self._computed = Computed(traced, storages, specs, self._computed)
         derived: list[Derived] = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
-        return Found(self._computed.pieces, {**storages, **self._computed.storages}, derived, traced.fills)
+        found = {**storages, **self._computed.storages}
+        return Found(self._computed.pieces, found, derived, traced.fills, self._quantized)
 
 
 class WorkerExtension:

@@ -1,0 +1,251 @@
+"""Layers that a vLLM server quantizes when it loads them (`--quantization fp8_per_block` and others).
+
+Their arithmetic is vLLM's own: its functions are called, with one element and the largest magnitude of its group as a
+group of their own where only some elements are needed. Kernels that lay codes out anew are refused by name.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
+from deltawire.engines.quantized.recipes import CHUNK, CODES, Quantized, Recipe
+from deltawire.errors import EngineRejected
+
+# What vLLM calls its methods, by what its option calls them.
+METHODS = {
+    "Fp8PerBlockOnlineLinearMethod": "fp8_per_block",
+    "Fp8PerBlockOnlineMoEMethod": "fp8_per_block",
+    "Fp8PtpcOnlineLinearMethod": "fp8_per_channel",
+    "Fp8PtpcOnlineMoEMethod": "fp8_per_channel",
+    "Fp8PerTensorOnlineLinearMethod": "fp8_per_tensor",
+    "Fp8PerTensorOnlineMoEMethod": "fp8_per_tensor",
+    "Mxfp8OnlineLinearMethod": "mxfp8",
+    "Mxfp8OnlineMoEMethod": "mxfp8",
+}
+# Kernels that compute from codes and scales as they were made; at most padded, or as a transposed view.
+KERNELS = {
+    "CutlassFP8ScaledMMLinearKernel", "PerTensorTorchFP8ScaledMMLinearKernel",
+    "ChannelWiseTorchFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel",
+    "BlockWiseTorchFP8ScaledMMLinearKernel", "EmulationMxfp8LinearKernel",
+}  # fmt: skip
+BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS"}
+
+
+def layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """The layers of a model that are quantized, and how. Others than are known are refused by name."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kind = type(method).__name__
+        if method is None or kind.startswith("Unquantized"):
+            continue
+        if kind not in METHODS or getattr(method, "requantization_source", None) is not None:
+            raise EngineRejected(
+                f"{name} is quantized by {kind}, which cannot be changed in place: start the server with "
+                f"--quantization {', '.join(sorted(set(METHODS.values())))} or without it",
+                tensor=name,
+            )
+        _check_kernel(name, method)
+        _check_ranks(name, module, method, METHODS[kind])
+        yield name, module, METHODS[kind]
+
+
+def _check_kernel(name: str, method: Any) -> None:
+    backend = getattr(method, "fp8_backend", None)
+    if backend is not None:
+        if backend.name not in BACKENDS:
+            raise EngineRejected(
+                f"vLLM keeps the experts of {name} in the order that {backend.value} wants, not as they were "
+                "quantized: start the server with --moe-backend triton",
+                tensor=name,
+            )
+        return
+    kernel = type(getattr(method, "fp8_linear", None) or method.kernel).__name__
+    if kernel not in KERNELS:
+        raise EngineRejected(
+            f"{kernel} keeps the codes of {name} in an order of its own: start the server with VLLM_USE_DEEP_GEMM=0 "
+            f"or --linear-backend, so that it uses one of {', '.join(sorted(KERNELS))}",
+            tensor=name,
+        )
+
+
+def _check_ranks(name: str, module: Any, method: Any, recipe: str) -> None:
+    """Refuse scales that several workers agree on: one of them does not see all weights that count."""
+    if recipe not in ("fp8_per_channel", "fp8_per_tensor"):
+        return
+    experts = getattr(method, "moe", None)
+    if experts is not None:
+        shared = experts.tp_size > 1
+    else:
+        across = module.tp_size > 1 and module.input_size != module.input_size_per_partition
+        down = module.tp_size > 1 and module.output_size != module.output_size_per_partition
+        shared = across or (down and recipe == "fp8_per_tensor")
+    if shared:
+        raise EngineRejected(
+            f"the scales of {name} depend on the weights of several workers: use --quantization fp8_per_block, or "
+            "one worker",
+            tensor=name,
+        )
+
+
+def find(model: torch.nn.Module) -> QuantizedModel | None:
+    """The tensors that a model quantizes, with weights that are zero until they are loaded; None if there are none."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    found = []
+    for name, layer, kind in layers(model):
+        for each, meta in get_layerwise_info(layer).restore_metadata[0].items():
+            if each not in ("weight", "w13_weight", "w2_weight"):
+                continue
+            original = torch.zeros(meta.shape, dtype=meta.dtype, device="cpu")
+            if meta.dtype not in (torch.bfloat16, torch.float16):
+                raise EngineRejected(f"{name}.{each} is {meta.dtype} before it is quantized", tensor=name)
+            codes, scales = _live(layer, each)
+            if codes.dtype != CODES:
+                raise EngineRejected(f"{name}.{each} is kept as {codes.dtype}, not as {CODES}", tensor=name)
+            if codes.ndim == 2 and not codes.is_contiguous() and kind in ("fp8_per_channel", "fp8_per_tensor"):
+                codes = codes.t()
+            codes = codes[tuple(slice(size) for size in meta.shape)]
+            if codes.ndim == 2 and scales.numel() > 1 and kind == "fp8_per_channel":
+                # A kernel may have padded them.
+                scales = scales[: len(original)]
+            recipe = _recipe(kind, each)
+            found.append(QuantizedTensor(f"{name}.{each}", original, recipe, codes, scales))
+    if not found:
+        return None
+    for recipe in {id(each.recipe): each.recipe for each in found}.values():
+        prove(recipe, found[0].codes.device)
+    return QuantizedModel(found)
+
+
+def _live(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and the scales that a layer computes from."""
+    scales = [f"{name}_scale_inv", f"{name}_scale"]
+    found = next((getattr(layer, each) for each in scales if getattr(layer, each, None) is not None), None)
+    if found is None:
+        raise EngineRejected(f"{name} has no scales in {type(layer).__name__}", tensor=name)
+    return getattr(layer, name).data, found.data
+
+
+@contextmanager
+def as_loaded(model: torch.nn.Module, quantized: QuantizedModel | None) -> Iterator[None]:
+    """The parameters of quantized layers are those that are loaded into, for the time of a trace."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    kept: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+    try:
+        for name, layer, _ in layers(model) if quantized is not None else ():
+            kept.append((layer, dict(layer._parameters)))
+            restored = get_layerwise_info(layer).restore_metadata[0]
+            for each in [each for each in layer._parameters if each not in restored and "scale" in each]:
+                del layer._parameters[each]
+            for each, meta in restored.items():
+                tensor = quantized.tensors.get(f"{name}.{each}") if quantized is not None else None
+                if tensor is None:
+                    continue
+                value = tensor.original.view(tensor.original.shape)
+                value.__class__ = meta.__class__
+                value.__dict__ = dict(meta.__dict__)
+                restore_layer_refs(value, layer)
+                value.weight_loader = _get_original_loader(value)
+                layer._parameters[each] = value
+        yield
+    finally:
+        for layer, parameters in kept:
+            layer._parameters.clear()
+            layer._parameters.update(parameters)
+
+
+def _pairs(values: torch.Tensor, largest: torch.Tensor, width: int) -> torch.Tensor:
+    """Each element in a row of its own, after the largest magnitude of its group."""
+    # Of two rows at least: compilers treat a single one as something else.
+    rows = torch.zeros(max(len(values), 2), width, dtype=values.dtype, device=values.device)
+    rows[: len(values), 0], rows[: len(values), 1] = largest, values
+    return rows
+
+
+def _chunked(quantize: Any, width: int) -> Any:
+    """A function of rows as one of elements and the largest magnitudes of their groups."""
+
+    def elements(values: torch.Tensor, largest: torch.Tensor) -> Quantized:
+        step = 2 * CHUNK // width
+        found = []
+        for start in range(0, max(len(values), 1), step):
+            part = slice(start, start + step)
+            codes, scales = quantize(_pairs(values[part], largest[part], width))
+            number = len(values[part])
+            found.append((codes[:number, 1], scales.view(len(codes), -1)[:number, 0]))
+        codes, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return codes, scales
+
+    return elements
+
+
+def _recipe(kind: str, parameter: str) -> Recipe:
+    """How vLLM quantizes a parameter, by its own functions."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.online.fp8 import (
+        _fp8_channel_scale,
+        _fp8_quant_per_channel,
+        _fp8_scale,
+    )
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
+    from vllm.model_executor.layers.quantization.utils.quant_utils import weight_amax
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    def block(size: Sequence[int]) -> Any:
+        return lambda rows: per_block_cast_to_fp8(rows, block_size=list(size), use_ue8m0=False)
+
+    def row(values: torch.Tensor, largest: torch.Tensor) -> Quantized:
+        scales = _fp8_channel_scale(largest)
+        return _fp8_quant_per_channel(values[:, None], scales[:, None])[:, 0], scales
+
+    def channel(matrix: torch.Tensor) -> Quantized:
+        scales = _fp8_channel_scale(weight_amax(matrix, dim=-1, keepdim=True))
+        return _fp8_quant_per_channel(matrix, scales), scales
+
+    def token(rows: torch.Tensor) -> Quantized:
+        codes, scales = ops.scaled_fp8_quant(rows, scale=None, use_per_token_if_dynamic=True)
+        return codes, scales
+
+    def tensor(values: torch.Tensor, largest: torch.Tensor) -> Quantized:
+        codes = torch.empty(values.shape, dtype=CODES, device=values.device)
+        scales = _fp8_scale(largest)
+        for each in torch.unique(scales):
+            own = scales == each
+            codes[own] = ops.scaled_fp8_quant(values[own][None], scale=each.reshape(1))[0][0]
+        return codes, scales
+
+    def whole(matrix: torch.Tensor) -> Quantized:
+        scales = _fp8_scale(weight_amax(matrix).reshape(1))
+        return ops.scaled_fp8_quant(matrix, scale=scales)[0], scales
+
+    if kind == "fp8_per_block":
+        return Recipe(kind, (128, 128), _chunked(block((1, 2)), 2), block((128, 128)))
+    if kind == "mxfp8":
+        return Recipe(kind, (1, 32), _chunked(mxfp8_e4m3_quantize, 32), mxfp8_e4m3_quantize, torch.uint8)
+    if kind == "fp8_per_tensor":
+        return Recipe(kind, (0, 0), tensor, whole)
+    if parameter == "w13_weight":
+        return Recipe(kind, (1, 0), _chunked(token, 16), token)
+    return Recipe(kind, (1, 0), row, channel)
+
+
+def prove(recipe: Recipe, device: torch.device) -> None:
+    """Quantize a matrix as a whole, and element by element: the bits must be the same. Compiles both, too."""
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(384, 512, generator=generator) * torch.exp2(
+        torch.randint(-20, 8, (384, 1), generator=generator)
+    )
+    matrix[128:256, 128:256] = 0
+    matrix = matrix.bfloat16().to(device)
+    alone = Recipe(recipe.name, recipe.group, recipe.elements, None, recipe.scale_dtype)
+    for one, other in zip(recipe.quantize(matrix), alone.quantize(matrix), strict=True):
+        if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            raise EngineRejected(
+                f"{recipe.name} gives other codes element by element than for a whole matrix on {device}: this vLLM "
+                "cannot be updated in place with it"
+            )

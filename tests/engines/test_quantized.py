@@ -1,0 +1,216 @@
+"""Codes and scales derived from weights: as vLLM's own functions make them, and as if all were quantized again."""
+
+import numpy as np
+import pytest
+import torch
+
+from deltawire.engines.layout import Piece
+from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
+from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
+from deltawire.engines.staged import PieceChange
+from deltawire.errors import EngineRejected, UnsupportedFormat
+from deltawire.tensors.digest import Digest
+
+NAMES = sorted(RECIPES)
+SHAPES = [(256, 384), (130, 160), (1, 32), (3, 64), (2, 96, 160)]
+TINY = 9.2e-41  # The least bf16.
+
+
+def made(shape, seed):
+    """Weights with rows of very different sizes, and zeros, subnormals and equal maxima among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    values *= torch.exp2(torch.randint(-30, 12, (*shape[:-1], 1), generator=generator).float())
+    chosen = torch.rand(shape, generator=generator)
+    values[chosen < 0.05] = 0
+    values[(chosen > 0.05) & (chosen < 0.08)] = TINY
+    values[..., 1] = -values[..., 0]
+    if len(shape) > 2:
+        values[1] = 0
+    return values.bfloat16()
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def same(one, other):
+    return torch.equal(bits(one), bits(other))
+
+
+def recipes_of(name, shape):
+    """The pure recipe, and vLLM's own functions where they run on a CPU."""
+    yield RECIPES[name]
+    if name != "fp8_per_tensor":
+        from deltawire.engines.vllm.quantized import _recipe
+
+        yield _recipe(name, "weight")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["fp8_per_block", "fp8_per_channel", "mxfp8"])
+def test_codes_and_scales_are_those_of_vllm(name, shape):
+    """As a whole by the recipe, as a whole by vLLM's function, and element by element by it."""
+    pure, own = recipes_of(name, shape)
+    alone = Recipe(name, own.group, own.elements, None, own.scale_dtype)
+    for seed in range(3):
+        weights = made(shape, seed)
+        wanted = own.quantize(weights)
+        for found in (pure.quantize(weights), alone.quantize(weights)):
+            assert same(found[0], wanted[0])
+            assert same(found[1], wanted[1])
+
+
+def test_fp8_per_block_pairs_are_a_block_for_every_scale():
+    """All largest magnitudes that there are, with elements next to where codes are rounded up or down."""
+    pure, own = recipes_of("fp8_per_block", ())
+    largest = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    for share in (1.0, 0.997, 0.1337, 0.0019):
+        values = (largest.float() * share).bfloat16()
+        for one, other in zip(pure.elements(values, largest), own.elements(values, largest), strict=True):
+            assert same(one, other)
+
+
+def test_fp8_per_tensor_has_one_scale():
+    weights = made((64, 48), 0)
+    codes, scales = RECIPES["fp8_per_tensor"].quantize(weights)
+    assert scales.tolist() == [[[float(weights.float().abs().max() / torch.tensor(448.0))]]]
+    assert float(codes.float().abs().max()) == 448
+    with pytest.raises(UnsupportedFormat, match="zero everywhere"):
+        RECIPES["fp8_per_tensor"].quantize(torch.zeros(4, 4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_members_of_groups(name, shape):
+    groups = Groups(RECIPES[name], shape)
+    places, numbers = zip(*groups.members(torch.arange(groups.count)), strict=True)
+    places, numbers = torch.cat(places), torch.cat(numbers)
+    assert torch.equal(places.sort().values, torch.arange(np.prod(shape)))
+    assert torch.equal(groups.of(places), numbers)
+
+
+class Server:
+    """A tensor that is quantized, in host memory; codes are a transposed view, as for some of vLLM's kernels."""
+
+    def __init__(self, recipe, weights):
+        self.weights = weights.clone()
+        codes = torch.empty(*weights.shape[:-2], *weights.shape[:-3:-1], dtype=torch.float8_e4m3fn).mT
+        scales = torch.empty(Groups(recipe, weights.shape).count, dtype=recipe.scale_dtype)
+        self.tensor = QuantizedTensor("w", self.weights, recipe, codes, scales)
+        self.model = QuantizedModel([self.tensor])
+        self.model.load()
+        self.piece = Piece("w", "w", 1, weights.numel(), 0, weights.numel(), (0, weights.numel(), 1))
+
+    def plan(self, new, is_done=False):
+        flat, target = (each.view(-1).view(torch.int16).numpy().view(np.uint16) for each in (self.weights, new))
+        old = flat.copy()
+        index = np.flatnonzero(old != target).astype(np.uint32)
+        change = PieceChange(0, index, old[index], target[index])
+        if is_done:
+            change = PieceChange(0, index, change.new, change.old)
+        return self.model.plan({"w": [(self.piece, change)]}, is_done=is_done), change
+
+    def write(self, plan, undo=False):
+        """Returns how many codes and scales were written."""
+        for number, change in plan.changes:
+            piece = self.model.pieces[number]
+            live = self.model.storages[piece.storage].view({1: torch.uint8, 4: torch.int32}[change.old.itemsize])
+            offset, row_step, column_step = piece.place
+            index = change.index.astype(np.int64)
+            at = torch.from_numpy(offset + index // piece.columns * row_step + index % piece.columns * column_step)
+            old, new = (torch.from_numpy(each).view(live.dtype) for each in (change.old, change.new))
+            old, new = (new, old) if undo else (old, new)
+            assert torch.equal(live[at], old)
+            live[at] = new
+        self.model.settle(plan, undo=undo)
+        return sum(len(change.index) for _, change in plan.changes)
+
+
+def changed(weights, seed):
+    """Some elements: a step up or down, zeros, subnormals, and maxima that come, go and move."""
+    generator = torch.Generator().manual_seed(seed)
+    new = weights.clone()
+    flat = new.view(-1)
+    steps = torch.randint(-2, 3, flat.shape, generator=generator).to(torch.int16)
+    chosen = torch.rand(flat.shape, generator=generator) < (0.3, 0.01, 1.0)[seed % 3]
+    moved = (flat.view(torch.int16) + steps).view(torch.bfloat16)
+    chosen &= moved.isfinite() & (flat != 0)
+    flat[chosen] = moved[chosen]
+    for kind in range(6):
+        at = torch.randint(flat.numel(), (3,), generator=generator)
+        flat[at] = [flat.abs().max(), flat[at] * 0, -flat[at] * 4, flat[at] * 0 + TINY, flat[at] * 300, -flat[at]][kind]
+    largest = flat.abs().argmax()
+    if seed % 2:
+        flat[largest] *= 0.5
+    return new
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_changes_is_what_all_of_it_would_give(name, shape):
+    for recipe in recipes_of(name, shape):
+        weights = made(shape, 0)
+        if name == "fp8_per_tensor" and len(shape) > 2:
+            weights[1, 0, 0] = 1
+        server = Server(recipe, weights)
+        for seed in range(12):
+            new = changed(weights, seed)
+            if name == "fp8_per_tensor" and len(shape) > 2:
+                new[1, 0, 0] = 1 + seed
+            plan, _ = server.plan(new)
+            before = [each.clone() for each in (server.tensor.codes, server.tensor.scales, server.tensor.maxima)]
+            server.write(plan)
+            server.weights.copy_(new)
+            # Taken back, planned once more from where it leads to, and written again.
+            server.write(plan, undo=True)
+            now = [server.tensor.codes, server.tensor.scales, server.tensor.maxima]
+            assert all(same(*each) for each in zip(before, now, strict=True))
+            server.write(plan)
+            again, _ = server.plan(weights, is_done=True)
+            assert sorted(number for number, _ in again.changes) == sorted(number for number, _ in plan.changes)
+            server.write(again, undo=True)
+            server.write(again)
+            wanted = recipe.quantize(new)
+            assert same(server.tensor.codes, wanted[0])
+            assert same(server.tensor.scales, wanted[1])
+            assert torch.equal(server.tensor.maxima, Groups(recipe, shape).maxima(new))
+            weights = new
+
+
+def test_a_group_is_quantized_again_only_if_its_scale_moves():
+    weights = torch.full((256, 256), 0.5).bfloat16()
+    weights[0, 0] = weights[3, 3] = 1
+    server = Server(RECIPES["fp8_per_block"], weights)
+    new = weights.clone()
+    # One of two maxima goes: the scale stays.
+    new[0, 0] = 0.25
+    plan, _ = server.plan(new)
+    assert server.write(plan) == 1
+    server.weights.copy_(new)
+    new[3, 3] = 2
+    plan, _ = server.plan(new)
+    # All codes but that of the largest one itself, the same as before, and a scale.
+    assert server.write(plan) == 128 * 128 - 1 + 1
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_finite_is_refused(name, value):
+    server = Server(RECIPES[name], torch.ones(128, 128).bfloat16())
+    codes = server.tensor.codes.clone()
+    new = server.weights.clone()
+    new[5, 5] = value
+    with pytest.raises(EngineRejected, match="nothing was changed"):
+        server.plan(new)
+    server.weights.copy_(new)
+    with pytest.raises(EngineRejected, match="no codes"):
+        server.model.load()
+    assert same(codes, server.tensor.codes)
+
+
+def test_pieces_of_codes_have_a_digest_of_their_own():
+    server = Server(RECIPES["fp8_per_channel"], made((8, 32), 0))
+    assert {piece.tensor for piece in server.model.pieces} == {"codes of w", "scales of w"}
+    assert all(isinstance(key.constant, Digest) for key in server.model.keys)
+    assert server.model.recipes == "fp8_per_channel"

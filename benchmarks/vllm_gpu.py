@@ -45,6 +45,7 @@ from deltawire.engines.vllm.adapter import ROUTE, VllmEngine
 from measure import sha256, write_csv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLAGS = ("--attention-backend", "TRITON_ATTN")
 SHAPES = {
     "tiny": (512, 4, 8, 4, 64, 32_000, 1536, False),
     "0.6b": (1024, 28, 16, 8, 128, 151_936, 3072, True),
@@ -153,7 +154,7 @@ def checksums(weights):
 
 
 class Server:
-    def __init__(self, folder, out, *, eager, memory, extension="vllm_extension.Extension"):
+    def __init__(self, folder, out, *, eager, memory, extension="vllm_extension.Extension", flags=FLAGS):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -162,7 +163,7 @@ class Server:
         command = [
             sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "m",
             "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048",
-            "--max-num-seqs", "64", "--attention-backend", "TRITON_ATTN", "--gpu-memory-utilization", memory,
+            "--max-num-seqs", "64", *flags, "--gpu-memory-utilization", memory,
             "--weight-transfer-config", json.dumps({"backend": "deltawire"}), "--worker-extension-cls", extension,
             "--middleware", ROUTE, "--disable-uvicorn-access-log", *(["--enforce-eager"] if eager else []),
         ]  # fmt: skip

@@ -74,6 +74,11 @@ class FaultyExtension(CheckedExtension):
             self.get_model().get_parameter(name).data.view(-1)[0] *= -1
         return {}
 
+    def spoil_code(self, name):
+        """Turn a bit of a quantized parameter, as nobody should."""
+        self.get_model().get_parameter(name).data.view(torch.uint8)[0, 0] ^= 1
+        return {}
+
     def die_in_decode(self):
         """Let the process be killed when it has decoded the first entry of the next delta."""
         memory = self.weight_transfer_engine.live._memory

@@ -47,6 +47,10 @@ class Served:
     """The version that the engine reports to its own clients."""
     interrupted: bool = False
     """An update by deltawire was started and not finished, so `states` is not reliable."""
+    quantized: str | None = None
+    """How weights are quantized when they are loaded, where they are."""
+    derived: str | None = None
+    """The digest of the codes and scales that are made of them."""
 
     @property
     def state(self) -> WeightVersion | None:

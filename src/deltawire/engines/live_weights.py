@@ -264,8 +264,13 @@ class LiveModel:
             "staged": None if self.staged is None else self.staged.token,
             "planned": None if self.staged is None or self.staged.partial is None else str(self.staged.partial),
             "num_pieces": len(self.pieces),
-            **({"quantized": self._quantized.recipes, "derived": str(self.derived)} if self._quantized.tensors else {}),
+            **self._about_quantized(),
         }
+
+    def _about_quantized(self) -> dict[str, Any]:
+        if not self._quantized.tensors:
+            return {}
+        return {"quantized": self._quantized.recipes, "derived": None if self.derived is None else str(self.derived)}
 
 
 def _other_base(found: WeightVersion | None, base: WeightVersion, state: WeightVersion) -> BaseMismatch:

@@ -93,10 +93,15 @@ class EngineTarget(Target):
                 "weight_version": None if self._now is None else self._now.version,
                 "error": self._error,
                 **({"left_out": len(self.engine.left_out)} if self.engine.left_out else {}),
+                **self._quantized(),
             },
             "pause_seconds": self.pause_seconds,
             "updated": self.updated,
         }
+
+    def _quantized(self) -> dict[str, Any]:
+        now = self._now
+        return {"quantized": now.quantized, "derived": now.derived} if now is not None and now.quantized else {}
 
     def digest(self, tied: Mapping[str, str]) -> Digest | None:
         if self.mirror is not None:

@@ -48,7 +48,7 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
     version = count(beat.get("version"))
     row = {
         "name": name,
-        "engine": str(engine["kind"]) if engine.get("kind") else None,
+        "engine": " ".join(str(engine[key]) for key in ("kind", "quantized") if engine.get(key)) or None,
         "address": str(engine["address"]) if engine.get("address") else None,
         "version": version,
         "lag": None if version is None or latest is None else max(latest - version, 0),

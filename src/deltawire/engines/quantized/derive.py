@@ -196,7 +196,11 @@ class QuantizedModel:
             each.load()
 
     def holds(self) -> bool:
-        return all(each.holds() for each in self.tensors.values())
+        found = all(each.holds() for each in self.tensors.values())
+        for each in self.tensors.values():
+            # Now, and not next to serving.
+            _ = each.maxima
+        return found
 
     def plan(self, changes: Mapping[str, Sequence[tuple[Piece, PieceChange]]], *, is_done: bool) -> Plan:
         """From what changes in the pieces of each tensor, as it is loaded. `is_done` if the weights have it already."""
@@ -212,7 +216,9 @@ class QuantizedModel:
                 for place, before, after in (found.codes, found.scales, found.maxima)
             )
             plan.changes += self._split(f"codes of {name}", codes) + self._split(f"scales of {name}", scales)
-            plan.maxima.append((tensor, maxima))
+            moved = maxima[1] != maxima[2]
+            if moved.any():
+                plan.maxima.append((tensor, (maxima[0][moved], maxima[1][moved], maxima[2][moved])))
         return plan
 
     def _split(self, name: str, change: Change) -> list[tuple[int, PieceChange]]:

@@ -51,7 +51,12 @@ class VllmEngine(HttpEngine):
 
     def _served(self, workers: Answers, version: str | None, held: bool = False) -> Served:
         boot = "-".join(each["boot"] for each in workers)
-        return Served(boot, tuple(version_of(each) for each in workers), version, interrupted=held)
+        quantized = next((each["quantized"] for each in workers if "quantized" in each), None)
+        sums = [Digest.parse(each["derived"]) for each in workers if each.get("derived")]
+        return Served(
+            boot, tuple(version_of(each) for each in workers), version, interrupted=held, quantized=quantized,
+            derived=str(sum(sums, Digest())) if sums else None,
+        )  # fmt: skip
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> None:
         self._take_layout(specs, self._ask("bind", specs=spec_fields(specs))["workers"])

@@ -31,7 +31,7 @@ KERNELS = {
     "ChannelWiseTorchFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel",
     "BlockWiseTorchFP8ScaledMMLinearKernel", "EmulationMxfp8LinearKernel",
 }  # fmt: skip
-BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS"}
+BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "EMULATION"}
 
 
 def layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
@@ -58,7 +58,7 @@ def _check_kernel(name: str, method: Any) -> None:
         if backend.name not in BACKENDS:
             raise EngineRejected(
                 f"vLLM keeps the experts of {name} in the order that {backend.value} wants, not as they were "
-                "quantized: start the server with --moe-backend triton",
+                "quantized: start the server with --moe-backend triton, or emulation for mxfp8",
                 tensor=name,
             )
         return

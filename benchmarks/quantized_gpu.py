@@ -41,7 +41,7 @@ from measure import write_csv
 from quantized_extension import sha256
 
 DENSE = dict(zip(vllm_gpu.FIELDS, vllm_gpu.SHAPES["0.6b"], strict=True))
-TINY = dict(zip(vllm_gpu.FIELDS, (256, 2, 4, 2, 64, 2000, 512, False), strict=True))
+TINY = dict(zip(vllm_gpu.FIELDS, (256, 2, 4, 2, 64, 2048, 512, False), strict=True))
 MOE = {
     **dict(zip(vllm_gpu.FIELDS, (1024, 8, 16, 8, 128, 32_000, 3072, False), strict=True)),
     "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True,

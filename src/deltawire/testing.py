@@ -11,6 +11,9 @@ or in pytest:
     def test_conformance(case):
         case(MyHarness)
 
+An engine that quantizes weights when it loads them has a `QuantizedHarness`, and `QUANTIZED_CASES`: after each update
+its codes and scales must be those of a fresh load.
+
 `prove` is for servers: it changes each parameter and sees whether the answers change.
 
 A case that fails raises `NotConforming` with the expected behaviour; one that does not apply raises
@@ -19,13 +22,17 @@ A case that fails raises `NotConforming` with the expected behaviour; one that d
 
 from deltawire.engines.conformance import (
     CASES,
+    QUANTIZED_CASES,
     Harness,
     NotConforming,
+    QuantizedHarness,
     check,
     concurrent_requests,
     failure_in_mid_apply,
     late_join,
     loads_all,
+    moving_scales,
+    not_finite_is_refused,
     repeat_apply,
     right_version,
     right_weights,
@@ -35,7 +42,8 @@ from deltawire.engines.conformance import (
 from deltawire.engines.prove import Parameter, Probed, Proof, Subject, prove
 
 __all__ = [
-    "CASES", "Harness", "NotConforming", "Parameter", "Probed", "Proof", "Subject", "check", "concurrent_requests",
-    "failure_in_mid_apply", "late_join", "loads_all", "prove", "repeat_apply", "right_version", "right_weights",
-    "starts_unknown", "wrong_base_refused",
+    "CASES", "QUANTIZED_CASES", "Harness", "NotConforming", "Parameter", "Probed", "Proof", "QuantizedHarness",
+    "Subject", "check", "concurrent_requests", "failure_in_mid_apply", "late_join", "loads_all", "moving_scales",
+    "not_finite_is_refused", "prove", "repeat_apply", "right_version", "right_weights", "starts_unknown",
+    "wrong_base_refused",
 ]  # fmt: skip

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from deltawire.engines import conformance
 from deltawire.engines.layout import Piece
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected, UnsupportedFormat
 from deltawire.tensors.digest import Digest
+from support.quantized_module import QuantizedEngine, harness_of
 
 NAMES = sorted(RECIPES)
 SHAPES = [(256, 384), (130, 160), (1, 32), (3, 64), (2, 96, 160)]
@@ -214,3 +216,32 @@ def test_pieces_of_codes_have_a_digest_of_their_own():
     assert {piece.tensor for piece in server.model.pieces} == {"codes of w", "scales of w"}
     assert all(isinstance(key.constant, Digest) for key in server.model.keys)
     assert server.model.recipes == "fp8_per_channel"
+
+
+@pytest.mark.parametrize("case", conformance.QUANTIZED_CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("name", ["fp8_per_block", "fp8_per_channel", "mxfp8"])
+def test_a_quantized_module_conforms(name, case):
+    case(harness_of(name))
+
+
+class LosesScales(QuantizedEngine):
+    """Writes codes, and no scales."""
+
+    def stage(self, change):
+        split = self.quantized._split
+        self.quantized._split = lambda name, change: [] if name.startswith("scales") else split(name, change)
+        super().stage(change)
+
+
+class KeepsMaxima(QuantizedEngine):
+    """Does not see that a largest element is another one now."""
+
+    def commit(self, change):
+        self.quantized.settle = lambda plan, undo: None
+        return super().commit(change)
+
+
+@pytest.mark.parametrize("engine", [LosesScales, KeepsMaxima])
+def test_the_suite_finds_what_is_wrong(engine):
+    with pytest.raises(conformance.NotConforming, match=r"moving_scales|right_weights"):
+        conformance.check(harness_of("fp8_per_channel", engine))

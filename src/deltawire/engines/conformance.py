@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import Any, Protocol
 from unittest import SkipTest
 from uuid import uuid4
 
@@ -58,10 +58,28 @@ class Harness(Protocol):
     def close(self) -> None: ...
 
 
+class QuantizedHarness(Harness):
+    """The same for an engine that quantizes weights when it loads them."""
+
+    def served(self) -> Mapping[str, Any]:
+        """The codes and scales that the engine computes with, and weights that it does not quantize, as arrays or
+        tensors by any names; read without deltawire.
+        """
+
+    def fresh(self, weights: Weights) -> Mapping[str, Any]:
+        """What `served` would be in an engine that was just started with these weights."""
+
+    def matches(self, weights: Weights) -> bool:
+        found, wanted = self.served(), self.fresh(weights)
+        return found.keys() == wanted.keys() and all(_same(name, found[name], wanted[name]) for name in found)
+
+
 Factory = Callable[[], Harness]
 Case = Callable[[Factory], None]
 
 CASES: list[Case] = []
+QUANTIZED_CASES: list[Case] = []
+"""For engines that quantize: all others, and those about scales."""
 
 
 class _Subject:
@@ -85,6 +103,9 @@ class _Subject:
 
     def begin(self) -> None:
         self.engine.bind({name: spec(self.weights, name) for name in self.weights})
+        if isinstance(self.harness, QuantizedHarness) and self.engine.digest() != self.state.digest:
+            # Weights cannot be read back from codes.
+            self.engine.load(_copy(self.weights), None, self.state)
         found = self.engine.digest()
         _expect(found == self.state.digest, f"digest() must be {self.state.digest}, as of the weights, and is {found}")
         self.engine.mark(self.state)
@@ -97,8 +118,12 @@ class _Subject:
         yield "all elements", self.next_change(1.0)
 
     def next_change(self, density: float, *, ends: bool = False) -> EngineChange:
-        new, patches = _copy(self.weights), []
+        new = _copy(self.weights)
         _flip(new, self.rng, density, ends=ends)
+        return self.change_to(new)
+
+    def change_to(self, new: Mapping[str, Tensor]) -> EngineChange:
+        patches = []
         for name, tensor in new.items():
             where = np.flatnonzero(tensor.bits != self.weights[name].bits)
             # All of them: a whole tensor, without positions.
@@ -180,7 +205,7 @@ class _Subject:
         self.request()
 
 
-def _case(begins: bool = True) -> Callable[[Callable[[_Subject], None]], Case]:
+def _case(begins: bool = True, *, quantized: bool = False) -> Callable[[Callable[[_Subject], None]], Case]:
     """Add a case to the suite, from a function of a fresh engine that, if it `begins`, takes changes in place."""
 
     def register(body: Callable[[_Subject], None]) -> Case:
@@ -193,7 +218,9 @@ def _case(begins: bool = True) -> Callable[[Callable[[_Subject], None]], Case]:
                 body(subject)
 
         case.__name__, case.__doc__ = body.__name__, body.__doc__
-        CASES.append(case)
+        QUANTIZED_CASES.append(case)
+        if not quantized:
+            CASES.append(case)
         return case
 
     return register
@@ -377,10 +404,88 @@ def concurrent_requests(subject: _Subject) -> None:
     subject.expect_current("after updates while requests were running")
 
 
+@_case(quantized=True)
+def moving_scales(subject: _Subject) -> None:
+    """Largest elements come and go, rows become zero and are filled again, elements are subnormal."""
+    names = [name for name, each in subject.weights.items() if len(each.shape) > 1 and each.dtype.name == "BF16"]
+    _expect(bool(names), "the harness must have matrices of bf16")
+    for what, edit in _EDITS.items():
+        new = _copy(subject.weights)
+        for name in names:
+            tensor = new[name]
+            edit(tensor.bits.reshape(-1, tensor.shape[-1]), subject.rng)
+        change = subject.change_to(new)
+        subject.write(change)
+        subject.move(change)
+        subject.expect_current(f"after {what}")
+        found = subject.engine.status().derived
+        subject.engine.digest()
+        _expect(
+            found is not None and found == subject.engine.status().derived,
+            f"status() must tell the digest of codes and scales as they are, and tells {found}, after {what}",
+        )
+
+
+@_case(quantized=True)
+def not_finite_is_refused(subject: _Subject) -> None:
+    """An infinity has no code: nothing is written, or it is as in an engine that was started with it."""
+    subject.update()
+    name = next(name for name, each in subject.weights.items() if len(each.shape) > 1 and each.dtype.name == "BF16")
+    new = _copy(subject.weights)
+    new[name].bits[-1] = 0x7F80
+    change = subject.change_to(new)
+    try:
+        subject.write(change)
+    except DeltawireError:
+        subject.expect_unchanged("after an infinity was refused")
+    else:
+        subject.move(change)
+        subject.expect_current("after an infinity was taken")
+
+
+def _rows(bits: Any, rng: np.random.Generator) -> Any:
+    """Some rows, which are groups or parts of them; none of a matrix is left out if there are few."""
+    return rng.random(len(bits)) < max(0.2, 2 / len(bits))
+
+
+def _spread(bits: Any, rng: np.random.Generator, value: int) -> None:
+    """A value in some rows, with any sign."""
+    for row in np.flatnonzero(_rows(bits, rng)):
+        bits[row, rng.integers(bits.shape[1])] = value | rng.integers(2) << 15
+
+
+def _fill(bits: Any, rng: np.random.Generator, low: int, high: int) -> None:
+    chosen = _rows(bits, rng)
+    bits[chosen] = rng.integers(low, high, (int(chosen.sum()), bits.shape[1])) | (
+        rng.integers(0, 2, (int(chosen.sum()), bits.shape[1])) << 15
+    )
+
+
+def _shrink(bits: Any, rng: np.random.Generator) -> None:
+    """The largest element of each row is halved."""
+    largest = (bits & 0x7FFF).argmax(1)
+    rows = np.flatnonzero((bits & 0x7FFF).max(1) >= 0x0100)
+    bits[rows, largest[rows]] -= 0x80
+
+
+# Bits of bf16: 2.0 and 100.0, subnormals, numbers from 0.01 to 0.1.
+_EDITS: dict[str, Callable[[Any, np.random.Generator], None]] = {
+    "largest elements came": lambda bits, rng: _spread(bits, rng, 0x4000),
+    "larger ones came": lambda bits, rng: _spread(bits, rng, 0x42C8),
+    "all largest ones were halved": _shrink,
+    "rows became zero": lambda bits, rng: _fill(bits, rng, 0, 1),
+    "rows became subnormal": lambda bits, rng: _fill(bits, rng, 0, 0x80),
+    "rows were filled": lambda bits, rng: _fill(bits, rng, 0x3C24, 0x3DCD),
+    "all became zero": lambda bits, rng: bits.fill(0),
+    "all were filled": lambda bits, rng: bits.__setitem__(slice(None), rng.integers(0x3C24, 0x3DCD, bits.shape)),
+}
+
+
 def check(factory: Factory) -> dict[str, str]:
     """Run all cases. Returns those that were skipped, and why; raises `NotConforming` with all that fail."""
     skipped, failed = {}, {}
-    for case in CASES:
+    is_quantized = isinstance(factory, type) and issubclass(factory, QuantizedHarness)
+    for case in QUANTIZED_CASES if is_quantized else CASES:
         try:
             case(factory)
         except SkipTest as reason:
@@ -396,6 +501,10 @@ def check(factory: Factory) -> dict[str, str]:
 def _expect(holds: bool, sentence: str) -> None:
     if not holds:
         raise NotConforming(sentence)
+
+
+def _same(name: str, one: Any, other: Any) -> bool:
+    return bool(np.array_equal(view(name, one).bits, view(name, other).bits))
 
 
 def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -180,8 +180,7 @@ class Follower:
         self.out.mkdir(exist_ok=True)
         # With a size for the cache servers that start at the same time do not measure each other's memory.
         flags = ["--kv-cache-memory-bytes", str(options.cache_mb << 20)]
-        if kind != PLAIN:
-            flags += ["--quantization", kind]
+        flags += ["--moe-backend", "triton"] if kind == PLAIN else ["--quantization", kind]
         if vllm_gpu.DEVICE == "cuda":
             flags += vllm_gpu.FLAGS
         self.server = vllm_gpu.Server(

@@ -1,6 +1,7 @@
 """The conformance suite for engines; `deltawire.testing` is its public name."""
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from uuid import uuid4
 import numpy as np
 
 from deltawire.engines.engine import Engine, EngineChange
+from deltawire.engines.quantized.edits import EDITS
 from deltawire.engines.target import EngineTarget
 from deltawire.errors import DeltawireError, EngineBroken
 from deltawire.follow.replica import Replica
@@ -61,11 +63,13 @@ class Harness(Protocol):
 class QuantizedHarness(Harness):
     """The same for an engine that quantizes weights when it loads them."""
 
+    @abstractmethod
     def served(self) -> Mapping[str, Any]:
         """The codes and scales that the engine computes with, and weights that it does not quantize, as arrays or
         tensors by any names; read without deltawire.
         """
 
+    @abstractmethod
     def fresh(self, weights: Weights) -> Mapping[str, Any]:
         """What `served` would be in an engine that was just started with these weights."""
 
@@ -409,7 +413,7 @@ def moving_scales(subject: _Subject) -> None:
     """Largest elements come and go, rows become zero and are filled again, elements are subnormal."""
     names = [name for name, each in subject.weights.items() if len(each.shape) > 1 and each.dtype.name == "BF16"]
     _expect(bool(names), "the harness must have matrices of bf16")
-    for what, edit in _EDITS.items():
+    for what, edit in EDITS.items():
         new = _copy(subject.weights)
         for name in names:
             tensor = new[name]
@@ -441,44 +445,6 @@ def not_finite_is_refused(subject: _Subject) -> None:
     else:
         subject.move(change)
         subject.expect_current("after an infinity was taken")
-
-
-def _rows(bits: Any, rng: np.random.Generator) -> Any:
-    """Some rows, which are groups or parts of them; none of a matrix is left out if there are few."""
-    return rng.random(len(bits)) < max(0.2, 2 / len(bits))
-
-
-def _spread(bits: Any, rng: np.random.Generator, value: int) -> None:
-    """A value in some rows, with any sign."""
-    for row in np.flatnonzero(_rows(bits, rng)):
-        bits[row, rng.integers(bits.shape[1])] = value | rng.integers(2) << 15
-
-
-def _fill(bits: Any, rng: np.random.Generator, low: int, high: int) -> None:
-    chosen = _rows(bits, rng)
-    bits[chosen] = rng.integers(low, high, (int(chosen.sum()), bits.shape[1])) | (
-        rng.integers(0, 2, (int(chosen.sum()), bits.shape[1])) << 15
-    )
-
-
-def _shrink(bits: Any, rng: np.random.Generator) -> None:
-    """The largest element of each row is halved."""
-    largest = (bits & 0x7FFF).argmax(1)
-    rows = np.flatnonzero((bits & 0x7FFF).max(1) >= 0x0100)
-    bits[rows, largest[rows]] -= 0x80
-
-
-# Bits of bf16: 2.0 and 100.0, subnormals, numbers from 0.01 to 0.1.
-_EDITS: dict[str, Callable[[Any, np.random.Generator], None]] = {
-    "largest elements came": lambda bits, rng: _spread(bits, rng, 0x4000),
-    "larger ones came": lambda bits, rng: _spread(bits, rng, 0x42C8),
-    "all largest ones were halved": _shrink,
-    "rows became zero": lambda bits, rng: _fill(bits, rng, 0, 1),
-    "rows became subnormal": lambda bits, rng: _fill(bits, rng, 0, 0x80),
-    "rows were filled": lambda bits, rng: _fill(bits, rng, 0x3C24, 0x3DCD),
-    "all became zero": lambda bits, rng: bits.fill(0),
-    "all were filled": lambda bits, rng: bits.__setitem__(slice(None), rng.integers(0x3C24, 0x3DCD, bits.shape)),
-}
 
 
 def check(factory: Factory) -> dict[str, str]:

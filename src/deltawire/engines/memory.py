@@ -139,6 +139,9 @@ class SplitMemory(Memory):
     def part(self, piece: Piece) -> Memory:
         return self._parts[self._is_host[piece.storage]]
 
+    def take(self, change: PieceChange) -> Any:
+        raise TypeError("a change is taken by the part that has its piece")
+
     def drop(self) -> None:
         self._split = None
         for part in self._parts.values():

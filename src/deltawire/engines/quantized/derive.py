@@ -85,7 +85,6 @@ class QuantizedTensor:
         """Whether codes and scales are those of the weights."""
         return all(torch.equal(_bits(live), _bits(made)) for live, made in self._made())
 
-    @torch.no_grad()
     def _made(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The codes and the scales of each matrix, and what they should be."""
         codes = self.codes if self.codes.ndim > 2 else self.codes[None]

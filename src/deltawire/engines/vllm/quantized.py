@@ -115,6 +115,10 @@ def find(model: torch.nn.Module) -> QuantizedModel | None:
             found.append(QuantizedTensor(f"{name}.{each}", original, recipe, codes, scales))
     if not found:
         return None
+    from deltawire.kernels.cpu import warmup
+
+    # What decodes and writes the weights in host memory, so that nobody waits for it in the first update.
+    warmup.warm_up((16,))
     for recipe in {id(each.recipe): each.recipe for each in found}.values():
         prove(recipe, found[0].codes.device)
     return QuantizedModel(found)
@@ -126,7 +130,13 @@ def _live(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     found = next((getattr(layer, each) for each in scales if getattr(layer, each, None) is not None), None)
     if found is None:
         raise EngineRejected(f"{name} has no scales in {type(layer).__name__}", tensor=name)
-    return getattr(layer, name).data, found.data
+    return _plain(getattr(layer, name)), _plain(found)
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be changed, however it was made."""
+    flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+    return flat.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 @contextmanager
@@ -197,7 +207,9 @@ def _recipe(kind: str, parameter: str) -> Recipe:
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     def block(size: Sequence[int]) -> Any:
-        return lambda rows: per_block_cast_to_fp8(rows, block_size=list(size), use_ue8m0=False)
+        # Compiled for each way in which gradients are kept.
+        cast = torch.no_grad()(per_block_cast_to_fp8)
+        return lambda rows: cast(rows, block_size=list(size), use_ue8m0=False)
 
     def row(values: torch.Tensor, largest: torch.Tensor) -> Quantized:
         scales = _fp8_channel_scale(largest)

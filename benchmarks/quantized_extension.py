@@ -1,6 +1,7 @@
 """What quantized_gpu.py asks of a vLLM worker: checksums of what it serves, and what each update wrote."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,13 +13,18 @@ def sha256(value: torch.Tensor) -> str:
     return hashlib.sha256(value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()).hexdigest()
 
 
+def sha256s(named: dict[str, torch.Tensor]) -> dict[str, str]:
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(named, pool.map(sha256, named.values()), strict=True))
+
+
 class Extension(WorkerExtension):
     model_runner: Any
     weight_transfer_engine: Any
 
     def sha256s(self) -> dict[str, str]:
         """The SHA-256 of every parameter, read from memory without deltawire's code."""
-        return {name: sha256(value) for name, value in self.model_runner.model.named_parameters()}
+        return sha256s(dict(self.model_runner.model.named_parameters()))
 
     def count_writes(self) -> None:
         """Count what is written from now on."""

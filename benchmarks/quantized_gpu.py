@@ -38,7 +38,7 @@ from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.adapter import VllmEngine
 from measure import write_csv
-from quantized_extension import sha256
+from quantized_extension import sha256s
 
 DENSE = dict(zip(vllm_gpu.FIELDS, vllm_gpu.SHAPES["0.6b"], strict=True))
 TINY = dict(zip(vllm_gpu.FIELDS, (256, 2, 4, 2, 64, 2048, 512, False), strict=True))
@@ -145,20 +145,20 @@ def quantized_by_vllm(kind, name, value):
     from vllm.model_executor.layers.quantization.utils.quant_utils import weight_amax
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
+    def stacked(made):
+        codes, scales = zip(*made, strict=True)
+        return torch.stack([each.view(torch.uint8) for each in codes]), torch.stack(scales)
+
     if kind == "fp8_per_block":
-        made = [per_block_cast_to_fp8(each, block_size=[128, 128], use_ue8m0=False)
-                for each in (value if value.ndim > 2 else value[None])]  # fmt: skip
-        codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
-        if value.ndim == 2:
-            codes, scales = codes[0], scales[0]
+        each = value if value.ndim > 2 else value[None]
+        codes, scales = stacked(per_block_cast_to_fp8(part, block_size=[128, 128], use_ue8m0=False) for part in each)
         return {name: codes, f"{name}_scale_inv": scales}
     if name.endswith("w13_weight"):
-        made = [ops.scaled_fp8_quant(each, scale=None, use_per_token_if_dynamic=True) for each in value]
-        codes, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
+        codes, scales = stacked(ops.scaled_fp8_quant(part, scale=None, use_per_token_if_dynamic=True) for part in value)
         return {name: codes, f"{name}_scale": scales}
     scales = _fp8_channel_scale(weight_amax(value, dim=-1, keepdim=True))
     if value.ndim > 2:
-        codes = torch.stack([_fp8_quant_per_channel(*each) for each in zip(value, scales, strict=True)])
+        codes, scales = stacked((_fp8_quant_per_channel(*each), each[1]) for each in zip(value, scales, strict=True))
         return {name: codes, f"{name}_scale": scales}
     return {name: _fp8_quant_per_channel(value, scales).t(), f"{name}_scale": scales}
 
@@ -168,8 +168,8 @@ def expected(weights, kind):
     for name, value in fused(weights).items():
         whole = is_quantized(name) or name.endswith(("w13_weight", "w2_weight"))
         made = quantized_by_vllm(kind, name, value) if whole and kind != PLAIN else {name: value}
-        found |= {each: sha256(tensor) for each, tensor in made.items()}
-    return found
+        found |= made
+    return sha256s(found)
 
 
 class Follower:
@@ -214,40 +214,45 @@ class Follower:
 
 
 class Case:
-    def __init__(self, folder, out, options, model):
-        self.folder, self.out, self.options, self.model = folder, out, options, model
+    def __init__(self, folder, out, options, model, before):
+        self.folder, self.out, self.options, self.model, self.before = folder, out, options, model, before
+        self.problems = []
         self.started, self.rows, self.followers = time.time(), [], []
         self.weights = make_model(folder / "base", MODELS[model])
 
     def say(self, *words):
         print(f"[{time.time() - self.started:6.1f}] {self.model}:", *words, flush=True)
 
-    def start(self, stack):
-        kinds = [PLAIN, *self.options.quantizations]
+    def start(self, stack, kinds):
         found = []
         for kind in kinds:
             found.append(Follower(self.folder / "base", self.out, kind, self.options))
             stack.callback(found[-1].close)
             if self.options.one_by_one:
-                found[-1].server.wait()
-        for each in found:
-            each.server.wait()
-            self.say("up:", each.kind)
-        return found
+                self.wait(found[-1])
+        return [each for each in found if self.wait(each)]
+
+    def wait(self, follower):
+        try:
+            follower.server.wait()
+        except SystemExit as error:
+            self.problems.append(f"{self.model} {follower.kind} did not start")
+            self.say(self.problems[-1], str(error)[-3000:])
+            return False
+        self.say("up:", follower.kind)
+        return True
 
     def run(self):
         options = self.options
         run = str(self.folder / "run")
         with ExitStack() as stack:
-            self.followers = self.start(stack)
+            self.followers = self.start(stack, [PLAIN, *options.quantizations])
             publisher = stack.enter_context(
                 Publisher(run, self.weights, run="quantized", anchors=None, skips=(), check_share=0)
             )
             publisher.publish().wait()
-            for each in self.followers:
-                self.check(each, "as started")
-                each.follow(run)
-                self.check(each, f"first version, in {each.first_seconds:.1f} s")
+            for each in list(self.followers):
+                self.attempt(each, lambda each=each: self.join(each, run))
             for each in self.followers:
                 each.stream(options.streams)
             # The first requests of a server compile.
@@ -258,8 +263,10 @@ class Case:
             for number in range(options.rounds):
                 total, quantized = change(self.weights, options.density, number)
                 publisher.publish().wait()
-                for each in self.followers:
-                    self.update(each, number, total, quantized, idle[each.kind])
+                for each in list(self.followers):
+                    figures = number, total, quantized, idle[each.kind]
+                    self.attempt(each, lambda each=each, figures=figures: self.update(each, *figures))
+                self.write()
             for each in self.followers:
                 each.streams.close()
                 each.streams = None
@@ -268,20 +275,47 @@ class Case:
         self.out = self.out / "fresh"
         self.out.mkdir()
         with ExitStack() as stack:
-            for each in self.start(stack):
+            for each in self.start(stack, list(ours)):
                 theirs = each.server.checksums(), each.server.logprobs()
                 equal = [one == other for one, other in zip(ours[each.kind], theirs, strict=True)]
+                if not all(equal):
+                    self.problems.append(f"{self.model} {each.kind}: other than a fresh server")
                 self.say(f"{each.kind}: as a fresh server: {len(theirs[0])} parameters {equal[0]}, "
                          f"log probabilities {equal[1]}", theirs[1][:3])  # fmt: skip
                 for row in self.rows:
                     if row["quantization"] == each.kind:
                         row |= {"fresh_parameters": equal[0], "fresh_logprobs": equal[1]}
 
+    def attempt(self, follower, work):
+        """What fails with one server is told at the end; the others go on."""
+        try:
+            work()
+        except Exception as error:
+            self.problems.append(f"{self.model} {follower.kind}: {error!r}")
+            self.say(self.problems[-1])
+            self.followers.remove(follower)
+
+    def join(self, follower, run):
+        self.check(follower, "as started")
+        follower.follow(run)
+        self.check(follower, f"first version, in {follower.first_seconds:.1f} s")
+
+    def write(self):
+        rows = [*self.before, *self.rows]
+        if rows:
+            notes = {"torch": torch.__version__, "vllm": version("vllm")}
+            if vllm_gpu.DEVICE == "cuda":
+                notes = {"gpu": torch.cuda.get_device_name(), **notes}
+            table = [[row[each] for each in rows[0]] for row in rows]
+            write_csv("quantized_gpu.csv", list(rows[0]), table, folder=self.options.out, notes=notes)
+
     def check(self, follower, when):
         wanted, found = expected(self.weights, follower.kind), follower.server.checksums()
         wrong = sorted(name for name in wanted.keys() | found.keys() if found.get(name) != wanted.get(name))
         if wrong:
-            raise SystemExit(f"{follower.kind}, {when}: {len(wrong)} of {len(wanted)} parameters differ: {wrong[:4]}")
+            raise AssertionError(
+                f"{follower.kind}, {when}: {len(wrong)} of {len(wanted)} parameters differ: {wrong[:4]}"
+            )
         self.say(f"{follower.kind}, {when}: all {len(wanted)} parameters as vLLM makes them")
         return len(wanted)
 
@@ -330,24 +364,21 @@ def main():
     os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")
     # For the workers' extension.
     os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
-    rows = []
+    rows, problems = [], []
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as logs:
-            case = Case(Path(folder), Path(logs), options, model)
+            case = Case(Path(folder), Path(logs), options, model, rows)
             try:
                 case.run()
             finally:
                 for log in Path(logs).rglob("vllm.log"):
                     name = "-".join(log.relative_to(logs).parts[:-1])
                     (options.out / f"quantized-{model}-{name}.log").write_bytes(log.read_bytes()[-200_000:])
-                rows += case.rows
-                if rows:
-                    notes = {"torch": torch.__version__, "vllm": version("vllm")}
-                    if vllm_gpu.DEVICE == "cuda":
-                        notes = {"gpu": torch.cuda.get_device_name(), **notes}
-                    table = [[row[each] for each in rows[0]] for row in rows]
-                    write_csv("quantized_gpu.csv", list(rows[0]), table, folder=options.out, notes=notes)
+                case.write()
+            rows, problems = rows + case.rows, problems + case.problems
         del case
+    if problems:
+        raise SystemExit("; ".join(problems))
 
 
 if __name__ == "__main__":

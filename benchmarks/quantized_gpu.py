@@ -24,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -210,7 +210,9 @@ class Follower:
             self.streams.close()
         if self.replica is not None:
             self.replica.close()
-        self.server.close()
+        # It may not have started.
+        with suppress(ProcessLookupError):
+            self.server.close()
 
 
 class Case:

@@ -4,7 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,6 +44,8 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
               "hf://owner/model@revision; version 0 names it, and nothing of it is uploaded. Otherwise the weights of "
               "the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
 @click.option("--anchor", is_flag=True, help="Upload all weights, not a delta.")
+@click.option("--as", "recipe", type=click.Choice(["fp8_per_block"]), help="Publish codes and scales: the matrices "
+              "called ..._proj.weight as FP8 with a scale for each 128 x 128 block, as vLLM makes them.")  # fmt: skip
 @click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto", show_default=True,
               help="How deltas are encoded; see deltawire diff.")  # fmt: skip
 @options.sign_key_option
@@ -52,7 +54,8 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @options.output_options
 def publish_command(
     checkpoint: Path, url: str, name: str | None, step: int | None, metadata: Sequence[tuple[str, Any]],
-    base: str | None, anchor: bool, encoding: str, sign_key: Path | None, max_file_bytes: int, threads: int | None,
+    base: str | None, anchor: bool, recipe: str | None, encoding: str, sign_key: Path | None, max_file_bytes: int,
+    threads: int | None,
 ) -> None:  # fmt: skip
     """Publish a checkpoint as the next version of a run.
 
@@ -61,7 +64,9 @@ def publish_command(
     before, whose weights are read from --base or fetched. Returns when the version is committed.
     """
     started = time.perf_counter()
-    with terminal.speaking_errors(url), terminal.ByteBar("publish") as bar:
+    with terminal.speaking_errors(url), terminal.ByteBar("publish") as bar, ExitStack() as stack:
+        if recipe is not None:
+            checkpoint = stack.enter_context(quantized_checkpoint(checkpoint, recipe))
         weights, store = deltawire.Checkpoint(checkpoint), deltawire.open_store(url)
         with (
             base_weights(store, base, anchor, sign_key) as before,
@@ -85,6 +90,15 @@ def publish_command(
         "seconds": round(time.perf_counter() - started, 3),
     }
     terminal.show(data, lambda: published_text(data))
+
+
+@contextmanager
+def quantized_checkpoint(checkpoint: Path, recipe: str) -> "Iterator[Path]":
+    """A checkpoint with codes and scales, for as long as it is published."""
+    from deltawire.engines.quantized.checkpoint import quantize_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="deltawire-quantized-") as folder:
+        yield quantize_checkpoint(checkpoint, Path(folder) / "checkpoint", recipe)
 
 
 @contextmanager

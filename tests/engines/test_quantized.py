@@ -1,16 +1,21 @@
 """Codes and scales derived from weights: as vLLM's own functions make them, and as if all were quantized again."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deltawire.engines import conformance
 from deltawire.engines.layout import Piece
+from deltawire.engines.quantized.checkpoint import quantize_checkpoint, quantized
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
 from deltawire.engines.staged import PieceChange
-from deltawire.errors import EngineRejected, UnsupportedFormat
+from deltawire.errors import EngineRejected, ObjectMissing, UnsupportedFormat
 from deltawire.tensors.digest import Digest
+from support.command_line import told
 from support.quantized_module import QuantizedEngine, harness_of
 
 NAMES = sorted(RECIPES)
@@ -245,3 +250,38 @@ class KeepsMaxima(QuantizedEngine):
 def test_the_suite_finds_what_is_wrong(engine):
     with pytest.raises(conformance.NotConforming, match=r"moving_scales|right_weights"):
         conformance.check(harness_of("fp8_per_channel", engine))
+
+
+def test_a_checkpoint_of_codes_and_scales(tmp_path):
+    """Published by the command, followed by a mirror, and made of state by state in Python: the same bits."""
+    weights = {"a.q_proj.weight": made((256, 130), 0), "a.norm.weight": made((1, 16), 1)[0]}
+    source, store = tmp_path / "checkpoint", tmp_path / "run"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "x"}')
+    for step in range(3):
+        save_file(weights, source / "model.safetensors", {"format": "pt"})
+        told("publish", source, "--to", store, "--step", step, "--as", "fp8_per_block")
+        told("pull", store, "--to", tmp_path / "mirror")
+        found, wanted = load_file(tmp_path / "mirror/model.safetensors"), quantized(weights)
+        assert found.keys() == wanted.keys() == {*weights, "a.q_proj.weight_scale_inv"}
+        assert all(same(found[name], wanted[name]) for name in found)
+        codes, scales = RECIPES["fp8_per_block"].quantize(weights["a.q_proj.weight"])
+        assert same(wanted["a.q_proj.weight"], codes)
+        assert wanted["a.q_proj.weight_scale_inv"].shape == (2, 2)
+        assert same(wanted["a.q_proj.weight_scale_inv"], scales)
+        weights["a.q_proj.weight"] = changed(weights["a.q_proj.weight"], step)
+    config = json.loads((tmp_path / "mirror/config.json").read_text())
+    assert config["model_type"] == "x"
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    assert config["quantization_config"]["modules_to_not_convert"] == ["a.norm"]
+
+
+def test_what_cannot_be_published_as_codes_is_refused(tmp_path):
+    for value, text in ((torch.ones(4, 4), "float32"), (torch.full((4, 4), torch.inf).bfloat16(), "not finite")):
+        with pytest.raises(UnsupportedFormat, match=text):
+            quantized({"q_proj.weight": value})
+    with pytest.raises(UnsupportedFormat, match="mxfp8"):
+        quantized({}, "mxfp8")
+    save_file({"norm": torch.ones(4)}, tmp_path / "plain.safetensors")
+    with pytest.raises(ObjectMissing, match="nothing is quantized"):
+        quantize_checkpoint(tmp_path / "plain.safetensors", tmp_path / "made")

@@ -45,10 +45,11 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
             )
         if getattr(module, "is_amx_bmm_enabled", False) or getattr(module, "dcp_q_replicate", False):
             raise EngineRejected(f"{name} computes from copies of kv_b_proj that are laid out anew", tensor=name)
-    quantized = {name for name, _, _ in layers(model)}
-    for name, module in model.named_modules():
-        if quantized and hasattr(module, "kv_b_proj"):
-            raise EngineRejected(f"{name} computes from copies of kv_b_proj, which is quantized", tensor=name)
+    if config.model_config.quantization is not None:
+        list(layers(model))
+        for name, module in model.named_modules():
+            if hasattr(module, "kv_b_proj"):
+                raise EngineRejected(f"{name} computes from copies of kv_b_proj, which is quantized", tensor=name)
     known = {f"{name}.{each}" for name, module in _absorbing(model) for each in _ABSORBED}
     _refuse_others(model)
     return _FIXED | known

@@ -92,6 +92,13 @@ def _check_ranks(name: str, module: Any, method: Any, recipe: str) -> None:
 
 def find(model: torch.nn.Module) -> QuantizedModel | None:
     """The tensors that a model quantizes, with weights that are zero until they are loaded; None if there are none."""
+    try:
+        return _find(model)
+    except ImportError as error:
+        raise EngineRejected(f"a server that quantizes its weights needs vLLM 0.32: {error}") from error
+
+
+def _find(model: torch.nn.Module) -> QuantizedModel | None:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     found = []

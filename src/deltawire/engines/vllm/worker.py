@@ -218,7 +218,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         known = copies.check(self.model, self.vllm_config)
-        if self._quantized is None:
+        if self._quantized is None and self.model_config.quantization is not None:
             self._quantized = quantized.find(self.model)
         with quantized.as_loaded(self.model, self._quantized):
             storages = flat_storages(self.model)

@@ -13,6 +13,7 @@ from deltawire.engines.quantized.checkpoint import quantize_checkpoint, quantize
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
 from deltawire.engines.staged import PieceChange
+from deltawire.engines.vllm.quantized import layers
 from deltawire.errors import EngineRejected, ObjectMissing, UnsupportedFormat
 from deltawire.tensors.digest import Digest
 from support.command_line import told
@@ -285,3 +286,54 @@ def test_what_cannot_be_published_as_codes_is_refused(tmp_path):
     save_file({"norm": torch.ones(4)}, tmp_path / "plain.safetensors")
     with pytest.raises(ObjectMissing, match="nothing is quantized"):
         quantize_checkpoint(tmp_path / "plain.safetensors", tmp_path / "made")
+
+
+def layer_with(method, **fields):
+    """A model with one layer, whose method and kernel have the names of vLLM's."""
+    model = torch.nn.Module()
+    model.layer = torch.nn.Module()
+    model.layer.tp_size = model.layer.input_size = model.layer.output_size = 1
+    model.layer.input_size_per_partition = model.layer.output_size_per_partition = 1
+    model.layer.quant_method = type(method, (), fields)()
+    return model
+
+
+def kernel(name):
+    return type(name, (), {})()
+
+
+CUTLASS = kernel("CutlassFP8ScaledMMLinearKernel")
+
+
+@pytest.mark.parametrize(("model", "text"), [
+    (layer_with("GPTQMarlinLinearMethod"), "GPTQMarlinLinearMethod.*--quantization fp8_per_block"),
+    (layer_with("Fp8LinearMethod"), "Fp8LinearMethod"),
+    (layer_with("Fp8PerBlockOnlineLinearMethod", fp8_linear=kernel("DeepGemmFp8BlockScaledMMKernel")),
+     "DeepGemmFp8BlockScaledMMKernel.*VLLM_USE_DEEP_GEMM=0"),
+    (layer_with("Mxfp8OnlineLinearMethod", kernel=kernel("MarlinMxfp8LinearKernel")), "MarlinMxfp8LinearKernel"),
+    (layer_with("Fp8PerBlockOnlineMoEMethod", fp8_backend=type("B", (), {"name": "DEEPGEMM", "value": "DEEPGEMM"})),
+     "DEEPGEMM.*--moe-backend triton"),
+    (layer_with("Fp8PtpcOnlineLinearMethod", fp8_linear=CUTLASS, requantization_source=1), "Fp8PtpcOnlineLinear"),
+])  # fmt: skip
+def test_other_methods_and_kernels_are_refused_by_name(model, text):
+    with pytest.raises(EngineRejected, match=text) as caught:
+        list(layers(model))
+    assert caught.value.tensor == "layer"
+
+
+def test_scales_that_several_workers_agree_on_are_refused():
+    for method, sizes, is_refused in (
+        ("Fp8PtpcOnlineLinearMethod", {"input_size": 2}, True),
+        ("Fp8PtpcOnlineLinearMethod", {"output_size": 2}, False),
+        ("Fp8PerTensorOnlineLinearMethod", {"output_size": 2}, True),
+        ("Fp8PerBlockOnlineLinearMethod", {"input_size": 2}, False),
+    ):
+        model = layer_with(method, fp8_linear=CUTLASS)
+        assert len(list(layers(model))) == 1
+        for name, size in {**sizes, "tp_size": 2}.items():
+            setattr(model.layer, name, size)
+        if is_refused:
+            with pytest.raises(EngineRejected, match="several workers"):
+                list(layers(model))
+        else:
+            assert len(list(layers(model))) == 1

@@ -70,7 +70,7 @@ def make_model(folder, config):
     if "num_experts" not in config:
         return vllm_gpu.make_model(folder, config)
     about = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    weights = vllm_gpu.make_model(folder, config, shapes_of, **about)
+    weights = vllm_gpu.make_model(folder, config, shapes_of(config), **about)
     for name in weights:
         if f".0.mlp.experts.{ZERO_EXPERT}." in name:
             weights[name].zero_()

@@ -16,7 +16,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import deltawire
-from deltawire.engines.quantized.checkpoint import quantized
+from deltawire.engines.quantized.published import quantized
 from deltawire.engines.quantized.recipes import RECIPES
 from measure import write_csv
 from support.recorded import DATA, RECORDINGS, recorded_steps

@@ -106,6 +106,19 @@ def test_follows_and_serves_what_a_fresh_server_does(tmp_path, vllm_pool):
             assert ours == answers(fresh)
 
 
+@pytest.mark.slow
+def test_scales_of_two_workers_are_refused_by_name(tmp_path, vllm_pool):
+    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+    trainer.publish(density=0)
+    own = {"arguments": FLAGS, "log": tmp_path / "log", "nursery": vllm_pool.nursery, "tp": 2}
+    with (
+        serving(tmp_path / "base", **own) as server,
+        following(f"memory:{tmp_path}", server) as replica,
+        pytest.raises(EngineRejected, match="o_proj depend on the weights of several workers"),
+    ):
+        replica.pull()
+
+
 def ask(server, method, *arguments):
     server.client.post("/collective_rpc", json={"method": method, "args": arguments}).raise_for_status()
 

@@ -138,19 +138,6 @@ def test_a_planted_copy_is_found(tmp_path, vllm_pool, monkeypatch):
         server.kill()
 
 
-@pytest.mark.slow
-def test_a_quantized_server_is_refused_by_name(tmp_path, vllm_pool):
-    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
-    trainer.publish(density=0)
-    own = {"arguments": ["--quantization", "fp8_per_channel"], "log": tmp_path / "log", "nursery": vllm_pool.nursery}
-    with (
-        serving(tmp_path / "base", **own) as server,
-        following(f"memory:{tmp_path}", server) as replica,
-        pytest.raises(EngineRejected, match="fp8_per_channel"),
-    ):
-        replica.pull()
-
-
 def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool):
     """Each engine answers for itself: the failure is told in the same update, and the next one heals it."""
     store = f"memory:{tmp_path}"

@@ -95,7 +95,7 @@ def publish_command(
 @contextmanager
 def quantized_checkpoint(checkpoint: Path, recipe: str) -> "Iterator[Path]":
     """A checkpoint with codes and scales, for as long as it is published."""
-    from deltawire.engines.quantized.checkpoint import quantize_checkpoint
+    from deltawire.engines.quantized.published import quantize_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="deltawire-quantized-") as folder:
         yield quantize_checkpoint(checkpoint, Path(folder) / "checkpoint", recipe)

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from deltawire.engines import conformance
 from deltawire.engines.layout import Piece
-from deltawire.engines.quantized.published import quantize_checkpoint, quantized
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
+from deltawire.engines.quantized.published import quantize_checkpoint, quantized
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
 from deltawire.engines.staged import PieceChange
 from deltawire.engines.vllm.quantized import layers

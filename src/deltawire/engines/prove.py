@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ALIVE, DEAD, UNTOLD = "alive", "dead", "not told"
-# How strongly a parameter is disturbed, in units of its own size. More where little has no effect. Both ways: what only
-# takes a token out of the attention to many, or a sink, may be less than rounding.
+# How strongly a parameter is disturbed, in units of its own size. More where little has no effect: an attention sink must
+# come near the largest score. Both ways: one token less in the attention to many may be lost in rounding.
 STRENGTHS = (2.0, 50.0, 1000.0)
-BOTH_WAYS = (*STRENGTHS, *(-each for each in STRENGTHS))
+BOTH_WAYS = (*STRENGTHS, 30_000.0, *(-each for each in STRENGTHS))
 SEEDS = (0, 1, 2)
 
 

@@ -8,8 +8,9 @@ weight in a hundred changes, is published, pulled through a folder store, and se
 from what was computed (`keep`), then while their context is computed again (`recompute`), then by a reload of the whole
 mirror (`disk`). After each round every parameter's SHA-256 in the server is compared with one that is computed here
 from the trainer's tensors, without deltawire's code. Half way through the patches the server is killed: a dense
-model's between two updates, one with experts while an update is written. It is started again with the weights of version 0, and one
-pull has to heal it. At the end SGLang's own checksums (`/weights_checker`) are compared with those after a reload.
+model's between two updates, one with experts while an update is written. It is started again with the weights of
+version 0, and one pull has to heal it. At the end SGLang's own checksums (`/weights_checker`) are compared with those
+after a reload.
 
 Columns as in vllm_gpu.csv: gap_ms is the longest gap of any stream from the publish on until half a second after it was
 served, idle_ms the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, served_s

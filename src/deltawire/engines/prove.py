@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ALIVE, DEAD, UNTOLD = "alive", "dead", "not told"
-# How strongly a parameter is disturbed, in units of its own size. More where little has no effect: an attention sink must
-# come near the largest score. Both ways: one token less in the attention to many may be lost in rounding.
+# How strongly a parameter is disturbed, in units of its own size. More where little has no effect: an attention sink
+# must come near the largest score. Both ways: one token less in the attention to many may be lost in rounding.
 STRENGTHS = (2.0, 50.0, 1000.0)
 BOTH_WAYS = (*STRENGTHS, 30_000.0, *(-each for each in STRENGTHS))
 SEEDS = (0, 1, 2)

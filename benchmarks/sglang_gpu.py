@@ -7,9 +7,10 @@ Eight streaming requests come from a process of their own, which notes every gap
 weight in a hundred changes, is published, pulled through a folder store, and served: as patches while requests go on
 from what was computed (`keep`), then while their context is computed again (`recompute`), then by a reload of the whole
 mirror (`disk`). After each round every parameter's SHA-256 in the server is compared with one that is computed here
-from the trainer's tensors, without deltawire's code. Half way through the patches the server is killed: for the first
-model between two updates, for others while one is written. It is started again with the weights of version 0, and one
-pull has to heal it. At the end SGLang's own checksums (`/weights_checker`) are compared with those after a reload.
+from the trainer's tensors, without deltawire's code. Half way through the patches the server is killed: a dense
+model's between two updates, one with experts while an update is written. It is started again with the weights of
+version 0, and one pull has to heal it. At the end SGLang's own checksums (`/weights_checker`) are compared with those
+after a reload.
 
 Columns as in vllm_gpu.csv: gap_ms is the longest gap of any stream from the publish on until half a second after it was
 served, idle_ms the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, served_s
@@ -333,11 +334,11 @@ def main():
         write_csv("sglang_gpu.csv", list(rows[0]), table, folder=options.out, notes=notes)
 
     failures = 0
-    events = ["killed between two updates", "killed during an update"]
     for place, model in enumerate(options.models):
         rounds = options.rounds[min(place, len(options.rounds) - 1)]
         with tempfile.TemporaryDirectory() as folder:
-            case = Case(model, rounds, events[min(place, 1)], Path(folder), options, add)
+            event = "killed during an update" if MODELS[model][1] else "killed between two updates"
+            case = Case(model, rounds, event, Path(folder), options, add)
             failures += case.run()
         del case
         if torch.cuda.is_available():

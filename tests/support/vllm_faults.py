@@ -68,6 +68,15 @@ class FaultyExtension(CheckedExtension):
         module.forward = forward
         return {}
 
+    def absorb(self):
+        """Let latent attention have copies where it has views of `kv_b_proj`, as vLLM makes on other machines."""
+        for module in self.get_model().modules():
+            for name in ("W_UV", "W_UK_T"):
+                if name in module._parameters:
+                    copy = getattr(module, name).data.clone()
+                    module.register_parameter(name, torch.nn.Parameter(copy, requires_grad=False))
+        return {}
+
     def spoil(self, rank, name):
         """Turn the sign of one element of a parameter on one rank, as nobody should; again, and it is as it was."""
         if self.rank == rank:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ALIVE, DEAD, UNTOLD = "alive", "dead", "not told"
-# How strongly a parameter is disturbed, in units of its own size. More where little has no effect.
+# How strongly a parameter is disturbed, in units of its own size. More where little has no effect: an attention sink
+# must come near the largest score. Both ways: one token less in the attention to many may be lost in rounding.
 STRENGTHS = (2.0, 50.0, 1000.0)
+BOTH_WAYS = (*STRENGTHS, 30_000.0, *(-each for each in STRENGTHS))
 SEEDS = (0, 1, 2)
 
 
@@ -108,7 +110,7 @@ class _Prover:
         # Without kept context the next token cannot be computed apart from the prompt.
         self._num_tokens = subject.block_size + 1 if subject.block_size else 24
         self._salts = 0
-        self._plain: dict[bool, tuple[list[int], str, Any]] = {}
+        self._plain: dict[tuple[bool, int], tuple[list[int], str, Any]] = {}
 
     def parameter(self, parameter: Parameter, part: int | None) -> Found:
         states = {}
@@ -119,8 +121,8 @@ class _Prover:
     def _state(self, parameter: Parameter, part: int | None, decodes: bool) -> str:
         """Answers must differ from those before; an expert that no token reached says nothing."""
         server, name, state = self._server, parameter.name, DEAD if part is None else UNTOLD
-        for seed in SEEDS if part is not None else SEEDS[:1]:
-            for strength in STRENGTHS:
+        for seed in SEEDS:
+            for strength in STRENGTHS if part is not None else BOTH_WAYS:
                 try:
                     other = None
                     if part is not None:
@@ -143,8 +145,8 @@ class _Prover:
 
     def _before(self, decodes: bool, seed: int, *, steered: bool) -> tuple[list[int], str, Any]:
         """A prompt, the salt under which its context is kept, and the answer as things are; None if it varies."""
-        if not steered and decodes in self._plain:
-            return self._plain[decodes]
+        if not steered and (decodes, seed) in self._plain:
+            return self._plain[decodes, seed]
         prompt, salt = [2 + (7 * seed + 11 * i + i * i) % 97 for i in range(self._num_tokens)], self._salt()
         answers = [
             self._server.ask(prompt, salt if decodes else self._salt(), decodes=decodes)
@@ -152,7 +154,7 @@ class _Prover:
         ]
         found = prompt, salt, answers[-1] if answers[-1] == answers[-2] else None
         if not steered:
-            self._plain[decodes] = found
+            self._plain[decodes, seed] = found
         return found
 
     def _salt(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from deltawire.engines.engine import EngineChange, EngineDelta, Served
 from deltawire.engines.http_engine import HttpEngine, refuse, spec_fields, version_of
 from deltawire.engines.sglang.ranks import Ranks
-from deltawire.engines.sglang.versions import About, about
+from deltawire.engines.sglang.releases import About, about
 from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.weights import TensorSpec, Weights

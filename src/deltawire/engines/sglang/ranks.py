@@ -19,7 +19,7 @@ from secrets import token_hex
 from typing import Any
 
 from deltawire.engines.server import Server
-from deltawire.engines.sglang.versions import About, about
+from deltawire.engines.sglang.releases import About, about
 from deltawire.engines.shared_folder import SharedFolder, save_json
 from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
 

@@ -50,9 +50,13 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
         for name, module in model.named_modules():
             if hasattr(module, "kv_b_proj"):
                 raise EngineRejected(f"{name} computes from copies of kv_b_proj, which is quantized", tensor=name)
-    known = {f"{name}.{each}" for name, module in _absorbing(model) for each in _ABSORBED}
     _refuse_others(model)
-    return _FIXED | known
+    return _FIXED | absorbed(model)
+
+
+def absorbed(model: torch.nn.Module) -> set[str]:
+    """Parameters that are made from `kv_b_proj`, and are no views of it."""
+    return {f"{name}.{each}" for name, module in _absorbing(model) for each in _ABSORBED}
 
 
 class Copies:
@@ -69,11 +73,18 @@ class Copies:
             if not _shares(impl.sinks, source):
                 with torch.inference_mode():
                     impl.sinks.copy_(source)
+        self._absorb()
+
+    def _absorb(self) -> None:
         for module in self._absorbing:
             module.process_weights_after_loading(self._dtype)
 
     def holds(self) -> bool:
-        return all(torch.equal(impl.sinks, source.to(impl.sinks.dtype)) for impl, source in self._sinks)
+        sinks = all(torch.equal(impl.sinks, source.to(impl.sinks.dtype)) for impl, source in self._sinks)
+        before = [getattr(module, each).clone() for module in self._absorbing for each in _ABSORBED]
+        self._absorb()
+        now = [getattr(module, each) for module in self._absorbing for each in _ABSORBED]
+        return sinks and all(map(torch.equal, before, now))
 
 
 def _sinks(model: torch.nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deltawire import __version__
+from deltawire.engines.vllm.copies import absorbed
 
 
 class Disturbed:
@@ -38,10 +39,11 @@ class Disturbed:
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Each memory once: views of it are the same."""
+        """Each memory once: views of it are the same, and what is made from others follows them."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
+        made = absorbed(self._model)
         for name, value in self._model.named_parameters():
-            if value.numel():
+            if value.numel() and name not in made:
                 found.setdefault(value.untyped_storage().data_ptr(), (name, value.data))
         return dict(found.values())
 

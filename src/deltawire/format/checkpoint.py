@@ -13,7 +13,7 @@ from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
 from deltawire.format.wire import metadata_fields, read_number, read_tied
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
-from deltawire.tensors.names import PREFIX, check_names, resolve_ties
+from deltawire.tensors.names import PREFIX, Ties, check_names, resolve_ties
 from deltawire.tensors.weights import DTypeChoice, Tensor, TensorSpec, Viewed, Weights, mapping_of
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -139,7 +139,7 @@ def save_anchor(
     run: str = "",
     version: int = 0,
     dtype: DTypeChoice = None,
-    tied: Mapping[str, str] | None = None,
+    tied: Ties | None = None,
     max_shard_bytes: int = MAX_FILE_BYTES,
     threads: int | None = None,
 ) -> Digest:
@@ -174,7 +174,7 @@ def save_anchor(
     return state
 
 
-def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: Mapping[str, str]) -> dict[str, str]:
+def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: Ties) -> dict[str, str]:
     """The metadata that makes a checkpoint an anchor."""
     stated = {"run": run, "version": str(version), "digest": str(state), "total": str(num_elements)}
     return metadata_fields("anchor", tied, **stated)

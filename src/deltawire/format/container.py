@@ -19,6 +19,7 @@ import numpy as np
 
 from deltawire.disk import open_regular
 from deltawire.errors import CorruptObject, LimitExceeded, UnsupportedFormat
+from deltawire.tensors.boxes import Shape
 from deltawire.tensors.dtypes import DTYPES, Bits, empty_bits
 from deltawire.tensors.names import METADATA, is_text
 
@@ -30,7 +31,7 @@ class Slot:
     """The location of a tensor: offsets are relative to the end of the header."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     stop: int
 
@@ -140,7 +141,7 @@ def raw(array: Bits) -> memoryview:
     return array.view(np.uint8).data
 
 
-def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Slot]:
+def lay_out(tensors: Mapping[str, tuple[str, Shape]]) -> dict[str, Slot]:
     """Place tensors of given dtype and shape in sequence, the widest items first so that all are aligned."""
     slots = {}
     at = 0
@@ -165,7 +166,7 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
 
 
 def file_bytes(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
+    tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a whole file, tensor by tensor."""
     slots = lay_out(tensors)

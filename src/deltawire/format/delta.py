@@ -13,7 +13,7 @@ from deltawire.format.patches import Patch, decode_entry, decode_part, describe,
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_digest
-from deltawire.tensors.names import check_names, resolve_ties
+from deltawire.tensors.names import Ties, check_names, resolve_ties
 from deltawire.tensors.weights import DTypeChoice, Viewed, Weights, mapping_of, num_elements, view
 from deltawire.workers import Workers
 
@@ -126,7 +126,7 @@ def diff(
     *,
     encoding: EncodingChoice = "auto",
     dtype: DTypeChoice = None,
-    tied: Mapping[str, str] | None = None,
+    tied: Ties | None = None,
     run: str = "",
     version: int = 1,
     base_version: int = 0,
@@ -170,7 +170,7 @@ def diff_into(
     *,
     encoding: EncodingChoice,
     dtype: DTypeChoice,
-    tied: Mapping[str, str] | None,
+    tied: Ties | None,
     run: str,
     version: int,
     base_version: int,

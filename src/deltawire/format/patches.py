@@ -11,10 +11,10 @@ from deltawire.codec import ENCODINGS, decode, encode
 from deltawire.codec.encoding import Known
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.wire import Entry
-from deltawire.tensors.boxes import Box, Positions
+from deltawire.tensors.boxes import Box, Positions, Shape
 from deltawire.tensors.digest import Digest, box_digest, change_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, Elements
-from deltawire.tensors.weights import Tensor, TensorSpec, Weights, write
+from deltawire.tensors.weights import Tensor, Tensors, TensorSpec, Weights, write
 from deltawire.workers import SERIAL, Workers
 
 
@@ -139,7 +139,7 @@ def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest
     return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
 
 
-def matching(entry: Entry, weights: Mapping[str, Tensor]) -> Tensor:
+def matching(entry: Entry, weights: Tensors) -> Tensor:
     """The tensor that an entry changes, checked for shape and dtype."""
     check_known(entry, weights)
     tensor = weights[entry.name]
@@ -162,7 +162,7 @@ def check_spec(entry: Entry, spec: TensorSpec) -> None:
         )  # fmt: skip
 
 
-def describe(dtype: DType, shape: tuple[int, ...]) -> str:
+def describe(dtype: DType, shape: Shape) -> str:
     return f"{dtype.name} {list(shape)}"
 
 

@@ -18,10 +18,10 @@ from deltawire.codec import DENSE, ENCODINGS, Encoded
 from deltawire.codec.encoding import Arrays
 from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.format.container import Container, file_bytes, no_duplicates
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.dtypes import DTYPES, Bits, DType, dtype_named
-from deltawire.tensors.names import PREFIX, check_names, check_ties
+from deltawire.tensors.names import PREFIX, Ties, check_names, check_ties
 
 FORMAT_VERSION = 1
 MOST_PARTS = 100_000
@@ -40,7 +40,7 @@ class DeltaInfo:
     digest: Digest
     num_changed: int
     num_elements: int
-    tied: Mapping[str, str]
+    tied: Ties
 
     @classmethod
     def after(
@@ -51,7 +51,7 @@ class DeltaInfo:
         *,
         num_changed: int,
         num_elements: int,
-        tied: Mapping[str, str],
+        tied: Ties,
     ) -> "DeltaInfo":
         """The header of a delta that leads from a base to a version, by what the digest gains."""
         return cls(base.run, version, base.version, base.digest, base.digest + gain, num_changed, num_elements, tied)
@@ -155,13 +155,13 @@ class LazyArrays(UserDict[str, Any]):
         return self.data[part]()  # type: ignore[no-any-return]
 
 
-def metadata_fields(kind: str, tied: Mapping[str, str], **fields: str) -> dict[str, str]:
+def metadata_fields(kind: str, tied: Ties, **fields: str) -> dict[str, str]:
     """The metadata that makes a file one of deltawire's."""
     fields = {"format": str(FORMAT_VERSION), "kind": kind, **fields}
     return {PREFIX + key: value for key, value in fields.items()} | tied_metadata(tied)
 
 
-def tied_metadata(tied: Mapping[str, str]) -> dict[str, str]:
+def tied_metadata(tied: Ties) -> dict[str, str]:
     """The metadata of tied names; empty if there are none."""
     return {PREFIX + "tied": json.dumps(dict(tied), separators=(",", ":"))} if tied else {}
 
@@ -247,9 +247,9 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 }
 
 
-def _dims(dims: tuple[int, ...]) -> str:
+def _dims(dims: Shape) -> str:
     return "x".join(map(str, dims)) or "scalar"
 
 
-def _read_dims(text: str, name: str) -> tuple[int, ...]:
+def _read_dims(text: str, name: str) -> Shape:
     return () if text == "scalar" else tuple(read_number(dim, name) for dim in text.split("x"))

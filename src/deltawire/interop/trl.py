@@ -16,7 +16,7 @@ identifies the run nor lets a reader verify the weights.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from io import BytesIO
 from itertools import pairwise
@@ -49,6 +49,7 @@ from deltawire.store.transfer import fetch_parts
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import Bits
+from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Tensor, Weights, spec
 
 # Called with the number of versions written, and the total.
@@ -249,9 +250,7 @@ class _Tape(MemoryTarget):
         super().__init__({})
         self.changes: dict[str, tuple[Positions, Bits]] = {}
 
-    def apply(
-        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
-    ) -> None:
+    def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         self.changes = {}
         for patch in patches:
             different = self.weights()[patch.name].bits[patch.where] != patch.bits
@@ -259,7 +258,7 @@ class _Tape(MemoryTarget):
                 self.changes[patch.name] = patch.positions[different], patch.bits[different]
         super().apply(patches, base, state, tied)
 
-    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:
         before = {name: tensor.bits.copy() for name, tensor in self.weights().items()}
         if before:
             _check_same(self.weights(), anchor.base, state.version)

@@ -28,7 +28,8 @@ from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.dtypes import Bits, DType
-from deltawire.tensors.weights import Tensor
+from deltawire.tensors.names import Ties
+from deltawire.tensors.weights import Tensor, Tensors
 from deltawire.workers import Workers
 
 # Weights that come one by one are copied until all are there, or so many bytes: the room that the first version needs
@@ -82,7 +83,7 @@ class DeviceHistory(History):
         version: int,
         *,
         allowed: list[str],
-        tied: Mapping[str, str] | None = None,
+        tied: Ties | None = None,
         scratch: Path | None = None,
     ) -> None:
         self._on_device: set[str] = set()
@@ -105,7 +106,7 @@ class DeviceHistory(History):
         on_host = len(self._on_device) < len(self.specs)
         return " and ".join(["device"] * bool(self._on_device) + ["host"] * on_host)
 
-    def _begin(self, weights: Mapping[str, Tensor]) -> None:
+    def _begin(self, weights: Tensors) -> None:
         kept = [name for name in weights if isinstance(weights, ModuleWeights) and is_kept(weights, name)]
         self._on_device.update(kept)
         super()._begin(weights)
@@ -136,7 +137,7 @@ class DeviceHistory(History):
         return np.empty(0, np.uint16) if name in self._on_device else super()._first_bits(name, tensor)
 
     def stage(
-        self, version: int, weights: Mapping[str, Tensor] | Stream, workers: Workers, fixed: Collection[str] = ()
+        self, version: int, weights: Tensors | Stream, workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         if not isinstance(weights, ModuleWeights | Stream):
             raise TypeError("a snapshot on a device is for torch tensors: use snapshot='host' for other weights")
@@ -156,9 +157,7 @@ class DeviceHistory(History):
             self._records[version] = OnDevice(staged, records)
             return staged
 
-    def _move(
-        self, record: StagedVersion, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str]
-    ) -> None:
+    def _move(self, record: StagedVersion, weights: Tensors, workers: Workers, fixed: Collection[str]) -> None:
         if not self._on_device.issuperset(weights):
             super()._move(record, weights, workers, {*fixed, *self._on_device})
         if isinstance(weights, ModuleWeights):

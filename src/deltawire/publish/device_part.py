@@ -20,7 +20,7 @@ from deltawire.kernels.gpu.sums import Runs, box_sum
 from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
 from deltawire.publish.memory import Memory
 from deltawire.publish.sources import ModuleWeights
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType
 from deltawire.tensors.weights import torch_view
@@ -226,7 +226,7 @@ class Part:
             self._arena.put_back(record)
         self._join()
 
-    def copy_of(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def copy_of(self, name: str, shape: Shape) -> torch.Tensor:
         """A copy of a tensor, as it was last seen."""
         if name in self._waiting:
             return self._waiting[name]

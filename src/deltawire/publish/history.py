@@ -29,10 +29,11 @@ from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
 from deltawire.publish.streams import Stream
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, box_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, no_room
-from deltawire.tensors.weights import Tensor, spec
+from deltawire.tensors.names import Ties
+from deltawire.tensors.weights import Tensor, Tensors, spec
 from deltawire.workers import Workers
 
 CHUNK_LOG2 = 20
@@ -178,16 +179,16 @@ class History:
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor] | Stream,
+        weights: Tensors | Stream,
         version: int,
         *,
-        tied: Mapping[str, str] | None = None,
+        tied: Ties | None = None,
         scratch: Path | None = None,
     ) -> None:
         self.tied = dict(tied or {})
         """Names that share the weights of others."""
         self.boxes: dict[str, Box] = {}
-        self.specs: dict[str, tuple[DType, tuple[int, ...]]] = {}
+        self.specs: dict[str, tuple[DType, Shape]] = {}
         """Dtypes and shapes of whole tensors."""
         self._snapshot: dict[str, Bits] = {}
         for some in weights.each(self) if isinstance(weights, Stream) else [weights]:
@@ -199,7 +200,7 @@ class History:
         self._epoch = object()
         self.oldest = self.version = version
 
-    def _begin(self, weights: Mapping[str, Tensor]) -> None:
+    def _begin(self, weights: Tensors) -> None:
         for name, tensor in weights.items():
             self.boxes[name] = getattr(weights, "boxes", {}).get(name) or Box.whole(tensor.shape)
             self.specs[name] = tensor.dtype, self.boxes[name].full
@@ -224,7 +225,7 @@ class History:
         return len(self._snapshot[name])
 
     def stage(
-        self, version: int, weights: Mapping[str, Tensor] | Stream, workers: Workers, fixed: Collection[str] = ()
+        self, version: int, weights: Tensors | Stream, workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         """Move the snapshot to new weights, as the next version, and record the old bits. `fixed` is not compared."""
         if not isinstance(weights, Stream):
@@ -248,9 +249,7 @@ class History:
         self.version = version
         return record
 
-    def _move(
-        self, record: StagedVersion, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str]
-    ) -> None:
+    def _move(self, record: StagedVersion, weights: Tensors, workers: Workers, fixed: Collection[str]) -> None:
         """Compare some tensors, record their old bits, and move the snapshot to the new ones."""
 
         def stage_tensor(name: str, workers: Workers) -> None:
@@ -413,7 +412,7 @@ class History:
         if missing := self.specs.keys() - set(names):
             raise _unknown(min(missing), "no longer")
 
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
+    def _check(self, weights: Tensors) -> None:
         if unknown := [name for name in weights if name not in self.specs]:
             raise _unknown(min(unknown), "not")
         boxes: Mapping[str, Box] = getattr(weights, "boxes", {})

@@ -39,6 +39,7 @@ from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.run import Run
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import TensorSpec
 
 # After so many failed calls in a row the next version is an anchor: until then a file is kept open for each of them,
@@ -63,7 +64,7 @@ class Model:
     """What all ranks hold together: dtypes and shapes, and which names are tied."""
 
     specs: Mapping[str, TensorSpec]
-    tied: Mapping[str, str]
+    tied: Ties
 
     @property
     def num_elements(self) -> int:

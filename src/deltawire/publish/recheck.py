@@ -19,7 +19,7 @@ from deltawire.errors import SnapshotMismatch
 from deltawire.publish.history import History
 from deltawire.publish.sources import TORCH_NAMES
 from deltawire.publish.streams import Stream
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, TensorKey, box_digest, tensor_key
 from deltawire.tensors.dtypes import DType
 from deltawire.tensors.weights import Tensor, Weights, is_torch
@@ -195,7 +195,7 @@ def _measured(copied: Copied, history: History) -> Digest:
     return _hashed(copied.value, copied.source, history.specs[copied.source][0], history.boxes[copied.source])
 
 
-def hashed(value: Any, name: str, dtype: DType, shape: tuple[int, ...]) -> Digest:
+def hashed(value: Any, name: str, dtype: DType, shape: Shape) -> Digest:
     """The contribution of a live tensor to the digest, under the name that a reader takes it from."""
     copy = _copy(value, dtype)
     _wait_for([copy])

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from deltawire.errors import MissingDependency
@@ -10,15 +9,13 @@ from deltawire.publish.history import History
 from deltawire.publish.settings import Settings
 from deltawire.publish.sources import ModuleWeights, lies_on_gpu
 from deltawire.publish.streams import Stream
-from deltawire.tensors.names import check_names
-from deltawire.tensors.weights import Tensor, is_torch
+from deltawire.tensors.names import Ties, check_names
+from deltawire.tensors.weights import Tensors, is_torch
 
 log = logging.getLogger("deltawire")
 
 
-def new_history(
-    weights: Mapping[str, Tensor] | Stream, version: int, tied: Mapping[str, str], settings: Settings
-) -> History:
+def new_history(weights: Tensors | Stream, version: int, tied: Ties, settings: Settings) -> History:
     """A history that starts with the current weights; by default on their GPU, if they are on one."""
     if not isinstance(weights, Stream):
         check_names(weights)
@@ -27,9 +24,7 @@ def new_history(
     return history
 
 
-def _new_history(
-    weights: Mapping[str, Tensor] | Stream, version: int, tied: Mapping[str, str], settings: Settings
-) -> History:
+def _new_history(weights: Tensors | Stream, version: int, tied: Ties, settings: Settings) -> History:
     if not _on_device(weights, settings.snapshot):
         return History(weights, version, tied=tied, scratch=settings.scratch)
     from deltawire.publish.device import DeviceHistory, is_kept

@@ -11,10 +11,11 @@ from deltawire.publish.streams import NOT_WEIGHTS, Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.dtypes import Bits, DType, dtype_named
-from deltawire.tensors.names import check_names, check_ties, plain_name, resolve_ties
+from deltawire.tensors.names import Ties, check_names, check_ties, plain_name, resolve_ties
 from deltawire.tensors.weights import (
     DTypeChoice,
     Tensor,
+    Tensors,
     TensorSpec,
     Viewed,
     Weights,
@@ -58,7 +59,7 @@ class ModuleWeights(Mapping[str, Tensor]):
         tensors: Mapping[str, Any],
         dtypes: Mapping[str, str],
         fixed: frozenset[str],
-        tied: Mapping[str, str] | None = None,
+        tied: Ties | None = None,
     ) -> None:
         self.live = tensors
         """All torch tensors, tied ones too."""
@@ -332,8 +333,8 @@ class Taken(NamedTuple):
 
     live: Weights | Stream
     """As the trainer has them."""
-    bits: Mapping[str, Tensor] | Stream
-    tied: Mapping[str, str]
+    bits: Tensors | Stream
+    tied: Ties
     fixed: AbstractSet[str]
     """Names that need not be compared."""
 
@@ -344,7 +345,7 @@ class Source:
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
 
-    def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
+    def take(self, tied: Ties | None, weights: Any = None) -> Taken:
         """The current weights, or others that were read before; `tied` has the ties that they must still have."""
         weights = self.read() if weights is None else weights
         if tied is not None and weights.tied != tied:
@@ -355,7 +356,7 @@ class Source:
 class WholeSource(Source):
     """Reads whole tensors, and finds which names are tied and which are frozen."""
 
-    def __init__(self, weights: Any, dtype: DTypeChoice, tied: Mapping[str, str] | None, frozen: Sequence[str]) -> None:
+    def __init__(self, weights: Any, dtype: DTypeChoice, tied: Ties | None, frozen: Sequence[str]) -> None:
         super().__init__(source_of(weights, dtype, frozen))
         self._dtype, self._frozen = dtype, frozen
         self._stated_ties = None if tied is None else dict(tied)
@@ -369,7 +370,7 @@ class WholeSource(Source):
         self._ties(weights)
         self._fixed(weights)
 
-    def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
+    def take(self, tied: Ties | None, weights: Any = None) -> Taken:
         weights = self.read() if weights is None else weights
         if isinstance(weights, Stream):
             return self._take_stream(weights)
@@ -405,7 +406,7 @@ class WholeSource(Source):
             if digest != digest_of(stream.tied[name]):
                 raise _untied(name, stream.tied[name])
 
-    def _one(self, name: str, value: Any, is_fixed: bool) -> Mapping[str, Tensor]:
+    def _one(self, name: str, value: Any, is_fixed: bool) -> Tensors:
         """One tensor as bits; what torch has as what it is, so that it is compared where it lies."""
         dtypes = self._casts({name: value})
         if dtypes is not None:
@@ -427,7 +428,7 @@ class WholeSource(Source):
                 dtypes[name] = dtype_named(stated).name
         return dtypes
 
-    def _bits(self, weights: Weights, tied: Mapping[str, str]) -> Mapping[str, Tensor]:
+    def _bits(self, weights: Weights, tied: Ties) -> Tensors:
         """Weights as bits; tensors of torch on a GPU, or to be cast, as what they are, to be compared there."""
         first = next(iter(weights), None)
         if first is not None and is_torch(weights[first]) and (self._dtype is not None or lies_on_gpu(weights[first])):

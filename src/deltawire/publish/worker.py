@@ -28,6 +28,7 @@ from deltawire.run.manifest import StoredObject
 from deltawire.run.plain import plain_metadata, plain_step
 from deltawire.store import Buffer, Store
 from deltawire.tensors.digest import Digest
+from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import Workers
 
@@ -39,7 +40,7 @@ class Held:
     history: History
     specs: Mapping[str, TensorSpec]
     """Dtypes and shapes of all whole tensors, also of those that this rank holds nothing of."""
-    tied: Mapping[str, str]
+    tied: Ties
     step: int | None = None
     measured: Digests = field(default_factory=dict)
     """For a new history: the digests of all live tensors."""

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class Box:
         ValueError: The box does not lie in a tensor of shape `full`.
     """
 
-    full: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    full: Shape
+    offset: Shape
+    shape: Shape
 
     def __post_init__(self) -> None:
         fits = len(self.full) == len(self.offset) == len(self.shape) and all(
@@ -35,7 +36,7 @@ class Box:
             raise ValueError(f"box {self.offset} + {self.shape} does not lie in a tensor of shape {self.full}")
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Box":
+    def whole(cls, shape: Shape) -> "Box":
         """The box that covers a whole tensor of this shape."""
         return cls(shape, (0,) * len(shape), shape)
 

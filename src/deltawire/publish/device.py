@@ -11,7 +11,7 @@ of a module, and frozen parameters, are kept in host memory as `History` does.
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +28,6 @@ from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.dtypes import Bits, DType
-from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Tensor, Tensors
 from deltawire.workers import Workers
 
@@ -37,17 +36,17 @@ from deltawire.workers import Workers
 MOST_COPIED = 1 << 32
 
 
+@dataclass(slots=True, eq=False)
 class OnDevice:
     """The changes of a version: on the host, and on devices until they are encoded there."""
 
-    def __init__(self, host: StagedVersion, records: list[kernels.Record]) -> None:
-        self.host: Record = host
-        self.records = records
-        """One for each part, until they are encoded."""
-        self.counted: Mapping[str, int] = {}
-        """The number of changes of each changed tensor on devices, once they are encoded."""
-        self.reverse: PackedVersion | None = None
-        self.prepared: Mapping[str, Prepared] = {}
+    host: Record
+    records: list[kernels.Record]
+    """One for each part, until they are encoded."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """The number of changes of each changed tensor on devices, once they are encoded."""
+    reverse: PackedVersion | None = None
+    prepared: Mapping[str, Prepared] = field(default_factory=dict)
 
     @property
     def num_changed(self) -> Mapping[str, int]:
@@ -77,15 +76,7 @@ class DeviceBits:
 class DeviceHistory(History):
     """A history whose snapshot is on GPUs, for the tensors that `is_kept` selects."""
 
-    def __init__(
-        self,
-        weights: ModuleWeights | Stream,
-        version: int,
-        *,
-        allowed: list[str],
-        tied: Ties | None = None,
-        scratch: Path | None = None,
-    ) -> None:
+    def __init__(self, weights: ModuleWeights | Stream, version: int, *, allowed: list[str], **options: Any) -> None:
         self._on_device: set[str] = set()
         self._parts: list[Part] = []
         self._warming: list[threading.Thread] = []
@@ -93,7 +84,7 @@ class DeviceHistory(History):
         self._num_copied: Counter[tuple[Any, str]] = Counter()
         self._copies = isinstance(weights, Stream)
         self._memory = Memory()
-        super().__init__(weights, version, tied=tied, scratch=scratch)
+        super().__init__(weights, version, **options)
         for place in list(self._coming):
             self._add_part(place)
         self._memory.end()
@@ -142,8 +133,7 @@ class DeviceHistory(History):
         if not isinstance(weights, ModuleWeights | Stream):
             raise TypeError("a snapshot on a device is for torch tensors: use snapshot='host' for other weights")
         with self._alone:
-            if self.version in self._records:
-                self._encode(self.version)
+            self._encode(self.version)
             staged, records = super().stage(version, weights, workers, fixed), []
             try:
                 self._memory.end()
@@ -173,7 +163,7 @@ class DeviceHistory(History):
 
     def _encode(self, version: int) -> None:
         """Encode the changes of a version while the snapshot is still at it."""
-        record = self._records[version]
+        record = self._records.get(version)
         if not isinstance(record, OnDevice) or record.reverse is not None:
             return
         for warming in self._warming:
@@ -188,15 +178,13 @@ class DeviceHistory(History):
 
     def changed_since(self, base: int, version: int) -> dict[str, int]:
         with self._alone:
-            if self.version in self._records:
-                self._encode(self.version)
+            self._encode(self.version)
             return super().changed_since(base, version)
 
     def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
         with self._alone:
-            between = [each for each in self._records if base < each <= version]
             record = self._records.get(version)
-            if between != [version] or not isinstance(record, OnDevice):
+            if self._between(base, version) != [record] or not isinstance(record, OnDevice):
                 return {}
             if version == self.version:
                 self._encode(version)
@@ -237,8 +225,7 @@ class DeviceHistory(History):
             # Without the lock: the thread that packs them has it, and waits for others that read them.
             return super()._take_chunk(name, index)
         with self._alone:
-            if self.version in self._records:
-                self._encode(self.version)
+            self._encode(self.version)
             return super()._take_chunk(name, index)
 
     def digest_of(self, name: str, version: int, workers: Workers) -> Digest:

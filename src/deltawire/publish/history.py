@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from deltawire.codec import Encoded
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
+from deltawire.publish.sources import unknown_name
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, box_digest, tensor_key
@@ -76,9 +77,9 @@ class StagedVersion:
 
     @property
     def num_changed(self) -> Mapping[str, int]:
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for (name, _), change in list(self.changes.items()):
-            counts[name] = counts.get(name, 0) + change.num_changed
+            counts[name] += change.num_changed
         return counts
 
     def positions(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint32] | None:
@@ -150,7 +151,7 @@ class KeptVersion:
 
     def __init__(self, version: int, num_bytes: int, folder: Path | None) -> None:
         self.version = version
-        self.num_changed: dict[str, int] = {}
+        self.num_changed: Counter[str] = Counter()
         """The changes since this version whose records were dropped; an upper bound for each tensor."""
         self._starts: dict[str, int] = {}
         self._num_bytes = 0
@@ -178,12 +179,7 @@ class History:
     """
 
     def __init__(
-        self,
-        weights: Tensors | Stream,
-        version: int,
-        *,
-        tied: Ties | None = None,
-        scratch: Path | None = None,
+        self, weights: Tensors | Stream, version: int, *, tied: Ties | None = None, scratch: Path | None = None
     ) -> None:
         self.tied = dict(tied or {})
         """Names that share the weights of others."""
@@ -337,8 +333,7 @@ class History:
         for each in [each for each in list(self._records) if each <= version]:
             record = self._records.pop(each)
             if kept is not None and each > kept.version:
-                for name, count in record.num_changed.items():
-                    kept.num_changed[name] = kept.num_changed.get(name, 0) + count
+                kept.num_changed.update(record.num_changed)
         self.oldest = max(self.oldest, version)
 
     def keep(self, version: int) -> None:
@@ -358,17 +353,19 @@ class History:
         """The tensors that changed after `base`, up to `version`, and an upper bound of their changed elements."""
         dropped = self._kept.num_changed if self._kept is not None and base < self.oldest else {}
         counts = {name: min(count, len(self._snapshot[name])) for name, count in dropped.items()}
-        for record in [record for each, record in list(self._records.items()) if base < each <= version]:
+        for record in self._between(base, version):
             for name, count in record.num_changed.items():
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
         return counts
 
     def compared(self, base: int, version: int) -> StagedVersion | None:
         """The changes between two versions, if one comparison has found them."""
-        between = [record for each, record in list(self._records.items()) if base < each <= version]
-        if base < self.oldest:
-            return None
-        return between[0] if len(between) == 1 and isinstance(between[0], StagedVersion) else None
+        found = self._between(base, version)
+        is_one = base >= self.oldest and len(found) == 1
+        return found[0] if is_one and isinstance(found[0], StagedVersion) else None
+
+    def _between(self, base: int, version: int) -> list[Record]:
+        return [record for each, record in list(self._records.items()) if base < each <= version]
 
     def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
         """The tensors whose changes from `base` to `version` are encoded already."""
@@ -410,11 +407,11 @@ class History:
 
     def _check_names(self, names: Collection[str]) -> None:
         if missing := self.specs.keys() - set(names):
-            raise _unknown(min(missing), "no longer")
+            raise unknown_name(min(missing), "no longer")
 
     def _check(self, weights: Tensors) -> None:
         if unknown := [name for name in weights if name not in self.specs]:
-            raise _unknown(min(unknown), "not")
+            raise unknown_name(min(unknown), "not")
         boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
         for name in weights:
             (dtype, shape), now = self.specs[name], spec(weights, name)
@@ -429,12 +426,6 @@ class History:
                 f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start over",
                 tensor=name, expected=expected, actual=actual,
             )  # fmt: skip
-
-
-def _unknown(name: str, where: str) -> UnknownParameter:
-    return UnknownParameter(
-        f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
-    )
 
 
 class TensorAt:

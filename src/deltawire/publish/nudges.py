@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from urllib.parse import urlsplit
 
 from deltawire.redact import redacted
@@ -62,13 +63,10 @@ class Nudges:
         parts = urlsplit(agent)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         try:
-            line = kind(parts.hostname or "", parts.port, timeout=self._timeout)
-            try:
+            with closing(kind(parts.hostname or "", parts.port, timeout=self._timeout)) as line:
                 path, headers = f"{parts.path.rstrip('/')}/nudge", {"Authorization": f"Bearer {self._token}"}
                 line.request("POST", path, headers=headers)
                 status = line.getresponse().status
-            finally:
-                line.close()
         except (OSError, http.client.HTTPException, ValueError) as error:
             return str(error) or type(error).__name__
         return None if status == 202 else f"status {status}"

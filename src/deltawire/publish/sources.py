@@ -55,11 +55,7 @@ class ModuleWeights(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, Any],
-        dtypes: Mapping[str, str],
-        fixed: frozenset[str],
-        tied: Ties | None = None,
+        self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str], tied: Ties | None = None
     ) -> None:
         self.live = tensors
         """All torch tensors, tied ones too."""
@@ -121,10 +117,8 @@ class ShardedWeights(ModuleWeights):
         """Dtypes and shapes of all whole tensors, also of those that this rank holds nothing of."""
         self.boxes: dict[str, Box] = {}
         for name, tensor in self._tensors.items():
-            if hasattr(tensor, "to_local"):
-                box = held_box(name, tensor)
-            else:
-                box = Box.whole(tuple(tensor.shape)) if has_plain else None
+            plain = Box.whole(tuple(tensor.shape)) if has_plain else None
+            box = held_box(name, tensor) if hasattr(tensor, "to_local") else plain
             if box is not None:
                 self.boxes[name] = box
         self._tensors = {name: local_part(self._tensors[name]) for name in self.boxes}
@@ -136,6 +130,11 @@ class ShardedWeights(ModuleWeights):
 def local_part(tensor: Any) -> Any:
     """The part of a tensor that is on this rank."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_wide(tensor: Any) -> bool:
+    """Whether a tensor of torch has floats that may be cast to the published dtype."""
+    return bool(tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1)
 
 
 def is_sharded(module: Any) -> bool:
@@ -272,14 +271,13 @@ def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dic
                 "publish the model that was quantized, or pass a function that returns a mapping of tensors"
             )
         check_plain(name, tensor)
-        is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
         is_parameter = isinstance(tensor, Parameter)
         if is_parameter and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise TypeError(
                 f"{name} is a parameter of dtype {tensor.dtype}, as quantized modules have, and their scales would be "
                 "cast: publish the model that was quantized, or model.state_dict, which is taken as it is"
             )
-        if is_wide and (name in stated or is_parameter):
+        if is_wide(tensor) and (name in stated or is_parameter):
             dtypes[name] = _published(stated[name]) if name in stated else usual
         tensors[name] = tensor
     for name in stated:
@@ -319,6 +317,12 @@ def _returned(weights: Any) -> Weights | Stream:
 
 def lies_on_gpu(value: Any) -> bool:
     return is_torch(value) and bool(value.is_cuda)
+
+
+def unknown_name(name: str, where: str) -> UnknownParameter:
+    return UnknownParameter(
+        f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
+    )
 
 
 def _untied(name: str, to: str) -> ValueError:
@@ -380,10 +384,7 @@ class WholeSource(Source):
         elif names != self._names:
             # Also a name that is tied to another one, which a history does not know of.
             name = min(names ^ self._names)
-            where = "no longer" if name in self._names else "not"
-            raise UnknownParameter(
-                f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
-            )
+            raise unknown_name(name, "no longer" if name in self._names else "not")
         bits = weights if isinstance(weights, ModuleWeights) else self._bits(weights, tied)
         if (name := untied_name(weights, tied, None if isinstance(bits, ModuleWeights) else self._dtype)) is not None:
             raise _untied(name, tied[name])
@@ -422,8 +423,7 @@ class WholeSource(Source):
             check_plain(name, tensor)
             stated = self._dtype.get(name) if isinstance(self._dtype, Mapping) else self._dtype
             if stated is not None:
-                is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-                if not is_wide or dtype_named(stated).name not in TORCH_NAMES:
+                if not is_wide(tensor) or dtype_named(stated).name not in TORCH_NAMES:
                     return None
                 dtypes[name] = dtype_named(stated).name
         return dtypes

@@ -34,6 +34,7 @@ class Tensor:
 
 
 Tensors = Mapping[str, Tensor]
+Specs = Mapping[str, TensorSpec]
 
 
 def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:

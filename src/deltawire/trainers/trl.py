@@ -26,7 +26,7 @@ from typing import Any
 
 from deltawire.errors import EnginesBehind, ShapeMismatch, UnknownParameter
 from deltawire.publish.publisher import Publication, Publisher
-from deltawire.publish.sources import TORCH_NAMES
+from deltawire.publish.sources import TORCH_NAMES, is_wide
 from deltawire.publish.streams import Stream
 from deltawire.redact import redacted
 from deltawire.run.signing import public_key_of
@@ -253,8 +253,7 @@ class DeltawireTransfer:
             if pair is self:
                 break
             name, tensor = pair
-            is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-            yield plain_name(name), tensor.detach().to(published) if is_cast else tensor.detach()
+            yield plain_name(name), tensor.detach().to(published) if is_wide(tensor) else tensor.detach()
             num_sent += 1
             del pair, tensor
         if not num_sent:

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.codec import COO, Encoded
+from deltawire.codec import COO
+from deltawire.codec.encoding import Encoded
 from deltawire.disk import locked, read_small
 from deltawire.errors import Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.follow.target import Target

@@ -14,8 +14,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from deltawire.codec import DENSE, ENCODINGS, Encoded
-from deltawire.codec.encoding import Arrays
+from deltawire.codec import DENSE, ENCODINGS
+from deltawire.codec.encoding import Arrays, Encoded
 from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.format.container import Container, file_bytes, no_duplicates
 from deltawire.tensors.boxes import Box, Shape
@@ -44,14 +44,7 @@ class DeltaInfo:
 
     @classmethod
     def after(
-        cls,
-        base: WeightVersion,
-        version: int,
-        gain: Digest,
-        *,
-        num_changed: int,
-        num_elements: int,
-        tied: Ties,
+        cls, base: WeightVersion, version: int, gain: Digest, *, num_changed: int, num_elements: int, tied: Ties
     ) -> "DeltaInfo":
         """The header of a delta that leads from a base to a version, by what the digest gains."""
         return cls(base.run, version, base.version, base.digest, base.digest + gain, num_changed, num_elements, tied)
@@ -140,8 +133,7 @@ def read_part(container: Container) -> tuple[DeltaInfo, list[Entry], tuple[int, 
     except ValueError as error:
         raise CorruptObject(str(error)) from None
     expected = {f"{entry.name}.{part}" for entry in entries for part in entry.parts}
-    left = set(container.header.slots) - expected
-    if left:
+    if left := set(container.header.slots) - expected:
         raise CorruptObject(f"tensor {min(left)!r} belongs to no patch")
     if sum(entry.num_changed for entry in entries) > info.num_changed:
         raise CorruptObject("the patches hold more changes than the delta states")
@@ -195,11 +187,9 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
             f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name
         )
     dtype = dtype_named(fields[1])
-    full = _read_dims(fields[2], name)
+    full, *place = (_read_dims(each, name) for each in (fields[2], *fields[4:]))
     try:
-        box = (
-            Box(full, _read_dims(fields[4], name), _read_dims(fields[5], name)) if len(fields) == 6 else Box.whole(full)
-        )
+        box = Box(full, *place) if place else Box.whole(full)
     except ValueError as error:
         raise CorruptObject(f"{name}: {error}", tensor=name) from None
     num_changed = read_number(fields[3], name)

@@ -10,11 +10,11 @@ from math import prod
 import numpy as np
 
 from deltawire.errors import CorruptObject, LimitExceeded, UnknownParameter, UnsupportedFormat
-from deltawire.format.container import Container, header_bytes, lay_out, raw
+from deltawire.format.container import Container, file_bytes
 from deltawire.store import Buffer, Stat
 from deltawire.tensors.boxes import Positions, Shape
 from deltawire.tensors.dtypes import Bits, dtype_named
-from deltawire.tensors.weights import Tensor, Tensors, TensorSpec
+from deltawire.tensors.weights import Specs, Tensor, Tensors
 
 ANCHOR, DELTA = "anchor", "delta"
 BRANCHES = ("v1", "v2", "v3")
@@ -152,7 +152,7 @@ def _corrupt(file: TrlFile, problem: str, tensor: str | None = None) -> CorruptO
     return CorruptObject(f"{file.key}: {problem}", path=file.key, version=file.step, tensor=tensor)
 
 
-def check_carried(specs: Mapping[str, TensorSpec], *, deltas: bool, branch: str = "v1") -> None:
+def check_carried(specs: Specs, *, deltas: bool, branch: str = "v1") -> None:
     """Reject tensors that the layout cannot represent."""
     for name, (dtype, shape) in specs.items():
         if branch == "v3" and ".experts." in name:
@@ -205,5 +205,5 @@ def _metadata(version: int, names: list[str], changed: int, total: int, branch: 
 
 
 def _pieces(arrays: Mapping[str, tuple[str, Shape, Bits]], info: Mapping[str, str]) -> list[Buffer]:
-    slots = lay_out({name: (dtype, shape) for name, (dtype, shape, _) in arrays.items()})
-    return [header_bytes(slots, info), *(raw(arrays[name][2]) for name in slots)]
+    specs = {name: (dtype, shape) for name, (dtype, shape, _) in arrays.items()}
+    return list(file_bytes(specs, info, lambda name: arrays[name][2]))

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
+from deltawire.codec import CONTEXT, GAP, smallest_encoding
+from deltawire.codec.encoding import Encoded
 from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena, Begun, Pieces

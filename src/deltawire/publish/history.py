@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from deltawire.codec import Encoded
+from deltawire.codec.encoding import Encoded, Offsets
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
@@ -53,7 +52,7 @@ Prepared = tuple[Encoded, Digest]
 class ChunkChange:
     """What a version changed in one chunk; no positions where that is nearly everything."""
 
-    positions: npt.NDArray[np.uint32] | slice
+    positions: Offsets | slice
     old: Bits
     num_changed: int
 
@@ -82,7 +81,7 @@ class StagedVersion:
             counts[name] += change.num_changed
         return counts
 
-    def positions(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint32] | None:
+    def positions(self, name: str, start: int, stop: int) -> Offsets | None:
         """The changed positions in a range of a tensor, from its start; None if they were not kept."""
         found = [NOWHERE]
         for index in range(start // CHUNK, -(-stop // CHUNK)):

@@ -31,18 +31,8 @@ from deltawire.format.checkpoint import save_anchor
 from deltawire.format.container import MOST_HEADER_BYTES, Container, Header, read_header
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
-from deltawire.interop.trl_files import (
-    ANCHOR,
-    BRANCHES,
-    DELTA,
-    TrlFile,
-    anchor_pieces,
-    check_carried,
-    delta_pieces,
-    file_key,
-    file_of,
-    lay_over,
-)
+from deltawire.interop import trl_files as layout
+from deltawire.interop.trl_files import ANCHOR, DELTA, TrlFile
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 from deltawire.store.transfer import fetch_parts
@@ -81,7 +71,7 @@ class TrlBucket:
 
     def steps(self) -> list[TrlFile]:
         """All anchors and deltas, by step. A step can have both."""
-        listed = (file_of(stat) for folder in ("anchors/", "deltas/") for stat in self.store.list(folder))
+        listed = (layout.file_of(stat) for folder in ("anchors/", "deltas/") for stat in self.store.list(folder))
         return sorted((file for file in listed if file is not None), key=lambda each: (each.step, each.kind))
 
     def latest(self) -> int:
@@ -103,7 +93,7 @@ class TrlBucket:
         with tempfile.TemporaryDirectory(prefix="deltawire-") as folder:
             for each in self._route(self.latest() if step is None else step):
                 with self._opened(each, Path(folder)) as container:
-                    lay_over(weights, each, container)
+                    layout.lay_over(weights, each, container)
         return weights
 
     def _route(self, want: int) -> list[TrlFile]:
@@ -192,8 +182,8 @@ def export_trl(
     refused: a tensor of 2^31 elements or more that a delta might change, F8_E8M0, experts of a mixture for v3, which
     does not support them, and tensors that appear, disappear or change their shape.
     """
-    if branch not in BRANCHES:
-        raise ValueError(f"branch is one of {', '.join(BRANCHES)}, not {branch!r}")
+    if branch not in layout.BRANCHES:
+        raise ValueError(f"branch is one of {', '.join(layout.BRANCHES)}, not {branch!r}")
     if anchor_every is not None and anchor_every < 1:
         raise ValueError(f"anchor_every must be at least 1, got {anchor_every}")
     store, versions, tape = open_store(to), _span(run, first, last), _Tape()
@@ -208,13 +198,13 @@ def export_trl(
             since = version - versions[0]
             if since == 0:
                 specs = {name: spec(tape.weights(), name) for name in tape.weights()}
-                check_carried(specs, deltas=len(versions) > 1, branch=branch)
+                layout.check_carried(specs, deltas=len(versions) > 1, branch=branch)
             elif tape.changes or branch == "v1":
-                written.append(file_key(DELTA, version))
-                store.put(written[-1], delta_pieces(version, tape.weights(), tape.changes, branch))
+                written.append(layout.file_key(DELTA, version))
+                store.put(written[-1], layout.delta_pieces(version, tape.weights(), tape.changes, branch))
             if since == 0 or (anchor_every and since % anchor_every == 0):
-                written.append(file_key(ANCHOR, version))
-                store.put(written[-1], anchor_pieces(version, tape.weights(), branch))
+                written.append(layout.file_key(ANCHOR, version))
+                store.put(written[-1], layout.anchor_pieces(version, tape.weights(), branch))
             if progress is not None:
                 progress(since + 1, len(versions))
     return written

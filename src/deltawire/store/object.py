@@ -6,7 +6,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,15 +176,9 @@ class ObjectStore:
             if error.fields.get("refused") and len(paths) == 1:
                 raise
             # The first missing object aborts the request, and some servers do not support bulk deletes.
-            self._delete_each(paths)
-
-    def _delete_each(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            try:
-                with self._errors(path.removeprefix(self._root)):
+            for path in paths:
+                with suppress(ObjectMissing), self._errors(path.removeprefix(self._root)):
                     obstore.delete(self._client, path)
-            except ObjectMissing:
-                continue
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
@@ -254,8 +248,7 @@ class FolderStore(ObjectStore):
 
 def _take(source: Iterator[Buffer], num_bytes: int) -> tuple[list[Buffer], Iterator[Buffer] | None]:
     """The first pieces up to a size, and the rest; None if there is no more."""
-    first: list[Buffer] = []
-    size = 0
+    first, size = list[Buffer](), 0
     for piece in source:
         first.append(piece)
         size += len(piece)

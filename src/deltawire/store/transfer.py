@@ -21,13 +21,7 @@ Progress = Callable[[int], None]
 
 
 def download(
-    store: Store,
-    key: str,
-    path: Path,
-    *,
-    num_bytes: int,
-    sha256: str,
-    progress: Progress | None = None,
+    store: Store, key: str, path: Path, *, num_bytes: int, sha256: str, progress: Progress | None = None
 ) -> None:
     """Download an object to `path`, where it appears atomically with the right SHA-256. One call at a time per path.
 

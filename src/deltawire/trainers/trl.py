@@ -277,6 +277,7 @@ class DeltawireTransfer:
                 publisher.run, self._engines, mirrors=self._mirrors, poll_seconds=self._poll_seconds,
                 public_key=None if key is None else public_key_of(key),
             )  # fmt: skip
+            publisher.after_commit = self._fleet.nudge
         return publisher
 
     def _next_version(self) -> None:
@@ -291,8 +292,6 @@ class DeltawireTransfer:
             # leave the other ranks at a barrier.
             self.last = self.publisher.publish(step=step, metadata=metadata, anchor=True)
         self._sync_of[self.last.version] = self.num_syncs
-        if self._fleet is not None:
-            self._fleet.follow(self.last)
 
     def _try_again(self) -> bool:
         """Publish the last version once more, if it failed; whether that was so."""

@@ -37,9 +37,9 @@ def find_route(run: Run, have: int | None, manifest: Manifest, bad: Collection[H
 def _listed_route(
     run: Run, have: int | None, manifest: Manifest, known: dict[HopKey, StoredHop], bad: Collection[HopKey], after: int
 ) -> Route[StoredHop]:
-    listed = [hop for hop in run.hops(after) if hop.version <= manifest.version]
+    found: list[Hop] = [hop for hop in run.hops(after) if hop.version <= manifest.version]
     # Hops of the manifest may be missing from the listing, or deleted; if deleted, fetching them will fail.
-    hops: dict[HopKey, Hop] = {(hop.version, hop.base): hop for hop in (*listed, *known.values())}
+    hops = {(hop.version, hop.base): hop for hop in [*found, *known.values()]}
     while True:
         route = cheapest_route(have, manifest.version, [hop for key, hop in hops.items() if key not in bad])
         keys = [(hop.version, hop.base) for hop in route.hops]

@@ -231,46 +231,38 @@ class Part:
         """A copy of a tensor, as it was last seen."""
         if name in self._waiting:
             return self._waiting[name]
+        return self._kept(name).clone().view(DTYPES[self.held[name].dtype.name]).view(shape)
+
+    def _kept(self, name: str) -> torch.Tensor:
         held = self.held[name]
-        first = held.first_block * BLOCK
-        bits = self._arena.snapshot[first : first + held.num_elements].clone()
-        return bits.view(DTYPES[held.dtype.name]).view(shape)
+        return self._arena.snapshot[held.first_block * BLOCK :][: held.num_elements]
 
     def read(self, name: str, stretch: slice) -> Bits:
-        held = self.held[name]
-        start, stop, _ = stretch.indices(held.num_elements)
-        if held.num_elements <= SMALL:
-            return self._read_small()[name][start:stop]
-        first = held.first_block * BLOCK
+        if self.held[name].num_elements <= SMALL:
+            return self._read_small()[name][stretch]
         with self._alone():
-            return torch_view(self._arena.snapshot[first + start : first + stop])
+            return torch_view(self._kept(name)[stretch])
 
     def _read_small(self) -> dict[str, Bits]:
         """All small tensors, until the snapshot moves."""
         if self._small is None:
-            small = {name: held for name, held in self.held.items() if held.num_elements <= SMALL}
-            places = [(held.first_block * BLOCK, held.num_elements) for held in small.values()]
+            sizes = {name: held.num_elements for name, held in self.held.items() if held.num_elements <= SMALL}
             with self._alone():
-                bits = torch_view(torch.cat([self._arena.snapshot[at : at + size] for at, size in places]))
-            ends = np.cumsum([size for _, size in places])
-            self._small = dict(zip(small, np.split(bits, ends[:-1]), strict=True))
+                bits = torch_view(torch.cat([self._kept(name) for name in sizes]))
+            ends = np.cumsum([*sizes.values()])
+            self._small = dict(zip(sizes, np.split(bits, ends[:-1]), strict=True))
         return self._small
 
     def write(self, name: str, stretch: slice, bits: Bits) -> None:
         self._small = None
-        held = self.held[name]
-        start, stop, _ = stretch.indices(held.num_elements)
-        first = held.first_block * BLOCK
         with self._alone():
-            self._arena.snapshot[first + start : first + stop] = torch.from_numpy(bits.view(np.int16)).to(self._device)
+            self._kept(name)[stretch] = torch.from_numpy(bits.view(np.int16)).to(self._device)
         self._join()
 
     def digest(self, name: str) -> Digest:
         held = self.held[name]
-        first = held.first_block * BLOCK
         with self._alone():
-            bits = self._arena.snapshot[first : first + held.num_elements]
-            return as_digest(box_sum(bits, held.seed, held.runs).cpu().numpy())
+            return as_digest(box_sum(self._kept(name), held.seed, held.runs).cpu().numpy())
 
     def num_changed(self, record: kernels.Record) -> dict[str, Numbers]:
         """The number of changes in each chunk, for each tensor."""

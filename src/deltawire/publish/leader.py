@@ -317,16 +317,16 @@ class Leader:
 
     def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
         """The files of an anchor with their tensors, and the files that each rank writes."""
-        groups, writers = [], []
-        for rank, names in enumerate(share_out(model.num_bytes, self._ranks.size)):
-            if names or rank == 0:
-                own = group_specs({name: model.specs[name] for name in names}, self._max_file_bytes)
-                groups += own
-                writers += [rank] * len(own)
-        shards = name_shards(groups)
+        groups = [
+            (rank, group)
+            for rank, names in enumerate(share_out(model.num_bytes, self._ranks.size))
+            if names or rank == 0
+            for group in group_specs({name: model.specs[name] for name in names}, self._max_file_bytes)
+        ]
+        shards = name_shards([group for _, group in groups])
         files: dict[str, dict[str, list[str]]] = {str(rank): {} for rank in range(self._ranks.size)}
-        for (file, tensors), rank in zip(shards.items(), writers, strict=True):
-            files[str(rank)][file] = list(tensors)
+        for (rank, group), file in zip(groups, shards, strict=True):
+            files[str(rank)][file] = list(group)
         return shards, files
 
 

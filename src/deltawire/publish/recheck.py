@@ -62,20 +62,16 @@ class Recheck:
 
     def attend(self, stream: Stream, history: History | None) -> None:
         """Measure all tensors of a stream as they come; where it has a history, copy those whose turn it is."""
-        if history is None and self._share:
+        chosen = None if history is None else self._chosen(history)
 
-            def measure(name: str, value: Any, history: History) -> None:
+        def watch(name: str, value: Any, history: History) -> None:
+            if chosen is None:
                 stream.measured[name] = _measured_now({name: value}, name, name, history)
+            elif name in chosen:
+                stream.copied.append(_copied({name: value}, name, name, history))
 
-            stream.watch = measure
-        elif history is not None:
-            chosen = self._chosen(history)
-
-            def copy(name: str, value: Any, history: History) -> None:
-                if name in chosen:
-                    stream.copied.append(_copied({name: value}, name, name, history))
-
-            stream.watch = copy
+        if self._share:
+            stream.watch = watch
 
     def measure(self, weights: Weights | Stream, history: History, workers: Workers) -> dict[str, Digest]:
         """The digests of all live tensors; tied ones are compared at once."""

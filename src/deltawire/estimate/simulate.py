@@ -454,7 +454,6 @@ class Replica:
 
 
 def hop_of(plan: Plan, version: int, base: int | None) -> ListedHop:
-    """A hop with its size."""
     return ListedHop(version, base, round(plan.anchor_bytes if base is None else plan.delta_bytes(version - base)))
 
 

@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from math import inf
@@ -37,7 +37,7 @@ from deltawire.workers import Workers
 LOOK_SECONDS = 3.0
 
 
-class Replica:
+class Replica(AbstractContextManager["Replica"]):
     """Follows a run and keeps weights at its newest version, or at any other.
 
     `pull` updates once, `watch` stays current (`watching` in the background), and `for pull in replica` yields each
@@ -446,9 +446,6 @@ class Replica:
         self._heartbeat.remove()
         self._fetcher.close()
         self.target.close()
-
-    def __enter__(self) -> "Replica":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

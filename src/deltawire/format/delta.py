@@ -227,10 +227,7 @@ def diff_into(
 def diff_checkpoints(
     old: Checkpoint, new: Checkpoint, path: Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES, **options: Any
 ) -> Delta:
-    """Write the delta between two checkpoints to `path`, tensor by tensor: the delta may be larger than memory.
-
-    `options` are those of `diff`.
-    """
+    """Like `diff`, with its options, but written to `path` tensor by tensor: the delta may be larger than memory."""
     with TemporaryFile(dir=path.parent) as file:
         spool = parts.Spool(file)
         info = diff_into(spool.add, old, new, tied=new.tied, **options)

@@ -60,11 +60,7 @@ def encode_box(
     tile_log2: int | None = None,
     known: Known | None = None,
 ) -> tuple[Entry | None, Digest]:
-    """Encode the changes in a box of a tensor, and compute what they add to the digest.
-
-    `old` and `new` hold only the box, so that a shard is encoded on its own rank. `known` has the positions of the
-    changes, where they were compared before.
-    """
+    """Encode the changes in a box of a tensor, and what they add to the digest; `old` and `new` hold only the box."""
     key = tensor_key(name, dtype, box.full)
     gains: list[Digest] = []
 

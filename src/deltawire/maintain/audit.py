@@ -192,7 +192,6 @@ class _Chain:
 
     @property
     def good_hops(self) -> list[StoredHop]:
-        """The hops without known problems."""
         return [hop for key, hop in self.hops.items() if key not in self.bad]
 
     def check_reach(self) -> None:

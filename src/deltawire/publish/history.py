@@ -160,14 +160,12 @@ class KeptVersion:
             self._map = mmap.mmap(file.fileno(), max(num_bytes, 1))
 
     def add(self, name: str, pieces: Iterable[Bits]) -> None:
-        """Write a tensor, piece by piece."""
         self._starts[name] = self._num_bytes
         for piece in pieces:
             self._map[self._num_bytes : self._num_bytes + piece.nbytes] = raw(piece)
             self._num_bytes += piece.nbytes
 
     def chunk(self, name: str, index: int, length: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
-        """A copy of a chunk."""
         return np.frombuffer(self._map, dtype, length, self._starts[name] + index * CHUNK * dtype.itemsize).copy()
 
 
@@ -209,7 +207,6 @@ class History:
 
     @property
     def place(self) -> str:
-        """Where the snapshot is."""
         return "host"
 
     @property

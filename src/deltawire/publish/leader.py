@@ -219,10 +219,7 @@ class Leader:
         return task.target if task.base is None or task.base == self._kept else task.base
 
     def note_failure(self, call: int) -> bool:
-        """Count a failed call; whether the next version is an anchor that needs nothing from before.
-
-        That is so if it has to be one anyway, or if this was one failure too many.
-        """
+        """Count a failed call; whether the next version starts over as an anchor: it has to, or too many failed."""
         self._num_failed += 1
         has_base = self.base is not None or self.commits.unresolved is not None
         if self._num_failed < MOST_FAILED and has_base:
@@ -233,7 +230,6 @@ class Leader:
         return True
 
     def do(self, task: Task) -> None:
-        """Do what is left to do for a version."""
         if not task.is_copy:
             self.write_hop(task)
         if task.base is None and self.hops.keeps_base:

@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from urllib.parse import urlsplit
 
 from deltawire.redact import redacted
@@ -15,7 +15,7 @@ PARALLEL = 16
 log = logging.getLogger(__name__)
 
 
-class Nudges:
+class Nudges(AbstractContextManager["Nudges"]):
     """Posts to the `/nudge` route of agents, from threads; an agent that does not answer finds the version by polling.
 
     >>> with Nudges(["http://gpu-1:9100"], token) as nudges:  # doctest: +SKIP
@@ -74,9 +74,6 @@ class Nudges:
     def close(self) -> None:
         """Wait until the last nudges are out."""
         self._pool.shutdown()
-
-    def __enter__(self) -> "Nudges":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

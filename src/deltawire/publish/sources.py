@@ -49,10 +49,7 @@ class TorchBits:
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """The tensors of a module's `state_dict`, under plain names: parameters in the dtypes that they are published in.
-
-    Buffers keep their own dtypes.
-    """
+    """A module's `state_dict` under plain names: parameters in their published dtypes, buffers in their own."""
 
     def __init__(
         self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str], tied: Ties | None = None
@@ -78,7 +75,6 @@ class ModuleWeights(Mapping[str, Tensor]):
         return dtype_named(stated), getattr(torch, TORCH_NAMES[stated])
 
     def tensor(self, name: str) -> Any:
-        """The torch tensor itself."""
         return self._tensors[name].detach().resolve_neg()
 
     def dtype_of(self, name: str) -> DType:
@@ -128,7 +124,6 @@ class ShardedWeights(ModuleWeights):
 
 
 def local_part(tensor: Any) -> Any:
-    """The part of a tensor that is on this rank."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -138,7 +133,6 @@ def is_wide(tensor: Any) -> bool:
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether a module has DTensor parameters."""
     return any(hasattr(parameter, "to_local") for parameter in module.parameters())
 
 

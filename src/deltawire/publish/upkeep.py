@@ -25,7 +25,6 @@ class Hops:
         """Why the last extra hop could not be written. The only effect is that routes get longer."""
 
     def note(self, *hops: StoredHop) -> None:
-        """Record hops that exist."""
         with self._noting:
             known = {**self.hops, **{(hop.version, hop.base): hop for hop in hops}}
             # No reader starts before the last anchor but one, or the last long delta but one and its anchor.

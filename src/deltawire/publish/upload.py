@@ -78,7 +78,6 @@ def anchor_folder(version: int) -> str:
 def put_shards(
     store: Store, folder: str, shards: Mapping[str, Specs], metadata: Mapping[str, str], pieces: PiecesOf
 ) -> Objects:
-    """Upload files of a checkpoint."""
     files = {file: AnchorShard(specs, metadata, pieces) for file, specs in shards.items()}
     return _put_all(store, [(folder + file, file, shard) for file, shard in files.items()])
 

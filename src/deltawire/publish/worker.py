@@ -285,7 +285,6 @@ class Worker:
             return {held.history for held in self._held.values()}
 
     def _forget(self, oldest: int) -> None:
-        """Drop everything older than `oldest`."""
         with self._changed:
             self._held = {each: held for each, held in self._held.items() if each >= oldest}
         for history in self._histories():
@@ -311,4 +310,4 @@ def info_message(info: DeltaInfo) -> Message:
 
 def info_from(message: Message) -> DeltaInfo:
     digests = {name: Digest.parse(message[name]) for name in ("base_digest", "digest")}
-    return DeltaInfo(**{**message, **digests})
+    return DeltaInfo(**message | digests)

@@ -104,11 +104,7 @@ class Manifest:
         return self.hop.digest
 
     def check_tensors(self, own: Collection[str], known: Collection[str]) -> None:
-        """Reject tied names that contradict the tensors.
-
-        `own` are the tensors of an anchor or a delta, which have weights of their own; `known` are all tensors,
-        possibly including tied names.
-        """
+        """Reject ties that contradict the tensors: `own` have weights in an anchor or a delta, `known` all."""
         for name, to in self.tied.items():
             if name in own or to not in known:
                 what = f"{name!r} has weights of its own" if name in own else f"there is no {to!r}"

@@ -141,10 +141,7 @@ class ObjectStore:
         return bytes(found)[:length]
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
-        """All objects whose key starts with `prefix` and sorts after `after`, in the order of their keys.
-
-        Not every store lists in this order, so the listing is read to its end before the first is returned.
-        """
+        # Not every store lists in the order of keys, so the listing is read to its end before the first is returned.
         found = retried(lambda: self._list_once(prefix, after))
         wanted = (each for each in found if each.key.startswith(prefix) and each.key > after)
         return iter(sorted(wanted, key=lambda each: each.key))

@@ -58,10 +58,7 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
     def runs(self) -> tuple[Positions, int]:
-        """The box as runs of consecutive elements of the tensor: the start position of each, and their common length.
-
-        Runs are in the row-major order of the box.
-        """
+        """The box as runs of consecutive elements, in row-major order: the start of each, and their common length."""
         if self.num_elements == 0:
             return np.empty(0, np.int64), 0
         # Trailing dimensions that the box covers fully, and the one before them, are consecutive in memory.

@@ -41,8 +41,7 @@ def check_ties(tied: Ties, names: Collection[str] | None = None) -> None:
 
     `names` are the tensors that have weights, if known; tied names may be among them, as in a module.
     """
-    check_names(tied)
-    check_names(tied.values())
+    check_names([*tied, *tied.values()])
     for name, to in tied.items():
         if to in tied:
             raise ValueError(f"{name!r} is tied to {to!r}, which is tied itself: name the tensor that has the weights")
@@ -52,8 +51,7 @@ def check_ties(tied: Ties, names: Collection[str] | None = None) -> None:
 
 def resolve_ties(tied: Ties, names: Collection[str]) -> dict[str, str]:
     """Tied names as stored in files and documents: chains of ties are resolved to the tensor that has the weights."""
-    check_names(tied)
-    check_names(tied.values())
+    check_names([*tied, *tied.values()])
     resolved = {}
     for name in tied:
         to, seen = tied[name], {name}

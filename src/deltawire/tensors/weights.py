@@ -38,10 +38,9 @@ Specs = Mapping[str, TensorSpec]
 
 
 def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
-    """View a numpy array or a torch tensor as bits, without a copy if it is contiguous and in host memory.
+    """View an array or a tensor as bits, without a copy if it is contiguous and in host memory.
 
-    `dtype` is what the bits mean if that differs from the array's own dtype (bf16 kept as 16-bit integers): one dtype
-    for all, or a mapping from tensor names.
+    `dtype` is what the bits mean, if not what the array's own dtype says: bf16 may be kept as 16-bit integers.
     """
     if isinstance(value, Tensor):
         return value
@@ -191,10 +190,7 @@ def writables(weights: Weights, names: Iterable[str], tied: Ties) -> dict[str, l
 
 
 def writable(weights: Weights, names: Iterable[str], tied: Ties) -> dict[str, Any]:
-    """The tensors of some names, after checking that writing to them in place changes them and nothing else.
-
-    Only names that are tied to the same tensor may share memory.
-    """
+    """Tensors by name, checked: writing to one in place changes that and nothing else but names tied to the same."""
     values = {}
     for name in names:
         value = values[name] = weights[name]

@@ -36,7 +36,8 @@ class Replay:
     def __init__(
         self, base: Weights, deltas: Sequence[Delta], workers: Workers, progress: Progress | None = None
     ) -> None:
-        self.base, self.deltas, self._workers, self._progress = base, deltas, workers, progress
+        self.base, self.deltas, self._workers = base, deltas, workers
+        self._report = progress or (lambda name, num_elements: None)
         self._before = self._after = Digest()
         for before, after in pairwise(deltas):
             if (before.version, before.digest) != (after.base_version, after.base_digest):
@@ -134,10 +135,6 @@ class Replay:
             patches.append(Patch(name, tensor.dtype.name, Box.whole(tensor.shape), bits[where], where))
         self.check(expected)
         return [patch for patch in patches if len(patch.bits)]
-
-    def _report(self, name: str, count: int) -> None:
-        if self._progress is not None:
-            self._progress(name, count)
 
 
 def _advance(tensor: Tensor, groups: list[list[Entry]], workers: Workers) -> tuple[Bits, Positions | None, Digest]:

@@ -15,17 +15,8 @@ import obstore
 from obstore.store import LocalStore, MemoryStore
 
 from deltawire.errors import ObjectMissing, StoreUnavailable
-from deltawire.store.base import (
-    MOST_GET_BYTES,
-    Buffer,
-    Pieces,
-    Stat,
-    check_key,
-    check_range,
-    check_size,
-    is_key,
-    slices,
-)
+from deltawire.store import base
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat
 from deltawire.store.failures import translated
 from deltawire.store.retry import create_once, retried
 
@@ -84,7 +75,7 @@ class ObjectStore:
 
         def pieces() -> Iterator[Buffer]:
             try:
-                yield from slices(data, CHUNK_BYTES)
+                yield from base.slices(data, CHUNK_BYTES)
             except Exception as error:
                 failures.append(error)
                 raise
@@ -123,12 +114,12 @@ class ObjectStore:
         path = self._readable_path(key)
         with self._errors(key):
             found = obstore.get(self._client, path)
-            check_size(self.url, key, found.meta["size"], limit)
+            base.check_size(self.url, key, found.meta["size"], limit)
             return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         path = self._readable_path(key)
-        check_range(start, length)
+        base.check_range(start, length)
         try:
             with self._errors(key):
                 # No client accepts an empty range.
@@ -178,7 +169,7 @@ class ObjectStore:
                     obstore.delete(self._client, path)
 
     def _path(self, key: str) -> str:
-        return self._root + check_key(key)
+        return self._root + base.check_key(key)
 
     def _readable_path(self, key: str) -> str:
         return self._path(key)
@@ -229,7 +220,7 @@ class FolderStore(ObjectStore):
             return
         for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
-            if not is_key(key):
+            if not base.is_key(key):
                 continue
             try:
                 found = entry.stat()

@@ -162,10 +162,11 @@ def stream_edges(payload: Bits, num_elements: int) -> tuple[int, npt.NDArray[np.
     streams = HEAD_BYTES + 4 * num_tiles
     if len(payload) < streams:
         raise CorruptObject(f"a payload of {len(payload)} bytes is too short for {num_tiles} tiles")
-    ends = streams + np.cumsum(payload[HEAD_BYTES:streams].view("<u4"), dtype=np.int64)
-    if (num_tiles and int(ends[-1]) != len(payload)) or (not num_tiles and len(payload) != streams):
+    sizes = payload[HEAD_BYTES:streams].view("<u4")
+    edges = np.cumsum(np.concatenate([[streams], sizes]), dtype=np.int64)
+    if int(edges[-1]) != len(payload):
         raise CorruptObject("a payload's tiles do not add up to its size")
-    return size, np.concatenate([[streams], ends])
+    return size, edges
 
 
 def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:

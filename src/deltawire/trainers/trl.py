@@ -260,13 +260,14 @@ class DeltawireTransfer:
             raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
 
     def _publish(self) -> None:
-        if self.publisher is None or not self._is_open:
+        publisher = self.publisher
+        if publisher is None or not self._is_open:
             publisher = self._open()
             # A run that is resumed with the same weights needs no new version.
             if publisher.resumed and publisher.version is not None:
                 self._sync_of[publisher.version] = self.num_syncs
                 return
-        self._next_version()
+        self._next_version(publisher)
 
     def _open(self) -> Publisher:
         publisher = self.publisher = Publisher(self._store, lambda: self._stream, **self._options)
@@ -280,17 +281,15 @@ class DeltawireTransfer:
             publisher.after_commit = self._fleet.nudge
         return publisher
 
-    def _next_version(self) -> None:
-        if self.publisher is None:
-            return
+    def _next_version(self, publisher: Publisher) -> None:
         step = None if self._step is None else self._step()
         metadata = {"sync": self.num_syncs}
         try:
-            self.last = self.publisher.publish(step=step, metadata=metadata)
+            self.last = publisher.publish(step=step, metadata=metadata)
         except (UnknownParameter, ShapeMismatch):
             # Parameters were added, removed or reshaped, and what was read of them is put back. An error here would
             # leave the other ranks at a barrier.
-            self.last = self.publisher.publish(step=step, metadata=metadata, anchor=True)
+            self.last = publisher.publish(step=step, metadata=metadata, anchor=True)
         self._sync_of[self.last.version] = self.num_syncs
 
     def _try_again(self) -> bool:
@@ -298,7 +297,7 @@ class DeltawireTransfer:
         if self.publisher is None or self.last is None or self.last.error is None or not self._is_whole:
             return False
         self._stream = Stream(self.publisher._worker.staged(), once=True)
-        self._next_version()
+        self._next_version(self.publisher)
         return True
 
 

@@ -241,29 +241,22 @@ class _Elsewhere:
             self._wake.clear()
 
     def _ask(self) -> Serving:
+        refused, wanted = None, self._wanted
+        if self._place.token is not None and wanted > self._nudged:
+            try:
+                self._server.trigger("/nudge")
+                self._nudged = wanted
+            except DeltawireError as error:
+                refused = str(error)
         try:
-            refused = self._nudge_agent()
             status = self._server.get("/status")
-            error = status.get("error")
             if status.get("run") not in (None, self._run):
                 url = redacted(self._place.url)
                 return Serving(None, f"the agent at {url} follows run {status['run']}, not {self._run}")
             version = None if status.get("run") is None else status.get("version")
-            return Serving(version, error or refused, status.get("pause_seconds"))
+            return Serving(version, status.get("error") or refused, status.get("pause_seconds"))
         except (DeltawireError, AttributeError) as error:
             return Serving(None, str(error))
-
-    def _nudge_agent(self) -> str | None:
-        """Nudge the agent if there is something new; the error, if that failed."""
-        wanted = self._wanted
-        if self._place.token is None or wanted <= self._nudged:
-            return None
-        try:
-            self._server.trigger("/nudge")
-        except DeltawireError as error:
-            return str(error)
-        self._nudged = wanted
-        return None
 
     def nudge(self, version: int) -> None:
         self._wanted = version

@@ -222,10 +222,7 @@ def _advice(expected: str, actual: str) -> str:
 
 
 def new_tensor(name: str, dtype: DType, shape: Shape) -> Any:
-    """Create an uninitialized tensor: of torch if that is imported, otherwise of numpy.
-
-    For dtypes that numpy lacks it is an array of ml_dtypes if that is imported, otherwise a `Tensor`.
-    """
+    """An uninitialized tensor: of torch if that is imported, else of numpy or ml_dtypes; a `Tensor` if both lack it."""
     torch, ml_dtypes = sys.modules.get("torch"), sys.modules.get("ml_dtypes")
     known_as = next(alias for alias, own in ALIASES.items() if own == dtype.name)
     plain = _plain(name, dtype, shape)

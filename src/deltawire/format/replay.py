@@ -118,10 +118,7 @@ class Replay:
         self.check(expected)
 
     def patches_from(self, weights: Weights, expected: Digest, most: float) -> list[Patch] | None:
-        """Patches that turn other weights into the result, which must have the digest `expected`.
-
-        None if the specs differ, or if more than the fraction `most` of all elements would change.
-        """
+        """Patches that turn other weights into the result; None if specs differ, or more than `most` of all changes."""
         if {name: spec(weights, name) for name in weights} != {name: spec(self.base, name) for name in self.base}:
             return None
         patches, left = [], most * sum(num_elements(self.base, name) for name in self.base)

@@ -170,10 +170,7 @@ class KeptVersion:
 
 
 class History:
-    """A snapshot of some weights, at `version`, and records that lead back from there.
-
-    Of each tensor one box is held: the whole tensor, unless `boxes` of the weights says otherwise.
-    """
+    """A snapshot of weights at `version`, of each tensor all or one of the `boxes`, and records that lead back."""
 
     def __init__(
         self, weights: Tensors | Stream, version: int, *, tied: Ties | None = None, scratch: Path | None = None

@@ -104,10 +104,7 @@ class Leader:
         self.model = Model({}, {})
 
     def start(self, name: str | None, reference: Reference | None = None) -> None:
-        """Resume the run: continue with a delta if the weights are those of its last version, else with an anchor.
-
-        A new run starts with the `reference`, if there is one, as version 0.
-        """
+        """Resume the run, with a delta if the weights are those of its last version; begin one with the `reference`."""
         try:
             self._files = self._find_files()
             self._run.start(name)

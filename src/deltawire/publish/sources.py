@@ -198,11 +198,7 @@ def _unsupported(name: str, placement: object) -> UnsupportedPlacement:
 def module_source(module: Any, *, dtype: DTypeChoice = None, frozen: Sequence[str] = ()) -> Callable[[], ModuleWeights]:
     """A function that reads a torch module's `state_dict`, for each version, under the names of the bare model.
 
-    Args:
-        module: The module; no DTensor parameters, for which there is `ShardedPublisher`.
-        dtype: Parameters are cast to it by torch, bf16 by default; a mapping from names gives exceptions. Buffers are
-            published as they are.
-        frozen: Names or patterns such as `visual.*` of tensors that do not change: in anchors, never compared.
+    Parameters are cast to `dtype` by torch, bf16 by default; a mapping from names gives exceptions.
     """
     check_whole(module)
 

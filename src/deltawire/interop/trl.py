@@ -16,7 +16,7 @@ identifies the run nor lets a reader verify the weights.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from io import BytesIO
 from itertools import pairwise
@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from deltawire.errors import BrokenChain, Conflict, MissingAnchor, ObjectMissing, ShapeMismatch
+from deltawire.follow.fetch import Progress
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.checkpoint import save_anchor
@@ -41,9 +42,6 @@ from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import Bits
 from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Tensor, Weights, spec
-
-# Called with the number of versions written, and the total.
-Progress = Callable[[int, int], None]
 
 
 def pull_trl(

@@ -408,10 +408,11 @@ class History:
         boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
         for name in weights:
             (dtype, shape), now = self.specs[name], spec(weights, name)
-            box, box_now = self.boxes[name], boxes.get(name) or Box.whole(now[1])
-            if (dtype.name, shape) == now and box == box_now:
+            box, box_now = self.boxes[name], boxes.get(name)
+            if (dtype.name, shape) == now and (box.is_whole if box_now is None else box == box_now):
                 continue
             expected, actual = f"{dtype.name} {list(shape)}", f"{now[0]} {list(now[1])}"
+            box_now = box_now or Box.whole(now[1])
             if box != box_now:
                 expected, actual = f"{expected} {box.place}", f"{actual} {box_now.place}"
             raise ShapeMismatch(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 # Tensors with more elements are split over the threads tile by tile.
@@ -12,7 +13,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """Map functions over items, in order, on up to `threads` threads (default: the cores this process may use).
 
     >>> with Workers(2) as workers:
@@ -70,9 +71,6 @@ class Workers:
                 yield from finish_batch()
                 yield item, function(item, self)
         yield from finish_batch()
-
-    def __enter__(self) -> "Workers":
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:

@@ -8,7 +8,7 @@ import pytest
 from generate import RESULTS, read
 
 from deltawire.estimate.architecture import count_weights, read_size
-from deltawire.estimate.plan import Plan, at_density, density_of, measured, sources
+from deltawire.estimate.plan import Plan, at_density, density_of, measured
 from support import ROOT
 
 
@@ -22,8 +22,8 @@ def test_constants_are_what_their_script_makes(tmp_path):
 
 
 def test_every_constant_is_from_a_file():
-    assert sources().keys() == measured().keys()
-    for files in sources().values():
+    assert measured("from").keys() == measured().keys()
+    for files in measured("from").values():
         for name in files.split(", "):
             assert (RESULTS / name).exists() or (ROOT / "src/deltawire/pages/static/explain" / name).exists()
 

@@ -7,7 +7,8 @@ import pytest
 
 import deltawire
 from deltawire import Delta, errors
-from deltawire.codec import Encoded, decode
+from deltawire.codec import decode
+from deltawire.codec.encoding import Encoded
 from deltawire.errors import (
     BaseMismatch,
     CorruptObject,

@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     """A cache that is nobody else's."""
     monkeypatch.setattr(compiled, "folders", lambda: [tmp_path])
     monkeypatch.setattr(compiled, "writable_folder", compiled.writable_folder.__wrapped__)
-    monkeypatch.setattr(compiled, "tell", lambda text: compiled._log.warning(text))
+    monkeypatch.setattr(compiled, "warn_once", lambda text: compiled._log.warning(text))
     monkeypatch.setattr(compiled, "compiled_here", [])
     return tmp_path
 

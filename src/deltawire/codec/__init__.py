@@ -5,12 +5,10 @@ Begin with `encoding.py` (what an encoding is), then `tiled.py`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
-from deltawire.codec.encoding import Arrays, Encoding, Known, Watch, changes
+from deltawire.codec.encoding import Arrays, Decoded, Encoded, Encoding, Known, Watch, changes
 from deltawire.codec.tiled import Tiled, encode_payload
 from deltawire.codec.uncompressed import Coo, Dense
-from deltawire.tensors.boxes import Positions
 from deltawire.tensors.dtypes import Bits, DType, Elements
 from deltawire.workers import Workers
 
@@ -19,15 +17,6 @@ ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in (COO, 
 
 AUTO, MIRRORLESS = "auto", "mirrorless"
 EncodingChoice = str | Iterable[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """One box of a tensor, encoded."""
-
-    encoding: str
-    num_changed: int
-    arrays: Arrays
 
 
 def allowed_encodings(choice: EncodingChoice) -> list[str]:
@@ -91,9 +80,7 @@ def smallest_encoding(
     return min(sizes, key=lambda name: sizes[name])
 
 
-def count_changes(
-    old: Elements, new: Elements, workers: Workers, watch: Watch | None, known: Known | None = None
-) -> int:
+def count_changes(old: Elements, new: Elements, workers: Workers, watch: Watch | None, known: Known | None) -> int:
     size = 1 << 20
 
     def count(start: int) -> int:
@@ -105,9 +92,6 @@ def count_changes(
     return sum(workers.map(count, range(0, len(old), size)))
 
 
-def decode(
-    encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers
-) -> tuple[Positions | None, Bits]:
+def decode(encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers) -> Decoded:
     """Positions in the box and their new bits; positions are None if the bits cover the whole box."""
-    encoding = ENCODINGS[encoded.encoding]
-    return encoding.decode(encoded.arrays, old, num_elements, dtype, encoded.num_changed, workers)
+    return ENCODINGS[encoded.encoding].decode(encoded, old, num_elements, dtype, workers)

@@ -1,6 +1,7 @@
 """The interface of an encoding: it turns a patch into a few flat arrays, each of which becomes a tensor of the file."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,11 +15,26 @@ from deltawire.workers import Workers
 # Flat and unsigned, whatever their dtype in the file.
 Arrays = Mapping[str, Bits]
 
-# Called for each range of a box that has changes: its start, the changed positions in it, its old and new bits.
-Watch = Callable[[int, npt.NDArray[np.uint32], Bits, Bits], None]
+# Positions in a range of a box, from its start.
+Offsets = npt.NDArray[np.uint32]
 
-# The changed positions in a range of a box, from its start, where an earlier comparison has kept them; else None.
-Known = Callable[[int, int], npt.NDArray[np.uint32] | None]
+# Called for each range of a box that has changes: its start, the changed positions in it, its old and new bits.
+Watch = Callable[[int, Offsets, Bits, Bits], None]
+
+# The changed positions in a range of a box, where an earlier comparison has kept them; else None.
+Known = Callable[[int, int], Offsets | None]
+
+# Ascending positions and their new bits; positions are None if the bits cover the whole box.
+Decoded = tuple[Positions | None, Bits]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One box of a tensor, encoded."""
+
+    encoding: str
+    num_changed: int
+    arrays: Arrays
 
 
 class Encoding(Protocol):
@@ -31,19 +47,14 @@ class Encoding(Protocol):
     def parts(self, dtype: DType, num_elements: int) -> Mapping[str, str]:
         """The names of the arrays, with the safetensors dtype of each."""
 
-    def encode(
-        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
-    ) -> Arrays: ...
+    def encode(self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None) -> Arrays: ...
 
     def decode(
-        self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
-    ) -> tuple[Positions | None, Bits]:
-        """Ascending positions and their new bits; positions are None if the bits cover the whole box."""
+        self, encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers
+    ) -> Decoded: ...
 
 
-def changes(
-    old: Elements, new: Elements, start: int, stop: int, known: Known | None
-) -> tuple[npt.NDArray[np.uint32], Bits, Bits]:
+def changes(old: Elements, new: Elements, start: int, stop: int, known: Known | None) -> tuple[Offsets, Bits, Bits]:
     """The changed positions in a range of a box, and its old and new bits, which are not read where nothing changed."""
     from deltawire.kernels.cpu.blocks import changed_positions
 
@@ -54,8 +65,8 @@ def changes(
     return changed_positions(before, after) if positions is None else positions, before, after
 
 
-def take(arrays: Arrays, part: str, length: int) -> Bits:
-    array = arrays[part]
+def take(encoded: Encoded, part: str, length: int) -> Bits:
+    array = encoded.arrays[part]
     if len(array) != length:
         raise CorruptObject(f"the part {part!r} holds {len(array)} items, expected {length}")
     return array

@@ -20,9 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deltawire.codec.encoding import Arrays, Known, Watch, changes
+from deltawire.codec.encoding import Arrays, Decoded, Encoded, Known, Watch, changes
 from deltawire.errors import CorruptObject
-from deltawire.tensors.boxes import Positions
 from deltawire.tensors.dtypes import Bits, DType, Elements
 from deltawire.workers import Workers
 
@@ -42,21 +41,17 @@ class Tiled:
     def parts(self, dtype: DType, num_elements: int) -> dict[str, str]:
         return {self.name: "U8"}
 
-    def encode(
-        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
-    ) -> Arrays:
+    def encode(self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None) -> Arrays:
         payload = encode_payload(old, new, dtype, self.contextual, workers, known=known).payload
         return {} if payload is None else {self.name: payload}
 
-    def decode(
-        self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
-    ) -> tuple[Positions, Bits]:
+    def decode(self, encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers) -> Decoded:
         from deltawire.kernels.cpu.decode import decode_tile
 
         if old is None:
             raise ValueError(f"a {self.name} patch is decoded against the old weights: pass them")
-        tiles, counts = sound_tiles(arrays[self.name], len(old), num_changed, self.contextual)
-        layout = kernel_layout(dtype)
+        num_changed, layout = encoded.num_changed, kernel_layout(dtype)
+        tiles, counts = sound_tiles(encoded.arrays[self.name], len(old), num_changed, self.contextual)
         positions, bits = np.empty(num_changed, np.int64), np.empty(num_changed, old.dtype)
         ends = np.cumsum(counts, dtype=np.int64)
 
@@ -103,8 +98,7 @@ def sampled_tile_log2(old: Elements, new: Elements, workers: Workers) -> int:
     stretch = 1 << LEAST_TILE_LOG2
     starts = range(0, len(old), 16 * stretch)
     counts = workers.map(lambda at: int(count_changed(old[at : at + stretch], new[at : at + stretch])), starts)
-    num_changed = sum(counts)
-    return tile_log2_for(num_changed, sum(min(stretch, len(old) - at) for at in starts))
+    return tile_log2_for(sum(counts), sum(min(stretch, len(old) - at) for at in starts))
 
 
 def encode_payload(
@@ -168,10 +162,11 @@ def stream_edges(payload: Bits, num_elements: int) -> tuple[int, npt.NDArray[np.
     streams = HEAD_BYTES + 4 * num_tiles
     if len(payload) < streams:
         raise CorruptObject(f"a payload of {len(payload)} bytes is too short for {num_tiles} tiles")
-    ends = streams + np.cumsum(payload[HEAD_BYTES:streams].view("<u4"), dtype=np.int64)
-    if (num_tiles and int(ends[-1]) != len(payload)) or (not num_tiles and len(payload) != streams):
+    sizes = payload[HEAD_BYTES:streams].view("<u4")
+    edges = np.cumsum(np.concatenate([[streams], sizes]), dtype=np.int64)
+    if int(edges[-1]) != len(payload):
         raise CorruptObject("a payload's tiles do not add up to its size")
-    return size, np.concatenate([[streams], ends])
+    return size, edges
 
 
 def read_tiles(payload: Bits, num_elements: int) -> list[Tile]:

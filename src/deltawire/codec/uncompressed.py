@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from deltawire.codec.encoding import Arrays, Known, changes, take
+from deltawire.codec.encoding import Arrays, Decoded, Encoded, Known, changes, take
 from deltawire.errors import CorruptObject
-from deltawire.tensors.boxes import Positions
 from deltawire.tensors.dtypes import DTYPES, Bits, DType, Elements
 from deltawire.workers import Workers
 
@@ -24,9 +23,7 @@ class Coo:
     def size_bytes(self, num_elements: int, num_changed: int, dtype: DType) -> int:
         return num_changed * sum(DTYPES[part].itemsize for part in self.parts(dtype, num_elements).values())
 
-    def encode(
-        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
-    ) -> Arrays:
+    def encode(self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None) -> Arrays:
         index = DTYPES[self.parts(dtype, len(old))["indices"]].unsigned
 
         def find(start: int) -> tuple[Bits, Bits]:
@@ -36,12 +33,10 @@ class Coo:
         indices, values = zip(*workers.map(find, range(0, len(old), _PIECE)), strict=True)
         return {"indices": np.concatenate(indices), "values": np.concatenate(values)}
 
-    def decode(
-        self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
-    ) -> tuple[Positions, Bits]:
-        indices = take(arrays, "indices", num_changed).astype(np.int64)
-        values = take(arrays, "values", num_changed)
-        if num_changed and (indices[0] < 0 or indices[-1] >= num_elements or (np.diff(indices) <= 0).any()):
+    def decode(self, encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers) -> Decoded:
+        indices = take(encoded, "indices", encoded.num_changed).astype(np.int64)
+        values = take(encoded, "values", encoded.num_changed)
+        if len(indices) and (indices[0] < 0 or indices[-1] >= num_elements or (np.diff(indices) <= 0).any()):
             raise CorruptObject(f"positions are out of range or out of order in a box of {num_elements} elements")
         return indices, values
 
@@ -58,12 +53,8 @@ class Dense:
     def size_bytes(self, num_elements: int, num_changed: int, dtype: DType) -> int:
         return num_elements * dtype.itemsize
 
-    def encode(
-        self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None = None
-    ) -> Arrays:
+    def encode(self, old: Elements, new: Elements, dtype: DType, workers: Workers, known: Known | None) -> Arrays:
         return {"dense": new[:]}
 
-    def decode(
-        self, arrays: Arrays, old: Bits | None, num_elements: int, dtype: DType, num_changed: int, workers: Workers
-    ) -> tuple[None, Bits]:
-        return None, take(arrays, "dense", num_elements)
+    def decode(self, encoded: Encoded, old: Bits | None, num_elements: int, dtype: DType, workers: Workers) -> Decoded:
+        return None, take(encoded, "dense", num_elements)

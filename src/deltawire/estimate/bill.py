@@ -5,7 +5,7 @@ from functools import cache
 from statistics import mean, median
 from typing import Any
 
-from deltawire.estimate.plan import DAY, Plan, measured, sources
+from deltawire.estimate.plan import DAY, Plan, measured
 from deltawire.estimate.prices import Prices
 from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Outcome, Scene, extra_hops, hop_of, parts_of, simulate
 from deltawire.run.planner import cheapest_route
@@ -126,5 +126,5 @@ def estimate(plan: Plan, prices: Prices, *, num_versions: int = 5, seed: int = 0
         "ways": [
             way(plan, prices, full=full, caches=caches, num_versions=num_versions, seed=seed) for full, caches in WAYS
         ],
-        "from": sources(),
+        "from": measured("from"),
     }

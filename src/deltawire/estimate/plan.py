@@ -19,17 +19,10 @@ MOST_WEIGHTS, MOST_REPLICAS = 1e14, 100_000
 
 
 @cache
-def measured() -> dict[str, Any]:
-    """The constants by name."""
+def measured(column: str = "value") -> dict[str, Any]:
+    """The constants by name; the column `from` has the file that each is from."""
     data = json.loads((Path(__file__).parent / "measured.json").read_text())
-    return {name: each["value"] for name, each in data.items()}
-
-
-@cache
-def sources() -> dict[str, str]:
-    """The file that each constant is from."""
-    data = json.loads((Path(__file__).parent / "measured.json").read_text())
-    return {name: each["from"] for name, each in data.items()}
+    return {name: each[column] for name, each in data.items()}
 
 
 def density_of(learning_rate: float) -> float:

@@ -187,13 +187,10 @@ class World:
         if plan.joins_a_day:
             self._next_join()
         self.clock.at(plan.step_seconds, self._publish)
-        self.clock.run(self._is_over)
+        self.clock.run(lambda: self.num_current == len(self.replicas))
         outcome.seconds = self.clock.now
         outcome.requests["put"] += round(len(self.replicas) * self.clock.now / HEARTBEAT_SECONDS)
         return outcome
-
-    def _is_over(self) -> bool:
-        return self.num_current == len(self.replicas)
 
     def _next_join(self) -> None:
         def join() -> None:
@@ -209,12 +206,12 @@ class World:
         """The trainer's call; it waits while one version is being uploaded and another one is waiting."""
         version = len(self.outcome.calls)
         self.outcome.calls.append(self.clock.now)
-        staged = self.clock.now + (0.0 if self.scene.full else self.plan.blocked_seconds)
-        self.clock.at(staged, lambda: self._stage(version))
 
-    def _stage(self, version: int) -> None:
-        self._waiting.append(version)
-        self._begin()
+        def stage() -> None:
+            self._waiting.append(version)
+            self._begin()
+
+        self.clock.at(self.clock.now + (0.0 if self.scene.full else self.plan.blocked_seconds), stage)
 
     def _begin(self) -> None:
         if self._busy or not self._waiting:
@@ -224,10 +221,11 @@ class World:
             self.clock.at(self.outcome.calls[version] + self.plan.step_seconds, self._publish)
         size = self.plan.anchor_bytes if self.scene.full else self.plan.delta_bytes()
         ready = self.clock.now + (0.0 if self.scene.full else self.plan.encode_seconds)
-        self.clock.at(ready, lambda: self._uplink.send(size, lambda: self._uploaded(version)))
 
-    def _uploaded(self, version: int) -> None:
-        self.clock.at(self.clock.now + COMMIT_TRIPS * self.trip, lambda: self._commit(version))
+        def uploaded() -> None:
+            self.clock.at(self.clock.now + COMMIT_TRIPS * self.trip, lambda: self._commit(version))
+
+        self.clock.at(ready, lambda: self._uplink.send(size, uploaded))
 
     def _commit(self, version: int) -> None:
         self.latest, self._busy = version, False
@@ -279,13 +277,9 @@ class Site:
 
     def look(self) -> int:
         """The newest version, as a poll finds it."""
-        world = self._world
-        if not world.scene.caches:
-            world.outcome.requests["poll"] += 1
-            return world.latest
         if self._is_due():
-            world.outcome.requests["poll"] += 1
-            self._checked, self._known = world.clock.now, world.latest
+            self._world.outcome.requests["poll"] += 1
+            self._checked, self._known = self._world.clock.now, self._world.latest
         return self._known
 
     def note_polls(self, number: int, seconds: float) -> None:
@@ -442,10 +436,8 @@ class Replica:
         scene, plan = self._world.scene, self._world.plan
         deltas = sum(hop.base is not None for hop in hops)
         seconds = deltas * plan.decode_seconds * self._slower + self._pull_seconds
-        if not scene.serves:
-            seconds += measured()["cpu"]["apply"] * plan.weights
-        else:
-            seconds += plan.pause_seconds if deltas else plan.reload_seconds
+        pause = plan.pause_seconds if deltas else plan.reload_seconds
+        seconds += pause if scene.serves else measured()["cpu"]["apply"] * plan.weights
         self._site.cores.run(seconds, lambda: self._serve(life, version))
 
     def _serve(self, life: int, version: int) -> None:
@@ -462,7 +454,6 @@ class Replica:
 
 
 def hop_of(plan: Plan, version: int, base: int | None) -> ListedHop:
-    """A hop with its size."""
     return ListedHop(version, base, round(plan.anchor_bytes if base is None else plan.delta_bytes(version - base)))
 
 

@@ -19,7 +19,7 @@ from deltawire.store.transfer import download
 
 PARALLEL = 4
 
-# Called with the number of bytes that have arrived, and the total.
+# Called with the number of bytes (or versions) that are there, and the total.
 Progress = Callable[[int, int], None]
 
 

@@ -16,14 +16,15 @@ import errno
 import json
 import mmap
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deltawire.codec import COO, Encoded
+from deltawire.codec import COO
+from deltawire.codec.encoding import Encoded
 from deltawire.disk import locked, read_small
 from deltawire.errors import Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.follow.target import Target
@@ -37,7 +38,8 @@ from deltawire.format.wire import DeltaInfo, Entry, tied_metadata
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import DTYPES, dtype_named
-from deltawire.tensors.weights import Tensor
+from deltawire.tensors.names import Ties
+from deltawire.tensors.weights import Tensor, Tensors
 
 
 class Mirror(Target):
@@ -68,15 +70,13 @@ class Mirror(Target):
     def state(self) -> WeightVersion | None:
         return self._state
 
-    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+    def digest(self, tied: Ties) -> Digest | None:
         return digest(self._weights, tied=tied) if self._weights else None
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> Tensors:
         return self._weights
 
-    def apply(
-        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
-    ) -> None:
+    def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         total = sum(len(tensor.bits) for tensor in self._weights.values())
         num_changed = sum(len(patch.bits) for patch in patches)
         gain = state.digest - base.digest
@@ -108,7 +108,7 @@ class Mirror(Target):
         for patch in patches:
             self._weights[patch.name].bits[patch.where] = patch.bits
 
-    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:
         made = self._own / "made"
         with self._writing():
             shutil.rmtree(made, ignore_errors=True)

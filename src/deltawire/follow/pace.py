@@ -12,12 +12,7 @@ MOST_BACKOFF = 32
 
 
 class Pace:
-    """The waits between the polls of one replica, from when versions came before. Times are seconds of one clock.
-
-    Args:
-        poll_seconds: The wait while a version is due.
-        now: The time at which the replica starts to look.
-    """
+    """The waits between the polls of one replica, from when versions came before; `poll_seconds` while one is due."""
 
     def __init__(self, poll_seconds: float, now: float) -> None:
         if not poll_seconds > 0:

@@ -4,22 +4,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, cast
 
-from deltawire.errors import (
-    BaseMismatch,
-    ChainError,
-    DeltawireError,
-    DigestMismatch,
-    FormatError,
-    ObjectMissing,
-    RunMismatch,
-)
+from deltawire import errors
 from deltawire.follow.at_hand import AtHand, recognised
 from deltawire.follow.comparison import differing_names
 from deltawire.follow.fetch import Fetcher, Progress, blaming
@@ -45,7 +37,7 @@ from deltawire.workers import Workers
 LOOK_SECONDS = 3.0
 
 
-class Replica:
+class Replica(AbstractContextManager["Replica"]):
     """Follows a run and keeps weights at its newest version, or at any other.
 
     `pull` updates once, `watch` stays current (`watching` in the background), and `for pull in replica` yields each
@@ -170,7 +162,7 @@ class Replica:
         found = self.run.id
         for state in (self.target.state(), self.target.served()):
             if state is not None and state.run != found and self.run.expected is None:
-                raise RunMismatch(
+                raise errors.RunMismatch(
                     f"the weights are at version {state.version} of run {state.run}, and {self.run.store.url} holds "
                     f"run {found}: to follow that, use another folder (or fresh weights), or name the run with --run "
                     f"{found} (or run={found!r}). Nothing was changed",
@@ -193,10 +185,10 @@ class Replica:
         self._refresh()
         want = self.latest if version is None else version
         if want is None:
-            raise ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
+            raise errors.ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
         try:
             return self.run.manifest(want)
-        except ObjectMissing:
+        except errors.ObjectMissing:
             # A version that was listed but does not exist is a transfer error: list from the start next time.
             self.latest = None
             raise
@@ -218,16 +210,16 @@ class Replica:
     def _reach(self, manifest: Manifest, have: WeightVersion | None, progress: Progress | None) -> Pull:
         """Try one route after the other, avoiding hops that turned out to be bad."""
         bad: set[HopKey] = set()
-        first: DeltawireError | None = None
+        first: errors.DeltawireError | None = None
         starts_over = False
         while True:
             try:
                 route = find_route(self.run, self._start(have, manifest), manifest, bad)
-            except ChainError as error:
+            except errors.ChainError as error:
                 raise first or error from None
             try:
                 return self._follow(manifest, have, route, progress)
-            except (FormatError, ObjectMissing, DigestMismatch, BaseMismatch) as error:
+            except (errors.FormatError, errors.ObjectMissing, errors.DigestMismatch, errors.BaseMismatch) as error:
                 first = first or error
                 self.num_faults += 1
                 if self.target.decodes:
@@ -241,7 +233,7 @@ class Replica:
                 elif (
                     have is not None
                     and not starts_over
-                    and (isinstance(error, BaseMismatch) or self.target.digest(manifest.tied) != have.digest)
+                    and (isinstance(error, errors.BaseMismatch) or self.target.digest(manifest.tied) != have.digest)
                 ):
                     # Not the weights of this version, or changed by someone else: start from an anchor, once.
                     have, starts_over = None, True
@@ -274,7 +266,7 @@ class Replica:
                 applied = decoded
                 for each, delta in zip(fetched, deltas, strict=True):
                     manifest.check_tensors({entry.name for entry in delta.entries}, self.target.weights())
-                    with blaming(each.hop, FormatError):
+                    with blaming(each.hop, errors.FormatError):
                         self.target.apply_delta(delta)
             elif have is not None:
                 patches = Replay(self.target.weights(), deltas, workers).patches(have.digest)
@@ -332,7 +324,7 @@ class Replica:
                     if on_pull is not None:
                         on_pull(done)
                 failures, self.error = 0, None
-            except (DeltawireError, OSError) as error:
+            except (errors.DeltawireError, OSError) as error:
                 failures, self.error = failures + 1, error
                 self.num_faults += 1
             except Exception as error:
@@ -349,7 +341,7 @@ class Replica:
         """Wait, but end early on a nudge, or if an engine has stopped, come back or been restarted."""
         before, until = self.status(), time.monotonic() + seconds
         while not self._wake.wait(min(max(until - time.monotonic(), 0), LOOK_SECONDS)) and time.monotonic() < until:
-            with suppress(DeltawireError, OSError):
+            with suppress(errors.DeltawireError, OSError):
                 self.target.refresh()
             now = self.status()
             self._heartbeat.beat(now, at_once=False)
@@ -454,9 +446,6 @@ class Replica:
         self._heartbeat.remove()
         self._fetcher.close()
         self.target.close()
-
-    def __enter__(self) -> "Replica":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

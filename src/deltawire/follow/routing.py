@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissing
 from deltawire.run.manifest import Manifest, StoredHop
@@ -21,31 +22,24 @@ def find_route(run: Run, have: int | None, manifest: Manifest, bad: Collection[H
     """The cheapest route to a version that avoids the bad hops."""
     known = {(hop.version, hop.base): hop for hop in (*manifest.route, manifest.hop)}
     if not bad and (have is None or any(have in key for key in known)):
-        try:
+        with suppress(ChainError):
             route = cheapest_route(have, manifest.version, known.values())
-        except ChainError:
-            pass
-        else:
             if len(route.hops) <= MANY_HOPS:
                 return route
     if not run.listable:
         return _asked_route(run, have, manifest, known, bad)
     if have is not None and not bad:
-        try:
+        with suppress(ChainError):
             return _listed_route(run, have, manifest, known, bad, after=have)
-        except ChainError:
-            pass
     return _listed_route(run, have, manifest, known, bad, after=-1)
 
 
 def _listed_route(
     run: Run, have: int | None, manifest: Manifest, known: dict[HopKey, StoredHop], bad: Collection[HopKey], after: int
 ) -> Route[StoredHop]:
-    hops: dict[HopKey, Hop] = {
-        (hop.version, hop.base): hop for hop in run.hops(after) if hop.version <= manifest.version
-    }
+    found: list[Hop] = [hop for hop in run.hops(after) if hop.version <= manifest.version]
     # Hops of the manifest may be missing from the listing, or deleted; if deleted, fetching them will fail.
-    hops |= known
+    hops = {(hop.version, hop.base): hop for hop in [*found, *known.values()]}
     while True:
         route = cheapest_route(have, manifest.version, [hop for key, hop in hops.items() if key not in bad])
         keys = [(hop.version, hop.base) for hop in route.hops]
@@ -74,7 +68,8 @@ def _walk(run: Run, at: int, want: int, known: dict[HopKey, StoredHop], bad: Col
     while at < want:
         skips = [(at + length, at) for length in ASKED_SKIPS if at % length == 0]
         wanted = [key for key in skips if key[0] <= want and key not in bad]
-        hop = next((hop for key in wanted if (hop := known.get(key) or _hop(run, key))), None) or _own_hop(run, at + 1)
+        hop = next((hop for key in wanted if (hop := known.get(key) or _hop(run, key))), None)
+        hop = hop or next(iter(_named_hops(run, at + 1)), None)
         if hop is None or (hop.version, hop.base) in bad:
             return
         known[hop.version, hop.base] = hop
@@ -88,10 +83,6 @@ def _search(run: Run, want: int, known: dict[HopKey, StoredHop]) -> None:
     with ThreadPoolExecutor(PARALLEL, "deltawire-route") as pool:
         named = [hop for hops in pool.map(lambda version: _named_hops(run, version), versions) for hop in hops]
     known |= {(hop.version, hop.base): hop for hop in named}
-
-
-def _own_hop(run: Run, version: int) -> StoredHop | None:
-    return next(iter(_named_hops(run, version)), None)
 
 
 def _named_hops(run: Run, version: int) -> list[StoredHop]:

@@ -1,7 +1,7 @@
 """Targets hold the weights of a replica: the protocol, weights in memory, and a checkpoint that is written once."""
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +12,15 @@ from deltawire.format.checkpoint import anchor_info, check_new
 from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch, write_patches
 from deltawire.format.replay import Replay, write_replayed
+from deltawire.tensors.boxes import Shape
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import ALIASES, DType, dtype_named, empty_bits
+from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import (
     DTypeChoice,
     Place,
     Tensor,
+    Tensors,
     Viewed,
     Weights,
     num_elements,
@@ -56,7 +59,7 @@ class Target(Protocol):
         """Additional fields for the status of a replica."""
         return {}
 
-    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+    def digest(self, tied: Ties) -> Digest | None:
         """Compute the digest of the weights, for weights of unknown version; None if there are none yet."""
         return None
 
@@ -75,12 +78,10 @@ class Target(Protocol):
         """
         raise ValueError("this target takes patches")
 
-    def apply(
-        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
-    ) -> None:
+    def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         """Write patches that turn the weights from `base` into `state`. Everything was checked before."""
 
-    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:
         """Replace all weights. `anchor.base` is the anchor, `files` are its additional files (configuration, ...)."""
 
     def close(self) -> None:
@@ -100,13 +101,13 @@ class MemoryTarget(Target):
         weights: Weights | Callable[[], Weights],
         *,
         dtype: DTypeChoice = None,
-        make: Callable[[str, DType, tuple[int, ...]], Any] | None = None,
+        make: Callable[[str, DType, Shape], Any] | None = None,
     ) -> None:
         self._read = weights if callable(weights) else lambda: weights
         self._owned = weights if isinstance(weights, MutableMapping) and not weights else None
         """The dictionary if it was empty: its names then follow those of the run."""
         self._dtype, self._make = dtype, make
-        self._tied: Mapping[str, str] = {}
+        self._tied: Ties = {}
         self._state: WeightVersion | None = None
         self._written: dict[str, Any] = {}
         """The tensors of that state, kept alive so that no other tensor gets their addresses."""
@@ -119,24 +120,22 @@ class MemoryTarget(Target):
         if self._state is not None and _places(self._read()) != _places(self._written):
             self._state, self._written = None, {}
 
-    def digest(self, tied: Mapping[str, str]) -> Digest | None:
+    def digest(self, tied: Ties) -> Digest | None:
         weights = self._read()
         if not weights or untied_name(weights, tied, self._dtype) is not None:
             return None
         return digest(weights, dtype=self._dtype, tied=tied)
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> Tensors:
         return Viewed(self._read(), self._dtype)
 
-    def apply(
-        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
-    ) -> None:
+    def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         targets = writables(self._read(), [patch.name for patch in patches], tied)
         self._state = None
         write_patches(targets, patches)
         self._become(state, tied)
 
-    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:
         if self._owned is None:
             self._check(anchor.base, tied)
         anchor.verify(state.digest)
@@ -149,12 +148,12 @@ class MemoryTarget(Target):
                 write(value, slice(None), bits)
         self._become(state, tied)
 
-    def _become(self, state: WeightVersion, tied: Mapping[str, str]) -> None:
+    def _become(self, state: WeightVersion, tied: Ties) -> None:
         weights = self._read()
         self._written = {name: weights[name] for name in weights}
         self._state, self._tied = state, tied
 
-    def _make_room(self, weights: MutableMapping[str, Any], base: Weights, tied: Mapping[str, str]) -> None:
+    def _make_room(self, weights: MutableMapping[str, Any], base: Weights, tied: Ties) -> None:
         now = Viewed(weights, self._dtype)
         # A name that was tied refers to another tensor's memory.
         kept = {name for name in weights if name in base and name not in self._tied}
@@ -169,7 +168,7 @@ class MemoryTarget(Target):
             weights.update({name: weights[to] for name, to in tied.items()})
         writable(weights, weights, tied)
 
-    def _check(self, base: Weights, tied: Mapping[str, str]) -> None:
+    def _check(self, base: Weights, tied: Ties) -> None:
         weights = self._read()
         now = Viewed(weights, self._dtype)
         for name in base:
@@ -199,18 +198,16 @@ class Export(Target):
         self._path = path
         check_new(path)
 
-    def apply(
-        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
-    ) -> None:
+    def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         raise TypeError("there is nothing to patch in an export")
 
-    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:
         total = sum(num_elements(anchor.base, name) for name in anchor.base)
         info = anchor_info(state.run, state.version, state.digest, total, tied)
         write_replayed(anchor, self._path, {"format": "pt", **info}, state.digest, files)
 
 
-def _plain(name: str, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+def _plain(name: str, dtype: DType, shape: Shape) -> Tensor:
     return Tensor(dtype, shape, empty_bits(shape, dtype, name))
 
 
@@ -224,11 +221,8 @@ def _advice(expected: str, actual: str) -> str:
     return f': pass dtype="{expected}" if these integers are its bits' if is_integer and same_size else ""
 
 
-def new_tensor(name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
-    """Create an uninitialized tensor: of torch if that is imported, otherwise of numpy.
-
-    For dtypes that numpy lacks it is an array of ml_dtypes if that is imported, otherwise a `Tensor`.
-    """
+def new_tensor(name: str, dtype: DType, shape: Shape) -> Any:
+    """An uninitialized tensor: of torch if that is imported, else of numpy or ml_dtypes; a `Tensor` if both lack it."""
     torch, ml_dtypes = sys.modules.get("torch"), sys.modules.get("ml_dtypes")
     known_as = next(alias for alias, own in ALIASES.items() if own == dtype.name)
     plain = _plain(name, dtype, shape)

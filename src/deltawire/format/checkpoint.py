@@ -13,8 +13,8 @@ from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
 from deltawire.format.wire import metadata_fields, read_number, read_tied
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
-from deltawire.tensors.names import PREFIX, check_names, resolve_ties
-from deltawire.tensors.weights import DTypeChoice, Tensor, TensorSpec, Viewed, Weights, mapping_of
+from deltawire.tensors.names import PREFIX, Ties, check_names, resolve_ties
+from deltawire.tensors.weights import DTypeChoice, Specs, Tensor, TensorSpec, Viewed, Weights, mapping_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -139,7 +139,7 @@ def save_anchor(
     run: str = "",
     version: int = 0,
     dtype: DTypeChoice = None,
-    tied: Mapping[str, str] | None = None,
+    tied: Ties | None = None,
     max_shard_bytes: int = MAX_FILE_BYTES,
     threads: int | None = None,
 ) -> Digest:
@@ -174,13 +174,13 @@ def save_anchor(
     return state
 
 
-def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: Mapping[str, str]) -> dict[str, str]:
+def anchor_info(run: str, version: int, state: Digest, num_elements: int, tied: Ties) -> dict[str, str]:
     """The metadata that makes a checkpoint an anchor."""
     stated = {"run": run, "version": str(version), "digest": str(state), "total": str(num_elements)}
     return metadata_fields("anchor", tied, **stated)
 
 
-def group_specs(specs: Mapping[str, TensorSpec], max_shard_bytes: float) -> list[dict[str, TensorSpec]]:
+def group_specs(specs: Specs, max_shard_bytes: float) -> list[dict[str, TensorSpec]]:
     """Group tensors by a size limit; there is at least one group."""
     groups = grouped(sorted(specs), lambda name: num_bytes_of(specs[name]), max_shard_bytes)
     return [{name: specs[name] for name in group} for group in groups]
@@ -198,7 +198,7 @@ def name_shards(groups: list[dict[str, TensorSpec]]) -> dict[str, dict[str, Tens
 
 def write_checkpoint(
     path: Path,
-    shards: Mapping[str, Mapping[str, TensorSpec]],
+    shards: Mapping[str, Specs],
     metadata: Mapping[str, str],
     bits_of: Callable[[str], Bits],
     *,
@@ -237,7 +237,7 @@ def check_new(path: Path) -> None:
         raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
 
 
-def index_bytes(shards: Mapping[str, Mapping[str, TensorSpec]]) -> bytes:
+def index_bytes(shards: Mapping[str, Specs]) -> bytes:
     size = sum(num_bytes_of(spec) for specs in shards.values() for spec in specs.values())
     weight_map = {name: file for file, specs in shards.items() for name in specs}
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

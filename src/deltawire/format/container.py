@@ -19,8 +19,10 @@ import numpy as np
 
 from deltawire.disk import open_regular
 from deltawire.errors import CorruptObject, LimitExceeded, UnsupportedFormat
+from deltawire.tensors.boxes import Shape
 from deltawire.tensors.dtypes import DTYPES, Bits, empty_bits
 from deltawire.tensors.names import METADATA, is_text
+from deltawire.tensors.weights import Specs
 
 MOST_HEADER_BYTES = 100_000_000
 
@@ -30,7 +32,7 @@ class Slot:
     """The location of a tensor: offsets are relative to the end of the header."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     stop: int
 
@@ -140,12 +142,11 @@ def raw(array: Bits) -> memoryview:
     return array.view(np.uint8).data
 
 
-def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Slot]:
+def lay_out(specs: Specs) -> dict[str, Slot]:
     """Place tensors of given dtype and shape in sequence, the widest items first so that all are aligned."""
-    slots = {}
-    at = 0
-    for name in sorted(tensors, key=lambda name: (-DTYPES[tensors[name][0]].itemsize, name)):
-        dtype, shape = tensors[name]
+    slots, at = {}, 0
+    for name in sorted(specs, key=lambda name: (-DTYPES[specs[name][0]].itemsize, name)):
+        dtype, shape = specs[name]
         size = prod(shape) * DTYPES[dtype].itemsize
         slots[name] = Slot(dtype, shape, at, at + size)
         at += size
@@ -165,10 +166,10 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
 
 
 def file_bytes(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
+    specs: Specs, metadata: Mapping[str, str], bits_of: Callable[[str], Bits]
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a whole file, tensor by tensor."""
-    slots = lay_out(tensors)
+    slots = lay_out(specs)
     yield header_bytes(slots, metadata)
     for name in slots:
         yield raw(bits_of(name))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.errors import ShapeMismatch, UnknownParameter
@@ -13,7 +14,7 @@ from deltawire.format.patches import Patch, decode_entry, decode_part, describe,
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_digest
-from deltawire.tensors.names import check_names, resolve_ties
+from deltawire.tensors.names import Ties, check_names, resolve_ties
 from deltawire.tensors.weights import DTypeChoice, Viewed, Weights, mapping_of, num_elements, view
 from deltawire.workers import Workers
 
@@ -126,7 +127,7 @@ def diff(
     *,
     encoding: EncodingChoice = "auto",
     dtype: DTypeChoice = None,
-    tied: Mapping[str, str] | None = None,
+    tied: Ties | None = None,
     run: str = "",
     version: int = 1,
     base_version: int = 0,
@@ -168,14 +169,14 @@ def diff_into(
     old: Weights,
     new: Weights,
     *,
-    encoding: EncodingChoice,
-    dtype: DTypeChoice,
-    tied: Mapping[str, str] | None,
-    run: str,
-    version: int,
-    base_version: int,
-    threads: int | None,
-    progress: Progress | None,
+    encoding: EncodingChoice = "auto",
+    dtype: DTypeChoice = None,
+    tied: Ties | None = None,
+    run: str = "",
+    version: int = 1,
+    base_version: int = 0,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> DeltaInfo:
     """Like `diff`, but pass each entry to `add` as soon as it is encoded."""
     allowed = allowed_encodings(encoding)
@@ -183,12 +184,11 @@ def diff_into(
     tied = resolve_ties(tied or {}, old)
     names = [name for name in old if name not in tied]
     others = [name for name in new if name not in tied]
-    for missing, where in ((set(names) - set(others), "new"), (set(others) - set(names), "old")):
-        if missing:
-            raise UnknownParameter(
-                f"{min(missing)} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead",
-                tensor=min(missing),
-            )
+    for name in sorted(set(names) ^ set(others)):
+        where = "old" if name in others else "new"
+        raise UnknownParameter(
+            f"{name} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead", tensor=name
+        )
     check_names(names)
     if not 0 <= base_version < version:
         raise ValueError(f"version {version} cannot be built on version {base_version}")
@@ -225,24 +225,11 @@ def diff_into(
 
 
 def diff_checkpoints(
-    old: Checkpoint,
-    new: Checkpoint,
-    path: Path,
-    *,
-    encoding: EncodingChoice = "auto",
-    run: str = "",
-    version: int = 1,
-    base_version: int = 0,
-    max_file_bytes: int = parts.MAX_FILE_BYTES,
-    threads: int | None = None,
-    progress: Progress | None = None,
+    old: Checkpoint, new: Checkpoint, path: Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES, **options: Any
 ) -> Delta:
-    """Write the delta between two checkpoints to `path`, tensor by tensor: the delta may be larger than memory."""
+    """Like `diff`, with its options, but written to `path` tensor by tensor: the delta may be larger than memory."""
     with TemporaryFile(dir=path.parent) as file:
         spool = parts.Spool(file)
-        info = diff_into(
-            spool.add, old, new, encoding=encoding, dtype=None, tied=new.tied, run=run, version=version,
-            base_version=base_version, threads=threads, progress=progress,
-        )  # fmt: skip
+        info = diff_into(spool.add, old, new, tied=new.tied, **options)
         parts.save(info, spool.entries, path, max_file_bytes)
     return Delta.load(path)

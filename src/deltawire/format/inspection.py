@@ -33,10 +33,7 @@ def inspect_entry(entry: Entry) -> dict[str, Any]:
 
 def check_structure(entry: Entry) -> None:
     """Check everything that can be checked without the old weights."""
-    encoding = ENCODINGS[entry.encoding]
-    if isinstance(encoding, Tiled):
-        _step_histogram(entry)
-    else:
+    if _step_histogram(entry) is None:
         decode_entry(entry, None)
 
 

@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from deltawire.codec import ENCODINGS, decode, encode
-from deltawire.codec.encoding import Known
+from deltawire.codec.encoding import Known, Offsets
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.wire import Entry
-from deltawire.tensors.boxes import Box, Positions
+from deltawire.tensors.boxes import Box, Positions, Shape
 from deltawire.tensors.digest import Digest, box_digest, change_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, Elements
-from deltawire.tensors.weights import Tensor, TensorSpec, Weights, write
+from deltawire.tensors.weights import Tensor, Tensors, TensorSpec, Weights, write
 from deltawire.workers import SERIAL, Workers
 
 
@@ -61,15 +60,11 @@ def encode_box(
     tile_log2: int | None = None,
     known: Known | None = None,
 ) -> tuple[Entry | None, Digest]:
-    """Encode the changes in a box of a tensor, and compute what they add to the digest.
-
-    `old` and `new` hold only the box, so that a shard is encoded on its own rank. `known` has the positions of the
-    changes, where they were compared before.
-    """
+    """Encode the changes in a box of a tensor, and what they add to the digest; `old` and `new` hold only the box."""
     key = tensor_key(name, dtype, box.full)
     gains: list[Digest] = []
 
-    def watch(start: int, positions: npt.NDArray[np.uint32], before: Bits, after: Bits) -> None:
+    def watch(start: int, positions: Offsets, before: Bits, after: Bits) -> None:
         at = box.to_tensor(positions + np.int64(start))
         gains.append(change_digest(key, at, before[positions], after[positions]))
 
@@ -102,8 +97,7 @@ def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers 
     shared = entry.box.intersection(part)
     if shared is None:
         return None
-    encoding = ENCODINGS[entry.encoding]
-    if encoding.needs_mirror and shared != entry.box:
+    if ENCODINGS[entry.encoding].needs_mirror and shared != entry.box:
         raise ValueError(
             f"{entry.name} is encoded as {entry.encoding}, which only a holder of the whole box can read: "
             'keep a mirror, or publish with encoding="mirrorless"'
@@ -133,13 +127,12 @@ def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest
     """What the digest gains when a patch is applied to the old tensor."""
     key = tensor_key(patch.name, old.dtype, old.shape)
     if patch._positions is None:
-        return box_digest(key, patch.box, patch.bits, workers) - box_digest(
-            key, patch.box, _cut(old, patch.box), workers
-        )
+        before = box_digest(key, patch.box, _cut(old, patch.box), workers)
+        return box_digest(key, patch.box, patch.bits, workers) - before
     return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
 
 
-def matching(entry: Entry, weights: Mapping[str, Tensor]) -> Tensor:
+def matching(entry: Entry, weights: Tensors) -> Tensor:
     """The tensor that an entry changes, checked for shape and dtype."""
     check_known(entry, weights)
     tensor = weights[entry.name]
@@ -162,7 +155,7 @@ def check_spec(entry: Entry, spec: TensorSpec) -> None:
         )  # fmt: skip
 
 
-def describe(dtype: DType, shape: tuple[int, ...]) -> str:
+def describe(dtype: DType, shape: Shape) -> str:
     return f"{dtype.name} {list(shape)}"
 
 

@@ -36,7 +36,8 @@ class Replay:
     def __init__(
         self, base: Weights, deltas: Sequence[Delta], workers: Workers, progress: Progress | None = None
     ) -> None:
-        self.base, self.deltas, self._workers, self._progress = base, deltas, workers, progress
+        self.base, self.deltas, self._workers = base, deltas, workers
+        self._report = progress or (lambda name, num_elements: None)
         self._before = self._after = Digest()
         for before, after in pairwise(deltas):
             if (before.version, before.digest) != (after.base_version, after.base_digest):
@@ -117,10 +118,7 @@ class Replay:
         self.check(expected)
 
     def patches_from(self, weights: Weights, expected: Digest, most: float) -> list[Patch] | None:
-        """Patches that turn other weights into the result, which must have the digest `expected`.
-
-        None if the specs differ, or if more than the fraction `most` of all elements would change.
-        """
+        """Patches that turn other weights into the result; None if specs differ, or more than `most` of all changes."""
         if {name: spec(weights, name) for name in weights} != {name: spec(self.base, name) for name in self.base}:
             return None
         patches, left = [], most * sum(num_elements(self.base, name) for name in self.base)
@@ -134,10 +132,6 @@ class Replay:
             patches.append(Patch(name, tensor.dtype.name, Box.whole(tensor.shape), bits[where], where))
         self.check(expected)
         return [patch for patch in patches if len(patch.bits)]
-
-    def _report(self, name: str, count: int) -> None:
-        if self._progress is not None:
-            self._progress(name, count)
 
 
 def _advance(tensor: Tensor, groups: list[list[Entry]], workers: Workers) -> tuple[Bits, Positions | None, Digest]:

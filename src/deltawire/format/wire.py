@@ -14,14 +14,14 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from deltawire.codec import DENSE, ENCODINGS, Encoded
-from deltawire.codec.encoding import Arrays
+from deltawire.codec import DENSE, ENCODINGS
+from deltawire.codec.encoding import Arrays, Encoded
 from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.format.container import Container, file_bytes, no_duplicates
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.dtypes import DTYPES, Bits, DType, dtype_named
-from deltawire.tensors.names import PREFIX, check_names, check_ties
+from deltawire.tensors.names import PREFIX, Ties, check_names, check_ties
 
 FORMAT_VERSION = 1
 MOST_PARTS = 100_000
@@ -40,18 +40,11 @@ class DeltaInfo:
     digest: Digest
     num_changed: int
     num_elements: int
-    tied: Mapping[str, str]
+    tied: Ties
 
     @classmethod
     def after(
-        cls,
-        base: WeightVersion,
-        version: int,
-        gain: Digest,
-        *,
-        num_changed: int,
-        num_elements: int,
-        tied: Mapping[str, str],
+        cls, base: WeightVersion, version: int, gain: Digest, *, num_changed: int, num_elements: int, tied: Ties
     ) -> "DeltaInfo":
         """The header of a delta that leads from a base to a version, by what the digest gains."""
         return cls(base.run, version, base.version, base.digest, base.digest + gain, num_changed, num_elements, tied)
@@ -140,8 +133,7 @@ def read_part(container: Container) -> tuple[DeltaInfo, list[Entry], tuple[int, 
     except ValueError as error:
         raise CorruptObject(str(error)) from None
     expected = {f"{entry.name}.{part}" for entry in entries for part in entry.parts}
-    left = set(container.header.slots) - expected
-    if left:
+    if left := set(container.header.slots) - expected:
         raise CorruptObject(f"tensor {min(left)!r} belongs to no patch")
     if sum(entry.num_changed for entry in entries) > info.num_changed:
         raise CorruptObject("the patches hold more changes than the delta states")
@@ -155,13 +147,13 @@ class LazyArrays(UserDict[str, Any]):
         return self.data[part]()  # type: ignore[no-any-return]
 
 
-def metadata_fields(kind: str, tied: Mapping[str, str], **fields: str) -> dict[str, str]:
+def metadata_fields(kind: str, tied: Ties, **fields: str) -> dict[str, str]:
     """The metadata that makes a file one of deltawire's."""
     fields = {"format": str(FORMAT_VERSION), "kind": kind, **fields}
     return {PREFIX + key: value for key, value in fields.items()} | tied_metadata(tied)
 
 
-def tied_metadata(tied: Mapping[str, str]) -> dict[str, str]:
+def tied_metadata(tied: Ties) -> dict[str, str]:
     """The metadata of tied names; empty if there are none."""
     return {PREFIX + "tied": json.dumps(dict(tied), separators=(",", ":"))} if tied else {}
 
@@ -195,11 +187,9 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
             f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name
         )
     dtype = dtype_named(fields[1])
-    full = _read_dims(fields[2], name)
+    full, *place = (_read_dims(each, name) for each in (fields[2], *fields[4:]))
     try:
-        box = (
-            Box(full, _read_dims(fields[4], name), _read_dims(fields[5], name)) if len(fields) == 6 else Box.whole(full)
-        )
+        box = Box(full, *place) if place else Box.whole(full)
     except ValueError as error:
         raise CorruptObject(f"{name}: {error}", tensor=name) from None
     num_changed = read_number(fields[3], name)
@@ -247,9 +237,9 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 }
 
 
-def _dims(dims: tuple[int, ...]) -> str:
+def _dims(dims: Shape) -> str:
     return "x".join(map(str, dims)) or "scalar"
 
 
-def _read_dims(text: str, name: str) -> tuple[int, ...]:
+def _read_dims(text: str, name: str) -> Shape:
     return () if text == "scalar" else tuple(read_number(dim, name) for dim in text.split("x"))

@@ -16,7 +16,7 @@ identifies the run nor lets a reader verify the weights.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from io import BytesIO
 from itertools import pairwise
@@ -25,34 +25,23 @@ from pathlib import Path
 import numpy as np
 
 from deltawire.errors import BrokenChain, Conflict, MissingAnchor, ObjectMissing, ShapeMismatch
+from deltawire.follow.fetch import Progress
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
 from deltawire.format.checkpoint import save_anchor
 from deltawire.format.container import MOST_HEADER_BYTES, Container, Header, read_header
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
-from deltawire.interop.trl_files import (
-    ANCHOR,
-    BRANCHES,
-    DELTA,
-    TrlFile,
-    anchor_pieces,
-    check_carried,
-    delta_pieces,
-    file_key,
-    file_of,
-    lay_over,
-)
+from deltawire.interop import trl_files as layout
+from deltawire.interop.trl_files import ANCHOR, DELTA, TrlFile
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 from deltawire.store.transfer import fetch_parts
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import Bits
+from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Tensor, Weights, spec
-
-# Called with the number of versions written, and the total.
-Progress = Callable[[int, int], None]
 
 
 def pull_trl(
@@ -80,7 +69,7 @@ class TrlBucket:
 
     def steps(self) -> list[TrlFile]:
         """All anchors and deltas, by step. A step can have both."""
-        listed = (file_of(stat) for folder in ("anchors/", "deltas/") for stat in self.store.list(folder))
+        listed = (layout.file_of(stat) for folder in ("anchors/", "deltas/") for stat in self.store.list(folder))
         return sorted((file for file in listed if file is not None), key=lambda each: (each.step, each.kind))
 
     def latest(self) -> int:
@@ -102,7 +91,7 @@ class TrlBucket:
         with tempfile.TemporaryDirectory(prefix="deltawire-") as folder:
             for each in self._route(self.latest() if step is None else step):
                 with self._opened(each, Path(folder)) as container:
-                    lay_over(weights, each, container)
+                    layout.lay_over(weights, each, container)
         return weights
 
     def _route(self, want: int) -> list[TrlFile]:
@@ -191,8 +180,8 @@ def export_trl(
     refused: a tensor of 2^31 elements or more that a delta might change, F8_E8M0, experts of a mixture for v3, which
     does not support them, and tensors that appear, disappear or change their shape.
     """
-    if branch not in BRANCHES:
-        raise ValueError(f"branch is one of {', '.join(BRANCHES)}, not {branch!r}")
+    if branch not in layout.BRANCHES:
+        raise ValueError(f"branch is one of {', '.join(layout.BRANCHES)}, not {branch!r}")
     if anchor_every is not None and anchor_every < 1:
         raise ValueError(f"anchor_every must be at least 1, got {anchor_every}")
     store, versions, tape = open_store(to), _span(run, first, last), _Tape()
@@ -207,13 +196,13 @@ def export_trl(
             since = version - versions[0]
             if since == 0:
                 specs = {name: spec(tape.weights(), name) for name in tape.weights()}
-                check_carried(specs, deltas=len(versions) > 1, branch=branch)
+                layout.check_carried(specs, deltas=len(versions) > 1, branch=branch)
             elif tape.changes or branch == "v1":
-                written.append(file_key(DELTA, version))
-                store.put(written[-1], delta_pieces(version, tape.weights(), tape.changes, branch))
+                written.append(layout.file_key(DELTA, version))
+                store.put(written[-1], layout.delta_pieces(version, tape.weights(), tape.changes, branch))
             if since == 0 or (anchor_every and since % anchor_every == 0):
-                written.append(file_key(ANCHOR, version))
-                store.put(written[-1], anchor_pieces(version, tape.weights(), branch))
+                written.append(layout.file_key(ANCHOR, version))
+                store.put(written[-1], layout.anchor_pieces(version, tape.weights(), branch))
             if progress is not None:
                 progress(since + 1, len(versions))
     return written
@@ -249,9 +238,7 @@ class _Tape(MemoryTarget):
         super().__init__({})
         self.changes: dict[str, tuple[Positions, Bits]] = {}
 
-    def apply(
-        self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Mapping[str, str]
-    ) -> None:
+    def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         self.changes = {}
         for patch in patches:
             different = self.weights()[patch.name].bits[patch.where] != patch.bits
@@ -259,7 +246,7 @@ class _Tape(MemoryTarget):
                 self.changes[patch.name] = patch.positions[different], patch.bits[different]
         super().apply(patches, base, state, tied)
 
-    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Mapping[str, str]) -> None:
+    def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:
         before = {name: tensor.bits.copy() for name, tensor in self.weights().items()}
         if before:
             _check_same(self.weights(), anchor.base, state.version)

@@ -10,11 +10,11 @@ from math import prod
 import numpy as np
 
 from deltawire.errors import CorruptObject, LimitExceeded, UnknownParameter, UnsupportedFormat
-from deltawire.format.container import Container, header_bytes, lay_out, raw
+from deltawire.format.container import Container, file_bytes
 from deltawire.store import Buffer, Stat
-from deltawire.tensors.boxes import Positions
+from deltawire.tensors.boxes import Positions, Shape
 from deltawire.tensors.dtypes import Bits, dtype_named
-from deltawire.tensors.weights import Tensor, TensorSpec
+from deltawire.tensors.weights import Specs, Tensor, Tensors
 
 ANCHOR, DELTA = "anchor", "delta"
 BRANCHES = ("v1", "v2", "v3")
@@ -84,7 +84,7 @@ def _is_sparse(file: TrlFile, metadata: Mapping[str, str]) -> bool:
     return sparse == "True"
 
 
-def _lay_sparse(weights: Mapping[str, Tensor], file: TrlFile, container: Container) -> None:
+def _lay_sparse(weights: Tensors, file: TrlFile, container: Container) -> None:
     metadata = container.header.metadata
     encoding = metadata.get("encoding")
     if encoding == "nvcomp_cascaded":
@@ -117,7 +117,7 @@ def _changed_names(file: TrlFile, container: Container, suffixes: tuple[str, str
 
 
 def _read_change(
-    weights: Mapping[str, Tensor], file: TrlFile, container: Container, name: str, suffixes: tuple[str, str]
+    weights: Tensors, file: TrlFile, container: Container, name: str, suffixes: tuple[str, str]
 ) -> tuple[Positions, Bits]:
     """The positions and the new bits of one tensor, checked."""
     if name not in weights:
@@ -152,7 +152,7 @@ def _corrupt(file: TrlFile, problem: str, tensor: str | None = None) -> CorruptO
     return CorruptObject(f"{file.key}: {problem}", path=file.key, version=file.step, tensor=tensor)
 
 
-def check_carried(specs: Mapping[str, TensorSpec], *, deltas: bool, branch: str = "v1") -> None:
+def check_carried(specs: Specs, *, deltas: bool, branch: str = "v1") -> None:
     """Reject tensors that the layout cannot represent."""
     for name, (dtype, shape) in specs.items():
         if branch == "v3" and ".experts." in name:
@@ -165,15 +165,15 @@ def check_carried(specs: Mapping[str, TensorSpec], *, deltas: bool, branch: str 
             )
 
 
-def anchor_pieces(version: int, weights: Mapping[str, Tensor], branch: str) -> list[Buffer]:
+def anchor_pieces(version: int, weights: Tensors, branch: str) -> list[Buffer]:
     total = sum(len(tensor.bits) for tensor in weights.values())
     arrays = {name: (tensor.dtype.name, tensor.shape, tensor.bits) for name, tensor in weights.items()}
     return _pieces(arrays, _metadata(version, sorted(weights), total, total, branch, sparse=False))
 
 
-def delta_pieces(version: int, weights: Mapping[str, Tensor], changes: Changes, branch: str) -> list[Buffer]:
+def delta_pieces(version: int, weights: Tensors, changes: Changes, branch: str) -> list[Buffer]:
     """The bytes of a delta; `weights` are those after it."""
-    arrays: dict[str, tuple[str, tuple[int, ...], Bits]] = {}
+    arrays: dict[str, tuple[str, Shape, Bits]] = {}
     for name, (positions, bits) in changes.items():
         where, what = (".indices", ".values") if branch == "v1" else (".idx", ".val")
         dtype, stored = ("I32", positions.astype("<u4")) if branch == "v1" else _gaps(positions)
@@ -204,6 +204,6 @@ def _metadata(version: int, names: list[str], changed: int, total: int, branch: 
     }
 
 
-def _pieces(arrays: Mapping[str, tuple[str, tuple[int, ...], Bits]], info: Mapping[str, str]) -> list[Buffer]:
-    slots = lay_out({name: (dtype, shape) for name, (dtype, shape, _) in arrays.items()})
-    return [header_bytes(slots, info), *(raw(arrays[name][2]) for name in slots)]
+def _pieces(arrays: Mapping[str, tuple[str, Shape, Bits]], info: Mapping[str, str]) -> list[Buffer]:
+    specs = {name: (dtype, shape) for name, (dtype, shape, _) in arrays.items()}
+    return list(file_bytes(specs, info, lambda name: arrays[name][2]))

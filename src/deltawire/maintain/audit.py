@@ -131,23 +131,18 @@ class _Chain:
         if version is not None:
             with suppress(errors.ChainError):
                 wanted |= {hop.version for hop in cheapest_route(None, version, self.run.hops()).hops}
-        for key, about in self.run.documents().items():
-            if not self._partial or about[0] in wanted:
-                self._read_document(key, *about)
+        for key, (number, base, is_manifest) in self.run.documents().items():
+            if self._partial and number not in wanted:
+                continue
+            with self.noting(key, number):
+                if is_manifest:
+                    self._unreadable.add(number)
+                    self.manifests[number] = self.run.manifest(number)
+                    self._unreadable.remove(number)
+                hop = self.manifests[number].hop if is_manifest else self.run.hop(number, base)
+                self.hops[number, hop.base] = hop
         if version is not None and version not in self.manifests and version not in self._unreadable:
             raise errors.ObjectMissing(f"version {version} does not exist in {self.run.store.url}", version=version)
-
-    def _read_document(self, key: str, version: int, base: int | None, is_manifest: bool) -> None:
-        before = len(self.problems)
-        with self.noting(key, version):
-            if is_manifest:
-                self.manifests[version] = self.run.manifest(version)
-                hop = self.manifests[version].hop
-            else:
-                hop = self.run.hop(version, base)
-            self.hops[version, hop.base] = hop
-        if is_manifest and len(self.problems) > before:
-            self._unreadable.add(version)
 
     def check_documents(self) -> None:
         """Check that all documents agree on each version."""
@@ -192,7 +187,6 @@ class _Chain:
 
     @property
     def good_hops(self) -> list[StoredHop]:
-        """The hops without known problems."""
         return [hop for key, hop in self.hops.items() if key not in self.bad]
 
     def check_reach(self) -> None:

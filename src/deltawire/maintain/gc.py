@@ -8,7 +8,7 @@ an object missing and takes another route; what is kept guarantees that there is
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +28,10 @@ GRACE_SECONDS = 3600.0
 PARALLEL = 8
 
 GIVEN_UP = "an upload that was given up"
+BEFORE = "leads there from before version {}, the oldest that is kept"
+
+# The hop of each document, by its key; None if it is not valid.
+Hops = Mapping[str, StoredHop | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +87,9 @@ def plan_gc(
     hops = sorted(set(known), key=lambda hop: hop.version)
     for beat in live:
         kept |= _needed_by(beat, hops)
-    keeping = _Keeping(floor, by_document, kept, grace_seconds)
     removals = [
-        *(Removal(stat.key, stat.num_bytes, why) for stat in documents if (why := keeping.why_document(stat))),
-        *(Removal(stat.key, stat.num_bytes, why) for stat in objects if (why := keeping.why_object(stat))),
+        *_unneeded_documents(documents, floor, by_document, kept),
+        *_unneeded_objects(objects, floor, by_document, kept, grace_seconds),
         *(
             Removal(f"{REPLICAS}{beat['name']}.json", 0, "a replica that was silent for a day")
             for beat in heartbeats
@@ -114,7 +117,7 @@ def collect(run: Run, removals: Iterable[Removal]) -> None:
     run.store.delete(key for key in keys if not key.startswith(MANIFESTS))
 
 
-def _read_hops(run: Run, documents: Sequence[Stat]) -> dict[str, StoredHop | None]:
+def _read_hops(run: Run, documents: Sequence[Stat]) -> Hops:
     """The hop of each document; None if the document is not valid. Those deleted meanwhile are left out."""
 
     def read(key: str) -> dict[str, StoredHop | None]:
@@ -136,45 +139,37 @@ def _is_whole(hop: StoredHop, sizes: Mapping[str, int]) -> bool:
     return hop.at is not None or all(sizes.get(each.key) == each.num_bytes for each in hop.objects)
 
 
-class _Keeping:
-    """Decides what stays, and why something is deleted."""
-
-    def __init__(
-        self, floor: int, hops: Mapping[str, StoredHop | None], kept: set[StoredHop], grace_seconds: float
-    ) -> None:
-        self._floor, self._grace, self._kept = floor, grace_seconds, kept
-        self._hops = hops
-        known = [hop for hop in hops.values() if hop is not None]
-        self._named = {each.key for hop in known for each in hop.objects}
-        self._needed = {each.key for hop in known if hop in kept for each in hop.objects}
-        self._versions = {hop.version for hop in kept}
-        # Versions with an invalid document: what they need is unknown.
-        self._unknown = {about[0] for key, hop in hops.items() if hop is None and (about := read_document_key(key))}
-
-    def why_document(self, stat: Stat) -> str | None:
+def _unneeded_documents(documents: Sequence[Stat], floor: int, hops: Hops, kept: set[StoredHop]) -> Iterator[Removal]:
+    versions = {hop.version for hop in kept}
+    for stat in documents:
         about = read_document_key(stat.key)
-        if about is None or stat.key not in self._hops:
-            return None
-        version, base, is_manifest = about
+        if about is None or stat.key not in hops:
+            continue
+        (version, base, is_manifest), hop = about, hops[stat.key]
         if is_manifest:
-            return None if version >= self._floor or version in self._versions else self._before()
-        hop = self._hops[stat.key]
-        if hop is None:
-            return None if (version if base is None else base) >= self._floor else self._before()
-        return None if hop in self._kept else self._before()
+            stays = version >= floor or version in versions
+        else:
+            stays = hop in kept if hop is not None else (version if base is None else base) >= floor
+        if not stays:
+            yield Removal(stat.key, stat.num_bytes, BEFORE.format(floor))
 
-    def why_object(self, stat: Stat) -> str | None:
+
+def _unneeded_objects(
+    objects: Sequence[Stat], floor: int, hops: Hops, kept: set[StoredHop], grace_seconds: float
+) -> Iterator[Removal]:
+    known = [hop for hop in hops.values() if hop is not None]
+    named = {each.key for hop in known for each in hop.objects}
+    needed = {each.key for hop in known if hop in kept for each in hop.objects}
+    # Versions with an invalid document: what they need is unknown.
+    unknown = {named_by[0] for key, hop in hops.items() if hop is None and (named_by := read_document_key(key))}
+    for stat in objects:
         about = read_object_key(stat.key)
-        if about is None or stat.key in self._needed:
-            return None
-        if stat.key in self._named:
-            return self._before()
-        if about[0] in self._unknown and about[0] >= self._floor:
-            return None
-        return GIVEN_UP if time.time() - stat.modified > self._grace else None
-
-    def _before(self) -> str:
-        return f"leads there from before version {self._floor}, the oldest that is kept"
+        if about is None or stat.key in needed:
+            continue
+        if stat.key in named:
+            yield Removal(stat.key, stat.num_bytes, BEFORE.format(floor))
+        elif time.time() - stat.modified > grace_seconds and (about[0] not in unknown or about[0] < floor):
+            yield Removal(stat.key, stat.num_bytes, GIVEN_UP)
 
 
 def _needed_by(heartbeat: dict[str, Any], hops: list[StoredHop]) -> set[StoredHop]:

@@ -45,5 +45,4 @@ def box_digests(history: History, version: int, workers: Workers) -> dict[str, D
 
 
 def advanced(digests: Mapping[str, Digest], gains: Mapping[str, Digest]) -> dict[str, Digest]:
-    """The digests after adding the gains."""
     return {name: each + gains.get(name, Digest()) for name, each in digests.items()}

@@ -11,7 +11,7 @@ of a module, and frozen parameters, are kept in host memory as `History` does.
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +28,7 @@ from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.dtypes import Bits, DType
-from deltawire.tensors.weights import Tensor
+from deltawire.tensors.weights import Tensor, Tensors
 from deltawire.workers import Workers
 
 # Weights that come one by one are copied until all are there, or so many bytes: the room that the first version needs
@@ -36,17 +36,17 @@ from deltawire.workers import Workers
 MOST_COPIED = 1 << 32
 
 
+@dataclass(slots=True, eq=False)
 class OnDevice:
     """The changes of a version: on the host, and on devices until they are encoded there."""
 
-    def __init__(self, host: StagedVersion, records: list[kernels.Record]) -> None:
-        self.host: Record = host
-        self.records = records
-        """One for each part, until they are encoded."""
-        self.counted: Mapping[str, int] = {}
-        """The number of changes of each changed tensor on devices, once they are encoded."""
-        self.reverse: PackedVersion | None = None
-        self.prepared: Mapping[str, Prepared] = {}
+    host: Record
+    records: list[kernels.Record]
+    """One for each part, until they are encoded."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """The number of changes of each changed tensor on devices, once they are encoded."""
+    reverse: PackedVersion | None = None
+    prepared: Mapping[str, Prepared] = field(default_factory=dict)
 
     @property
     def num_changed(self) -> Mapping[str, int]:
@@ -76,15 +76,7 @@ class DeviceBits:
 class DeviceHistory(History):
     """A history whose snapshot is on GPUs, for the tensors that `is_kept` selects."""
 
-    def __init__(
-        self,
-        weights: ModuleWeights | Stream,
-        version: int,
-        *,
-        allowed: list[str],
-        tied: Mapping[str, str] | None = None,
-        scratch: Path | None = None,
-    ) -> None:
+    def __init__(self, weights: ModuleWeights | Stream, version: int, *, allowed: list[str], **options: Any) -> None:
         self._on_device: set[str] = set()
         self._parts: list[Part] = []
         self._warming: list[threading.Thread] = []
@@ -92,7 +84,7 @@ class DeviceHistory(History):
         self._num_copied: Counter[tuple[Any, str]] = Counter()
         self._copies = isinstance(weights, Stream)
         self._memory = Memory()
-        super().__init__(weights, version, tied=tied, scratch=scratch)
+        super().__init__(weights, version, **options)
         for place in list(self._coming):
             self._add_part(place)
         self._memory.end()
@@ -105,7 +97,7 @@ class DeviceHistory(History):
         on_host = len(self._on_device) < len(self.specs)
         return " and ".join(["device"] * bool(self._on_device) + ["host"] * on_host)
 
-    def _begin(self, weights: Mapping[str, Tensor]) -> None:
+    def _begin(self, weights: Tensors) -> None:
         kept = [name for name in weights if isinstance(weights, ModuleWeights) and is_kept(weights, name)]
         self._on_device.update(kept)
         super()._begin(weights)
@@ -136,13 +128,12 @@ class DeviceHistory(History):
         return np.empty(0, np.uint16) if name in self._on_device else super()._first_bits(name, tensor)
 
     def stage(
-        self, version: int, weights: Mapping[str, Tensor] | Stream, workers: Workers, fixed: Collection[str] = ()
+        self, version: int, weights: Tensors | Stream, workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         if not isinstance(weights, ModuleWeights | Stream):
             raise TypeError("a snapshot on a device is for torch tensors: use snapshot='host' for other weights")
         with self._alone:
-            if self.version in self._records:
-                self._encode(self.version)
+            self._encode(self.version)
             staged, records = super().stage(version, weights, workers, fixed), []
             try:
                 self._memory.end()
@@ -156,9 +147,7 @@ class DeviceHistory(History):
             self._records[version] = OnDevice(staged, records)
             return staged
 
-    def _move(
-        self, record: StagedVersion, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str]
-    ) -> None:
+    def _move(self, record: StagedVersion, weights: Tensors, workers: Workers, fixed: Collection[str]) -> None:
         if not self._on_device.issuperset(weights):
             super()._move(record, weights, workers, {*fixed, *self._on_device})
         if isinstance(weights, ModuleWeights):
@@ -174,7 +163,7 @@ class DeviceHistory(History):
 
     def _encode(self, version: int) -> None:
         """Encode the changes of a version while the snapshot is still at it."""
-        record = self._records[version]
+        record = self._records.get(version)
         if not isinstance(record, OnDevice) or record.reverse is not None:
             return
         for warming in self._warming:
@@ -189,15 +178,13 @@ class DeviceHistory(History):
 
     def changed_since(self, base: int, version: int) -> dict[str, int]:
         with self._alone:
-            if self.version in self._records:
-                self._encode(self.version)
+            self._encode(self.version)
             return super().changed_since(base, version)
 
     def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
         with self._alone:
-            between = [each for each in self._records if base < each <= version]
             record = self._records.get(version)
-            if between != [version] or not isinstance(record, OnDevice):
+            if self._between(base, version) != [record] or not isinstance(record, OnDevice):
                 return {}
             if version == self.version:
                 self._encode(version)
@@ -238,8 +225,7 @@ class DeviceHistory(History):
             # Without the lock: the thread that packs them has it, and waits for others that read them.
             return super()._take_chunk(name, index)
         with self._alone:
-            if self.version in self._records:
-                self._encode(self.version)
+            self._encode(self.version)
             return super()._take_chunk(name, index)
 
     def digest_of(self, name: str, version: int, workers: Workers) -> Digest:

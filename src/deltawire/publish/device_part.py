@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deltawire.codec import CONTEXT, GAP, Encoded, smallest_encoding
+from deltawire.codec import CONTEXT, GAP, smallest_encoding
+from deltawire.codec.encoding import Encoded
 from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena, Begun, Pieces
@@ -20,7 +21,7 @@ from deltawire.kernels.gpu.sums import Runs, box_sum
 from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
 from deltawire.publish.memory import Memory
 from deltawire.publish.sources import ModuleWeights
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType
 from deltawire.tensors.weights import torch_view
@@ -226,50 +227,42 @@ class Part:
             self._arena.put_back(record)
         self._join()
 
-    def copy_of(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def copy_of(self, name: str, shape: Shape) -> torch.Tensor:
         """A copy of a tensor, as it was last seen."""
         if name in self._waiting:
             return self._waiting[name]
+        return self._kept(name).clone().view(DTYPES[self.held[name].dtype.name]).view(shape)
+
+    def _kept(self, name: str) -> torch.Tensor:
         held = self.held[name]
-        first = held.first_block * BLOCK
-        bits = self._arena.snapshot[first : first + held.num_elements].clone()
-        return bits.view(DTYPES[held.dtype.name]).view(shape)
+        return self._arena.snapshot[held.first_block * BLOCK :][: held.num_elements]
 
     def read(self, name: str, stretch: slice) -> Bits:
-        held = self.held[name]
-        start, stop, _ = stretch.indices(held.num_elements)
-        if held.num_elements <= SMALL:
-            return self._read_small()[name][start:stop]
-        first = held.first_block * BLOCK
+        if self.held[name].num_elements <= SMALL:
+            return self._read_small()[name][stretch]
         with self._alone():
-            return torch_view(self._arena.snapshot[first + start : first + stop])
+            return torch_view(self._kept(name)[stretch])
 
     def _read_small(self) -> dict[str, Bits]:
         """All small tensors, until the snapshot moves."""
         if self._small is None:
-            small = {name: held for name, held in self.held.items() if held.num_elements <= SMALL}
-            places = [(held.first_block * BLOCK, held.num_elements) for held in small.values()]
+            sizes = {name: held.num_elements for name, held in self.held.items() if held.num_elements <= SMALL}
             with self._alone():
-                bits = torch_view(torch.cat([self._arena.snapshot[at : at + size] for at, size in places]))
-            ends = np.cumsum([size for _, size in places])
-            self._small = dict(zip(small, np.split(bits, ends[:-1]), strict=True))
+                bits = torch_view(torch.cat([self._kept(name) for name in sizes]))
+            ends = np.cumsum([*sizes.values()])
+            self._small = dict(zip(sizes, np.split(bits, ends[:-1]), strict=True))
         return self._small
 
     def write(self, name: str, stretch: slice, bits: Bits) -> None:
         self._small = None
-        held = self.held[name]
-        start, stop, _ = stretch.indices(held.num_elements)
-        first = held.first_block * BLOCK
         with self._alone():
-            self._arena.snapshot[first + start : first + stop] = torch.from_numpy(bits.view(np.int16)).to(self._device)
+            self._kept(name)[stretch] = torch.from_numpy(bits.view(np.int16)).to(self._device)
         self._join()
 
     def digest(self, name: str) -> Digest:
         held = self.held[name]
-        first = held.first_block * BLOCK
         with self._alone():
-            bits = self._arena.snapshot[first : first + held.num_elements]
-            return as_digest(box_sum(bits, held.seed, held.runs).cpu().numpy())
+            return as_digest(box_sum(self._kept(name), held.seed, held.runs).cpu().numpy())
 
     def num_changed(self, record: kernels.Record) -> dict[str, Numbers]:
         """The number of changes in each chunk, for each tensor."""

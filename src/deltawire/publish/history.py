@@ -15,24 +15,25 @@ import os
 import tempfile
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from deltawire.codec import Encoded
+from deltawire.codec.encoding import Encoded, Offsets
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
+from deltawire.publish.sources import unknown_name
 from deltawire.publish.streams import Stream
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, box_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, no_room
-from deltawire.tensors.weights import Tensor, spec
+from deltawire.tensors.names import Ties
+from deltawire.tensors.weights import Tensor, Tensors, spec
 from deltawire.workers import Workers
 
 CHUNK_LOG2 = 20
@@ -51,7 +52,7 @@ Prepared = tuple[Encoded, Digest]
 class ChunkChange:
     """What a version changed in one chunk; no positions where that is nearly everything."""
 
-    positions: npt.NDArray[np.uint32] | slice
+    positions: Offsets | slice
     old: Bits
     num_changed: int
 
@@ -75,12 +76,12 @@ class StagedVersion:
 
     @property
     def num_changed(self) -> Mapping[str, int]:
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for (name, _), change in list(self.changes.items()):
-            counts[name] = counts.get(name, 0) + change.num_changed
+            counts[name] += change.num_changed
         return counts
 
-    def positions(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint32] | None:
+    def positions(self, name: str, start: int, stop: int) -> Offsets | None:
         """The changed positions in a range of a tensor, from its start; None if they were not kept."""
         found = [NOWHERE]
         for index in range(start // CHUNK, -(-stop // CHUNK)):
@@ -149,7 +150,7 @@ class KeptVersion:
 
     def __init__(self, version: int, num_bytes: int, folder: Path | None) -> None:
         self.version = version
-        self.num_changed: dict[str, int] = {}
+        self.num_changed: Counter[str] = Counter()
         """The changes since this version whose records were dropped; an upper bound for each tensor."""
         self._starts: dict[str, int] = {}
         self._num_bytes = 0
@@ -159,35 +160,25 @@ class KeptVersion:
             self._map = mmap.mmap(file.fileno(), max(num_bytes, 1))
 
     def add(self, name: str, pieces: Iterable[Bits]) -> None:
-        """Write a tensor, piece by piece."""
         self._starts[name] = self._num_bytes
         for piece in pieces:
             self._map[self._num_bytes : self._num_bytes + piece.nbytes] = raw(piece)
             self._num_bytes += piece.nbytes
 
     def chunk(self, name: str, index: int, length: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
-        """A copy of a chunk."""
         return np.frombuffer(self._map, dtype, length, self._starts[name] + index * CHUNK * dtype.itemsize).copy()
 
 
 class History:
-    """A snapshot of some weights, at `version`, and records that lead back from there.
-
-    Of each tensor one box is held: the whole tensor, unless `boxes` of the weights says otherwise.
-    """
+    """A snapshot of weights at `version`, of each tensor all or one of the `boxes`, and records that lead back."""
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor] | Stream,
-        version: int,
-        *,
-        tied: Mapping[str, str] | None = None,
-        scratch: Path | None = None,
+        self, weights: Tensors | Stream, version: int, *, tied: Ties | None = None, scratch: Path | None = None
     ) -> None:
         self.tied = dict(tied or {})
         """Names that share the weights of others."""
         self.boxes: dict[str, Box] = {}
-        self.specs: dict[str, tuple[DType, tuple[int, ...]]] = {}
+        self.specs: dict[str, tuple[DType, Shape]] = {}
         """Dtypes and shapes of whole tensors."""
         self._snapshot: dict[str, Bits] = {}
         for some in weights.each(self) if isinstance(weights, Stream) else [weights]:
@@ -199,7 +190,7 @@ class History:
         self._epoch = object()
         self.oldest = self.version = version
 
-    def _begin(self, weights: Mapping[str, Tensor]) -> None:
+    def _begin(self, weights: Tensors) -> None:
         for name, tensor in weights.items():
             self.boxes[name] = getattr(weights, "boxes", {}).get(name) or Box.whole(tensor.shape)
             self.specs[name] = tensor.dtype, self.boxes[name].full
@@ -213,7 +204,6 @@ class History:
 
     @property
     def place(self) -> str:
-        """Where the snapshot is."""
         return "host"
 
     @property
@@ -224,7 +214,7 @@ class History:
         return len(self._snapshot[name])
 
     def stage(
-        self, version: int, weights: Mapping[str, Tensor] | Stream, workers: Workers, fixed: Collection[str] = ()
+        self, version: int, weights: Tensors | Stream, workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         """Move the snapshot to new weights, as the next version, and record the old bits. `fixed` is not compared."""
         if not isinstance(weights, Stream):
@@ -248,9 +238,7 @@ class History:
         self.version = version
         return record
 
-    def _move(
-        self, record: StagedVersion, weights: Mapping[str, Tensor], workers: Workers, fixed: Collection[str]
-    ) -> None:
+    def _move(self, record: StagedVersion, weights: Tensors, workers: Workers, fixed: Collection[str]) -> None:
         """Compare some tensors, record their old bits, and move the snapshot to the new ones."""
 
         def stage_tensor(name: str, workers: Workers) -> None:
@@ -338,8 +326,7 @@ class History:
         for each in [each for each in list(self._records) if each <= version]:
             record = self._records.pop(each)
             if kept is not None and each > kept.version:
-                for name, count in record.num_changed.items():
-                    kept.num_changed[name] = kept.num_changed.get(name, 0) + count
+                kept.num_changed.update(record.num_changed)
         self.oldest = max(self.oldest, version)
 
     def keep(self, version: int) -> None:
@@ -359,17 +346,19 @@ class History:
         """The tensors that changed after `base`, up to `version`, and an upper bound of their changed elements."""
         dropped = self._kept.num_changed if self._kept is not None and base < self.oldest else {}
         counts = {name: min(count, len(self._snapshot[name])) for name, count in dropped.items()}
-        for record in [record for each, record in list(self._records.items()) if base < each <= version]:
+        for record in self._between(base, version):
             for name, count in record.num_changed.items():
                 counts[name] = min(counts.get(name, 0) + count, len(self._snapshot[name]))
         return counts
 
     def compared(self, base: int, version: int) -> StagedVersion | None:
         """The changes between two versions, if one comparison has found them."""
-        between = [record for each, record in list(self._records.items()) if base < each <= version]
-        if base < self.oldest:
-            return None
-        return between[0] if len(between) == 1 and isinstance(between[0], StagedVersion) else None
+        found = self._between(base, version)
+        is_one = base >= self.oldest and len(found) == 1
+        return found[0] if is_one and isinstance(found[0], StagedVersion) else None
+
+    def _between(self, base: int, version: int) -> list[Record]:
+        return [record for each, record in list(self._records.items()) if base < each <= version]
 
     def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
         """The tensors whose changes from `base` to `version` are encoded already."""
@@ -411,11 +400,11 @@ class History:
 
     def _check_names(self, names: Collection[str]) -> None:
         if missing := self.specs.keys() - set(names):
-            raise _unknown(min(missing), "no longer")
+            raise unknown_name(min(missing), "no longer")
 
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
+    def _check(self, weights: Tensors) -> None:
         if unknown := [name for name in weights if name not in self.specs]:
-            raise _unknown(min(unknown), "not")
+            raise unknown_name(min(unknown), "not")
         boxes: Mapping[str, Box] = getattr(weights, "boxes", {})
         for name in weights:
             (dtype, shape), now = self.specs[name], spec(weights, name)
@@ -430,12 +419,6 @@ class History:
                 f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start over",
                 tensor=name, expected=expected, actual=actual,
             )  # fmt: skip
-
-
-def _unknown(name: str, where: str) -> UnknownParameter:
-    return UnknownParameter(
-        f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
-    )
 
 
 class TensorAt:

@@ -20,26 +20,19 @@ from typing import Any
 from deltawire.errors import ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
 from deltawire.format.checkpoint import anchor_info, group_specs, name_shards
 from deltawire.format.wire import DeltaInfo
+from deltawire.publish import upload
 from deltawire.publish.alone import Alone, Message, error_fields
 from deltawire.publish.reference import Reference
 from deltawire.publish.settings import Settings
 from deltawire.publish.upkeep import Hops
-from deltawire.publish.upload import (
-    anchor_folder,
-    anchor_hop,
-    check_count,
-    delta_hop,
-    delta_names,
-    put_files,
-    put_index,
-)
 from deltawire.publish.worker import Worker, info_message, objects_from
 from deltawire.run.commits import Commits
 from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.run import Run
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import DTYPES
-from deltawire.tensors.weights import TensorSpec
+from deltawire.tensors.names import Ties
+from deltawire.tensors.weights import Specs, TensorSpec
 
 # After so many failed calls in a row the next version is an anchor: until then a file is kept open for each of them,
 # with the old bits that lead back to the last version.
@@ -62,8 +55,8 @@ class Committed:
 class Model:
     """What all ranks hold together: dtypes and shapes, and which names are tied."""
 
-    specs: Mapping[str, TensorSpec]
-    tied: Mapping[str, str]
+    specs: Specs
+    tied: Ties
 
     @property
     def num_elements(self) -> int:
@@ -103,17 +96,15 @@ class Leader:
         """The base of the next delta; None if the next version must be an anchor."""
         self.tasks: deque[Task] = deque()
         self.commits: Commits
-        self._unresolved_call = 0
+        self.unresolved_call = 0
+        """The call of a commit whose response was lost."""
         self._recent: dict[int, Committed] = {}
         self._num_failed = 0
         self._oldest_call = 0
         self.model = Model({}, {})
 
     def start(self, name: str | None, reference: Reference | None = None) -> None:
-        """Resume the run: continue with a delta if the weights are those of its last version, else with an anchor.
-
-        A new run starts with the `reference`, if there is one, as version 0.
-        """
+        """Resume the run, with a delta if the weights are those of its last version; begin one with the `reference`."""
         try:
             self._files = self._find_files()
             self._run.start(name)
@@ -146,21 +137,16 @@ class Leader:
 
     def _begin(self, reference: Reference) -> None:
         self.model, state = add_up(self._round("resume", has_version=True))
-        hop = anchor_hop(0, state, reference.objects, self.model.specs, reference.url)
-        manifest = Manifest(
-            run=self._run.id,
-            version=0,
-            hop=hop,
-            route=(),
-            num_elements=self.model.num_elements,
-            tied=self.model.tied,
-            step=None,
-            metadata={},
-            writer=self._run.writer,
-            created=time.time(),
-        )
+        hop = upload.anchor_hop(0, state, reference.objects, self.model.specs, reference.url)
+        manifest = self._manifest(hop, (), None, {})
         self.commits.commit(manifest)
         self.note(manifest, 0)
+
+    def _manifest(
+        self, hop: StoredHop, route: tuple[StoredHop, ...], step: int | None, metadata: Mapping[str, Any]
+    ) -> Manifest:
+        size, tied, run = self.model.num_elements, self.model.tied, self._run
+        return Manifest(run.id, hop.version, hop, route, size, tied, step, metadata, run.writer, time.time())
 
     def _round(self, kind: str, **arguments: Any) -> list[Message]:
         """Send a command to all ranks, this one too; returns their answers, by rank."""
@@ -188,27 +174,11 @@ class Leader:
         else:
             route = self.hops.route(self.base.version)
             hop, seconds = self._write_delta(version, call, self.base, self.model)
-        manifest = Manifest(
-            run=self._run.id,
-            version=version,
-            hop=hop,
-            route=route,
-            num_elements=self.model.num_elements,
-            tied=self.model.tied,
-            step=step,
-            metadata=metadata,
-            writer=self._run.writer,
-            created=time.time(),
-        )
+        manifest = self._manifest(hop, route, step, metadata)
         started = time.perf_counter()
-        self._unresolved_call = call
+        self.unresolved_call = call
         self.commits.commit(manifest)
         return manifest, {**seconds, "commit_seconds": time.perf_counter() - started}
-
-    def resolve_commit(self) -> tuple[Manifest, int] | None:
-        """Find out whether a commit whose response was lost has happened; the manifest and its call, if so."""
-        manifest = self.commits.resolve()
-        return None if manifest is None else (manifest, self._unresolved_call)
 
     def note(self, manifest: Manifest, call: int) -> int:
         """Update the state after a commit; returns the oldest call that is still needed."""
@@ -246,10 +216,7 @@ class Leader:
         return task.target if task.base is None or task.base == self._kept else task.base
 
     def note_failure(self, call: int) -> bool:
-        """Count a failed call; whether the next version is an anchor that needs nothing from before.
-
-        That is so if it has to be one anyway, or if this was one failure too many.
-        """
+        """Count a failed call; whether the next version starts over as an anchor: it has to, or too many failed."""
         self._num_failed += 1
         has_base = self.base is not None or self.commits.unresolved is not None
         if self._num_failed < MOST_FAILED and has_base:
@@ -260,7 +227,6 @@ class Leader:
         return True
 
     def do(self, task: Task) -> None:
-        """Do what is left to do for a version."""
         if not task.is_copy:
             self.write_hop(task)
         if task.base is None and self.hops.keeps_base:
@@ -302,7 +268,7 @@ class Leader:
         )
         check_digest(version, info.digest, expected)
         num_parts = [answer["num_parts"] for answer in answers]
-        names = delta_names(version, base.version, max(sum(num_parts), 1))
+        names = upload.delta_names(version, base.version, max(sum(num_parts), 1))
         first = list(accumulate(num_parts, initial=1))
         encodings: Counter[str] = Counter()
         for answer in answers:
@@ -313,7 +279,7 @@ class Leader:
             "encode_seconds": encoded - started - check_seconds,
             "upload_seconds": time.perf_counter() - encoded,
         }
-        return delta_hop(info, objects_from(answers), encodings), seconds
+        return upload.delta_hop(info, objects_from(answers), encodings), seconds
 
     def _write_anchor(
         self, version: int, call: int, expected: Digest | None = None, threads: int | None = None
@@ -325,10 +291,10 @@ class Leader:
         model, state = add_up(answers)
         check_digest(version, state, expected)
         if self._files and not self.hops.extra_files:
-            self.hops.extra_files = put_files(self._run.store, version, self._files)
-        folder = anchor_folder(version)
+            self.hops.extra_files = upload.put_files(self._run.store, version, self._files)
+        folder = upload.anchor_folder(version)
         shards, files = self._lay_out(model)
-        check_count(len(shards))
+        upload.check_count(len(shards))
         answers = self._round(
             "write",
             call=call,
@@ -337,22 +303,23 @@ class Leader:
             boxes=_boxes_by_name(answers),
             metadata={"format": "pt"} | anchor_info(self._run.id, version, state, model.num_elements, model.tied),
         )
-        objects = (*objects_from(answers), *put_index(self._run.store, folder, shards), *self.hops.extra_files)
+        index = upload.put_index(self._run.store, folder, shards)
+        objects = (*objects_from(answers), *index, *self.hops.extra_files)
         seconds = {"encode_seconds": measured - started, "upload_seconds": time.perf_counter() - measured}
-        return anchor_hop(version, state, objects, model.specs), model, seconds
+        return upload.anchor_hop(version, state, objects, model.specs), model, seconds
 
     def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
         """The files of an anchor with their tensors, and the files that each rank writes."""
-        groups, writers = [], []
-        for rank, names in enumerate(share_out(model.num_bytes, self._ranks.size)):
-            if names or rank == 0:
-                own = group_specs({name: model.specs[name] for name in names}, self._max_file_bytes)
-                groups += own
-                writers += [rank] * len(own)
-        shards = name_shards(groups)
+        groups = [
+            (rank, group)
+            for rank, names in enumerate(share_out(model.num_bytes, self._ranks.size))
+            if names or rank == 0
+            for group in group_specs({name: model.specs[name] for name in names}, self._max_file_bytes)
+        ]
+        shards = name_shards([group for _, group in groups])
         files: dict[str, dict[str, list[str]]] = {str(rank): {} for rank in range(self._ranks.size)}
-        for (file, tensors), rank in zip(shards.items(), writers, strict=True):
-            files[str(rank)][file] = list(tensors)
+        for (rank, group), file in zip(groups, shards, strict=True):
+            files[str(rank)][file] = list(group)
         return shards, files
 
 

@@ -39,6 +39,7 @@ MOST_TASKS = 8
 
 # Also calls that are still being staged.
 ALL_CALLS = sys.maxsize
+CLOSED = "this publisher is closed: make a new one to publish again"
 
 
 @dataclass(slots=True)
@@ -151,11 +152,8 @@ class BasePublisher:
             wrong = min(unknown)
             raise TypeError(f"publish() has no option {wrong!r}: call publish(step=..., metadata=..., anchor=...)")
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    len(self._pending) <= self._queue_size or (self._coalesces and self._queue_size) or self._closing
-                )
-            )
+            merges = self._coalesces and self._queue_size > 0
+            self._changed.wait_for(lambda: merges or len(self._pending) <= self._queue_size or self._closing)
         with self._turn:
             self._check_open()
             waiting = [] if anchor else self._take_waiting()
@@ -178,14 +176,13 @@ class BasePublisher:
         if self._refused is not None:
             raise type(self._refused)(self._refused.message, **self._refused.fields)
         if self._closing:
-            raise ValueError("this publisher is closed: make a new one to publish again")
+            raise ValueError(CLOSED)
 
     def _take_waiting(self) -> list[Publication]:
         """Take back the last call that waits if the queue is full: the new one will hold both."""
         with self._changed:
-            if not self._coalesces or len(self._pending) <= max(self._queue_size, 1):
-                return []
-            if self._pending[-1].is_anchor:
+            is_full = len(self._pending) > max(self._queue_size, 1)
+            if not self._coalesces or not is_full or self._pending[-1].is_anchor:
                 return []
             job = self._pending.pop()
         self._worker.take_back(job.call)
@@ -214,9 +211,7 @@ class BasePublisher:
             self._refused = error_from(error_fields(error, self._ranks.rank if self._ranks.others else None))
         finally:
             self._closing = True
-            self._fail_call(
-                ALL_CALLS, self._refused or ValueError("this publisher is closed: make a new one to publish again")
-            )
+            self._fail_call(ALL_CALLS, self._refused or ValueError(CLOSED))
             if self._leader is not None:
                 with suppress(RankFailed):
                     self._ranks.send({"kind": "stop"}, asks=True)
@@ -273,9 +268,9 @@ class BasePublisher:
 
     def _resolve_commit(self, leader: Leader) -> None:
         """Find out whether a commit whose response was lost has happened."""
-        resolved = leader.resolve_commit()
-        if resolved is not None:
-            self._note(leader, *resolved, {})
+        manifest = leader.commits.resolve()
+        if manifest is not None:
+            self._note(leader, manifest, leader.unresolved_call, {})
 
     def _note(self, leader: Leader, manifest: Manifest, call: int, stats: Mapping[str, Any]) -> None:
         """Tell everybody of a commit. Nothing from here on can make the version fail."""

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing
 from urllib.parse import urlsplit
 
 from deltawire.redact import redacted
@@ -14,7 +15,7 @@ PARALLEL = 16
 log = logging.getLogger(__name__)
 
 
-class Nudges:
+class Nudges(AbstractContextManager["Nudges"]):
     """Posts to the `/nudge` route of agents, from threads; an agent that does not answer finds the version by polling.
 
     >>> with Nudges(["http://gpu-1:9100"], token) as nudges:  # doctest: +SKIP
@@ -62,13 +63,10 @@ class Nudges:
         parts = urlsplit(agent)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         try:
-            line = kind(parts.hostname or "", parts.port, timeout=self._timeout)
-            try:
+            with closing(kind(parts.hostname or "", parts.port, timeout=self._timeout)) as line:
                 path, headers = f"{parts.path.rstrip('/')}/nudge", {"Authorization": f"Bearer {self._token}"}
                 line.request("POST", path, headers=headers)
                 status = line.getresponse().status
-            finally:
-                line.close()
         except (OSError, http.client.HTTPException, ValueError) as error:
             return str(error) or type(error).__name__
         return None if status == 202 else f"status {status}"
@@ -76,9 +74,6 @@ class Nudges:
     def close(self) -> None:
         """Wait until the last nudges are out."""
         self._pool.shutdown()
-
-    def __enter__(self) -> "Nudges":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

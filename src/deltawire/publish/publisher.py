@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from deltawire.publish.upload import check_files, is_worth_sending
 from deltawire.publish.worker import Worker
 from deltawire.run.planner import MOST_DELTAS, SKIPS
 from deltawire.store import Store
+from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import DTypeChoice, Weights
 
 __all__ = ["Publication", "Publisher"]
@@ -80,7 +81,7 @@ class Publisher(BasePublisher):
         base: Weights | str | Path | None = None,
         files: Sequence[str | Path] = (),
         dtype: DTypeChoice = None,
-        tied: Mapping[str, str] | None = None,
+        tied: Ties | None = None,
         frozen: Sequence[str] = (),
         encoding: EncodingChoice = "auto",
         queue_size: int = 1,

@@ -17,10 +17,10 @@ import numpy as np
 
 from deltawire.errors import SnapshotMismatch
 from deltawire.publish.history import History
-from deltawire.publish.sources import TORCH_NAMES
+from deltawire.publish.sources import TORCH_NAMES, is_wide, lies_on_gpu, local_part
 from deltawire.publish.streams import Stream
-from deltawire.tensors.boxes import Box
-from deltawire.tensors.digest import Digest, TensorKey, box_digest, tensor_key
+from deltawire.tensors.boxes import Box, Shape
+from deltawire.tensors.digest import Digest, box_digest, tensor_key
 from deltawire.tensors.dtypes import DType
 from deltawire.tensors.weights import Tensor, Weights, is_torch
 from deltawire.workers import SERIAL, Workers
@@ -62,20 +62,16 @@ class Recheck:
 
     def attend(self, stream: Stream, history: History | None) -> None:
         """Measure all tensors of a stream as they come; where it has a history, copy those whose turn it is."""
-        if history is None and self._share:
+        chosen = None if history is None else self._chosen(history)
 
-            def measure(name: str, value: Any, history: History) -> None:
+        def watch(name: str, value: Any, history: History) -> None:
+            if chosen is None:
                 stream.measured[name] = _measured_now({name: value}, name, name, history)
+            elif name in chosen:
+                stream.copied.append(_copied({name: value}, name, name, history))
 
-            stream.watch = measure
-        elif history is not None:
-            chosen = self._chosen(history)
-
-            def copy(name: str, value: Any, history: History) -> None:
-                if name in chosen:
-                    stream.copied.append(_copied({name: value}, name, name, history))
-
-            stream.watch = copy
+        if self._share:
+            stream.watch = watch
 
     def measure(self, weights: Weights | Stream, history: History, workers: Workers) -> dict[str, Digest]:
         """The digests of all live tensors; tied ones are compared at once."""
@@ -146,12 +142,10 @@ class Recheck:
 
 def _wait_for(copies: list[Any]) -> None:
     """Wait until copies are done: the trainer may change its weights, and another stream may read them."""
-    devices = {each.device for each in copies if is_torch(each) and each.is_cuda}
-    if devices:
+    for device in {each.device for each in copies if lies_on_gpu(each)}:
         import torch
 
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _sources(history: History) -> dict[str, str]:
@@ -177,11 +171,10 @@ def _copy(value: Any, dtype: DType) -> Any:
         return np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
     import torch
 
-    value = value.detach()
-    value = value.to_local() if hasattr(value, "to_local") else value
+    value = local_part(value.detach())
     published = getattr(torch, TORCH_NAMES[dtype.name]) if dtype.name in TORCH_NAMES else value.dtype
-    casts = value.dtype.is_floating_point and value.dtype.itemsize > 1
-    return torch.clone(value.to(published if casts else value.dtype), memory_format=torch.contiguous_format)
+    value = value.to(published) if is_wide(value) else value
+    return torch.clone(value, memory_format=torch.contiguous_format)
 
 
 def _measured_now(weights: Weights, name: str, source: str, history: History) -> Digest:
@@ -195,7 +188,7 @@ def _measured(copied: Copied, history: History) -> Digest:
     return _hashed(copied.value, copied.source, history.specs[copied.source][0], history.boxes[copied.source])
 
 
-def hashed(value: Any, name: str, dtype: DType, shape: tuple[int, ...]) -> Digest:
+def hashed(value: Any, name: str, dtype: DType, shape: Shape) -> Digest:
     """The contribution of a live tensor to the digest, under the name that a reader takes it from."""
     copy = _copy(value, dtype)
     _wait_for([copy])
@@ -209,31 +202,23 @@ def _hashed(value: Any, name: str, dtype: DType, box: Box) -> Digest:
 
         flat = value.reshape(-1).view(torch.uint8)
         if flat.is_cuda and box.is_whole and find_spec("triton") is not None:
-            return _on_device(flat, key, dtype)
+            from deltawire.kernels.gpu.sums import SIGNED, box_sum
+            from deltawire.publish.device_part import as_digest
+
+            # A stream of its own, not to wait for the work on the trainer's.
+            with torch.cuda.stream(torch.cuda.Stream(flat.device)):
+                return as_digest(box_sum(flat.view(SIGNED[dtype.itemsize]), int(key.seed)).cpu().numpy())
         value = flat.cpu().numpy()
     bits = np.ascontiguousarray(value).reshape(-1).view(dtype.unsigned)
     return box_digest(key, box, bits, SERIAL)
 
 
-def _on_device(flat: Any, key: TensorKey, dtype: DType) -> Digest:
-    import torch
-
-    from deltawire.kernels.gpu.sums import SIGNED, box_sum
-    from deltawire.publish.device_part import as_digest
-
-    # A stream of its own, not to wait for the work on the trainer's.
-    with torch.cuda.stream(torch.cuda.Stream(flat.device)):
-        return as_digest(box_sum(flat.view(SIGNED[dtype.itemsize]), int(key.seed)).cpu().numpy())
-
-
 def _mismatch(name: str, source: str) -> SnapshotMismatch:
+    why = (
+        "they changed while publish ran, or were said to be frozen and are not, or the publisher's snapshot is damaged"
+    )
     if name != source:
         why = f"it is published as {source}, to which it was taken to be tied, and has other weights"
-    else:
-        why = (
-            "they changed while publish ran, or were said to be frozen and are not, or the publisher's snapshot is "
-            "damaged"
-        )
     return SnapshotMismatch(
         f"the weights of {name} at the trainer are not those that would be published: {why}. Nothing was committed; "
         "make a new publisher to go on",

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from deltawire.errors import MissingDependency
@@ -10,34 +9,26 @@ from deltawire.publish.history import History
 from deltawire.publish.settings import Settings
 from deltawire.publish.sources import ModuleWeights, lies_on_gpu
 from deltawire.publish.streams import Stream
-from deltawire.tensors.names import check_names
-from deltawire.tensors.weights import Tensor, is_torch
+from deltawire.tensors.names import Ties, check_names
+from deltawire.tensors.weights import Tensors, is_torch
 
 log = logging.getLogger("deltawire")
 
 
-def new_history(
-    weights: Mapping[str, Tensor] | Stream, version: int, tied: Mapping[str, str], settings: Settings
-) -> History:
+def new_history(weights: Tensors | Stream, version: int, tied: Ties, settings: Settings) -> History:
     """A history that starts with the current weights; by default on their GPU, if they are on one."""
     if not isinstance(weights, Stream):
         check_names(weights)
-    history = _new_history(weights, version, tied, settings)
+    history: History | None = None
+    if _on_device(weights, settings.snapshot):
+        from deltawire.publish.device import DeviceHistory, is_kept
+
+        assert isinstance(weights, ModuleWeights | Stream)
+        if isinstance(weights, Stream) or any(is_kept(weights, name) for name in weights):
+            history = DeviceHistory(weights, version, allowed=settings.allowed, tied=tied, scratch=settings.scratch)
+    history = history or History(weights, version, tied=tied, scratch=settings.scratch)
     log.info("the snapshot of %d tensors is kept on: %s", len(history.specs), history.place)
     return history
-
-
-def _new_history(
-    weights: Mapping[str, Tensor] | Stream, version: int, tied: Mapping[str, str], settings: Settings
-) -> History:
-    if not _on_device(weights, settings.snapshot):
-        return History(weights, version, tied=tied, scratch=settings.scratch)
-    from deltawire.publish.device import DeviceHistory, is_kept
-
-    assert isinstance(weights, ModuleWeights | Stream)
-    if isinstance(weights, ModuleWeights) and not any(is_kept(weights, name) for name in weights):
-        return History(weights, version, tied=tied, scratch=settings.scratch)
-    return DeviceHistory(weights, version, allowed=settings.allowed, tied=tied, scratch=settings.scratch)
 
 
 def _on_device(weights: Any, snapshot: str | None) -> bool:
@@ -47,7 +38,8 @@ def _on_device(weights: Any, snapshot: str | None) -> bool:
     # Of weights that come one by one the first says where they are.
     is_stream, first = isinstance(weights, Stream), weights.first() if isinstance(weights, Stream) else None
     is_torch_source = is_torch(first) if is_stream else isinstance(weights, ModuleWeights)
-    is_on_gpu = lies_on_gpu(first) if is_stream else is_torch_source and _has_cuda(weights)
+    tensors = [first] if is_stream else [weights.tensor(name) for name in weights] if is_torch_source else []
+    is_on_gpu = any(map(lies_on_gpu, tensors))
     if snapshot is None:
         return has_triton and is_on_gpu
     if not is_torch_source:
@@ -63,7 +55,3 @@ def _on_device(weights: Any, snapshot: str | None) -> bool:
     if not is_on_gpu and not knobs.runtime.interpret:
         raise ValueError("snapshot='device' needs a module on a GPU; use snapshot='host' for one on the CPU")
     return True
-
-
-def _has_cuda(weights: ModuleWeights) -> bool:
-    return any(weights.tensor(name).device.type == "cuda" for name in weights)

@@ -11,10 +11,11 @@ from deltawire.publish.streams import NOT_WEIGHTS, Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.dtypes import Bits, DType, dtype_named
-from deltawire.tensors.names import check_names, check_ties, plain_name, resolve_ties
+from deltawire.tensors.names import Ties, check_names, check_ties, plain_name, resolve_ties
 from deltawire.tensors.weights import (
     DTypeChoice,
     Tensor,
+    Tensors,
     TensorSpec,
     Viewed,
     Weights,
@@ -48,17 +49,10 @@ class TorchBits:
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """The tensors of a module's `state_dict`, under plain names: parameters in the dtypes that they are published in.
-
-    Buffers keep their own dtypes.
-    """
+    """A module's `state_dict` under plain names: parameters in their published dtypes, buffers in their own."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, Any],
-        dtypes: Mapping[str, str],
-        fixed: frozenset[str],
-        tied: Mapping[str, str] | None = None,
+        self, tensors: Mapping[str, Any], dtypes: Mapping[str, str], fixed: frozenset[str], tied: Ties | None = None
     ) -> None:
         self.live = tensors
         """All torch tensors, tied ones too."""
@@ -81,7 +75,6 @@ class ModuleWeights(Mapping[str, Tensor]):
         return dtype_named(stated), getattr(torch, TORCH_NAMES[stated])
 
     def tensor(self, name: str) -> Any:
-        """The torch tensor itself."""
         return self._tensors[name].detach().resolve_neg()
 
     def dtype_of(self, name: str) -> DType:
@@ -120,10 +113,8 @@ class ShardedWeights(ModuleWeights):
         """Dtypes and shapes of all whole tensors, also of those that this rank holds nothing of."""
         self.boxes: dict[str, Box] = {}
         for name, tensor in self._tensors.items():
-            if hasattr(tensor, "to_local"):
-                box = held_box(name, tensor)
-            else:
-                box = Box.whole(tuple(tensor.shape)) if has_plain else None
+            plain = Box.whole(tuple(tensor.shape)) if has_plain else None
+            box = held_box(name, tensor) if hasattr(tensor, "to_local") else plain
             if box is not None:
                 self.boxes[name] = box
         self._tensors = {name: local_part(self._tensors[name]) for name in self.boxes}
@@ -133,12 +124,15 @@ class ShardedWeights(ModuleWeights):
 
 
 def local_part(tensor: Any) -> Any:
-    """The part of a tensor that is on this rank."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def is_wide(tensor: Any) -> bool:
+    """Whether a tensor of torch has floats that may be cast to the published dtype."""
+    return bool(tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1)
+
+
 def is_sharded(module: Any) -> bool:
-    """Whether a module has DTensor parameters."""
     return any(hasattr(parameter, "to_local") for parameter in module.parameters())
 
 
@@ -204,11 +198,7 @@ def _unsupported(name: str, placement: object) -> UnsupportedPlacement:
 def module_source(module: Any, *, dtype: DTypeChoice = None, frozen: Sequence[str] = ()) -> Callable[[], ModuleWeights]:
     """A function that reads a torch module's `state_dict`, for each version, under the names of the bare model.
 
-    Args:
-        module: The module; no DTensor parameters, for which there is `ShardedPublisher`.
-        dtype: Parameters are cast to it by torch, bf16 by default; a mapping from names gives exceptions. Buffers are
-            published as they are.
-        frozen: Names or patterns such as `visual.*` of tensors that do not change: in anchors, never compared.
+    Parameters are cast to `dtype` by torch, bf16 by default; a mapping from names gives exceptions.
     """
     check_whole(module)
 
@@ -271,14 +261,13 @@ def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dic
                 "publish the model that was quantized, or pass a function that returns a mapping of tensors"
             )
         check_plain(name, tensor)
-        is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
         is_parameter = isinstance(tensor, Parameter)
         if is_parameter and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise TypeError(
                 f"{name} is a parameter of dtype {tensor.dtype}, as quantized modules have, and their scales would be "
                 "cast: publish the model that was quantized, or model.state_dict, which is taken as it is"
             )
-        if is_wide and (name in stated or is_parameter):
+        if is_wide(tensor) and (name in stated or is_parameter):
             dtypes[name] = _published(stated[name]) if name in stated else usual
         tensors[name] = tensor
     for name in stated:
@@ -320,6 +309,12 @@ def lies_on_gpu(value: Any) -> bool:
     return is_torch(value) and bool(value.is_cuda)
 
 
+def unknown_name(name: str, where: str) -> UnknownParameter:
+    return UnknownParameter(
+        f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
+    )
+
+
 def _untied(name: str, to: str) -> ValueError:
     return ValueError(
         f"{name} is tied to {to} and has other weights: call publish(anchor=True) where it was untied, or leave it out "
@@ -332,8 +327,8 @@ class Taken(NamedTuple):
 
     live: Weights | Stream
     """As the trainer has them."""
-    bits: Mapping[str, Tensor] | Stream
-    tied: Mapping[str, str]
+    bits: Tensors | Stream
+    tied: Ties
     fixed: AbstractSet[str]
     """Names that need not be compared."""
 
@@ -344,7 +339,7 @@ class Source:
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
 
-    def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
+    def take(self, tied: Ties | None, weights: Any = None) -> Taken:
         """The current weights, or others that were read before; `tied` has the ties that they must still have."""
         weights = self.read() if weights is None else weights
         if tied is not None and weights.tied != tied:
@@ -355,7 +350,7 @@ class Source:
 class WholeSource(Source):
     """Reads whole tensors, and finds which names are tied and which are frozen."""
 
-    def __init__(self, weights: Any, dtype: DTypeChoice, tied: Mapping[str, str] | None, frozen: Sequence[str]) -> None:
+    def __init__(self, weights: Any, dtype: DTypeChoice, tied: Ties | None, frozen: Sequence[str]) -> None:
         super().__init__(source_of(weights, dtype, frozen))
         self._dtype, self._frozen = dtype, frozen
         self._stated_ties = None if tied is None else dict(tied)
@@ -369,7 +364,7 @@ class WholeSource(Source):
         self._ties(weights)
         self._fixed(weights)
 
-    def take(self, tied: Mapping[str, str] | None, weights: Any = None) -> Taken:
+    def take(self, tied: Ties | None, weights: Any = None) -> Taken:
         weights = self.read() if weights is None else weights
         if isinstance(weights, Stream):
             return self._take_stream(weights)
@@ -379,10 +374,7 @@ class WholeSource(Source):
         elif names != self._names:
             # Also a name that is tied to another one, which a history does not know of.
             name = min(names ^ self._names)
-            where = "no longer" if name in self._names else "not"
-            raise UnknownParameter(
-                f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
-            )
+            raise unknown_name(name, "no longer" if name in self._names else "not")
         bits = weights if isinstance(weights, ModuleWeights) else self._bits(weights, tied)
         if (name := untied_name(weights, tied, None if isinstance(bits, ModuleWeights) else self._dtype)) is not None:
             raise _untied(name, tied[name])
@@ -405,7 +397,7 @@ class WholeSource(Source):
             if digest != digest_of(stream.tied[name]):
                 raise _untied(name, stream.tied[name])
 
-    def _one(self, name: str, value: Any, is_fixed: bool) -> Mapping[str, Tensor]:
+    def _one(self, name: str, value: Any, is_fixed: bool) -> Tensors:
         """One tensor as bits; what torch has as what it is, so that it is compared where it lies."""
         dtypes = self._casts({name: value})
         if dtypes is not None:
@@ -421,13 +413,12 @@ class WholeSource(Source):
             check_plain(name, tensor)
             stated = self._dtype.get(name) if isinstance(self._dtype, Mapping) else self._dtype
             if stated is not None:
-                is_wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-                if not is_wide or dtype_named(stated).name not in TORCH_NAMES:
+                if not is_wide(tensor) or dtype_named(stated).name not in TORCH_NAMES:
                     return None
                 dtypes[name] = dtype_named(stated).name
         return dtypes
 
-    def _bits(self, weights: Weights, tied: Mapping[str, str]) -> Mapping[str, Tensor]:
+    def _bits(self, weights: Weights, tied: Ties) -> Tensors:
         """Weights as bits; tensors of torch on a GPU, or to be cast, as what they are, to be compared there."""
         first = next(iter(weights), None)
         if first is not None and is_torch(weights[first]) and (self._dtype is not None or lies_on_gpu(weights[first])):

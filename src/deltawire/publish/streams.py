@@ -1,12 +1,12 @@
 """Weights that come one tensor at a time, as trainers that gather them send them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 from deltawire.tensors.digest import Digest
-from deltawire.tensors.names import check_names
-from deltawire.tensors.weights import Tensor, Weights
+from deltawire.tensors.names import Ties, check_names
+from deltawire.tensors.weights import Tensors, Weights
 
 NOT_WEIGHTS = "the function for weights must return them by name, or as pairs of a name and a tensor, not "
 
@@ -26,10 +26,10 @@ class Stream:
     def __init__(self, pairs: Iterable[Any], kept: Weights | None = None, *, once: bool = False) -> None:
         self._pairs, self._kept, self.once = iter(pairs), kept or {}, once
         self._open: list[Any] = []
-        self.view: Callable[[str, Any, bool], Mapping[str, Tensor]]
+        self.view: Callable[[str, Any, bool], Tensors]
         """Makes weights of one tensor, and says whether it is not compared; a source sets it."""
         self.is_frozen: Callable[[str], bool] = lambda name: False
-        self.tied: Mapping[str, str] = {}
+        self.tied: Ties = {}
         self.names: dict[str, None] = {}
         """The names so far, tied ones too."""
         self.fixed: set[str] = set()
@@ -53,7 +53,7 @@ class Stream:
         """Let some pairs come again, before the others."""
         self._pairs, self._open = chain(pairs, self._open, self._pairs), []
 
-    def each(self, history: Any) -> Iterator[Mapping[str, Tensor]]:
+    def each(self, history: Any) -> Iterator[Tensors]:
         """Weights of one tensor each, for a history; tied names are hashed and left out."""
         from deltawire.publish.recheck import hashed
 

@@ -14,6 +14,9 @@ class Hops:
 
     def __init__(self, settings: Settings) -> None:
         self._skips, self._anchors, self._most_deltas = tuple(settings.skips), settings.anchors, settings.most_deltas
+        self.longest_skip = max(self._skips, default=0)
+        self.keeps_base = bool(self._skips) and self._most_deltas is not None
+        """Whether long deltas are wanted, for which the weights of the anchor are kept."""
         self._noting = threading.Lock()
         self.extra_files: tuple[StoredObject, ...] = ()
         """The files next to the weights in every anchor."""
@@ -22,7 +25,6 @@ class Hops:
         """Why the last extra hop could not be written. The only effect is that routes get longer."""
 
     def note(self, *hops: StoredHop) -> None:
-        """Record hops that exist."""
         with self._noting:
             known = {**self.hops, **{(hop.version, hop.base): hop for hop in hops}}
             # No reader starts before the last anchor but one, or the last long delta but one and its anchor.
@@ -63,12 +65,3 @@ class Hops:
         if kept is not None and kept not in bases and long_is_due(version, kept, known, skips, self._most_deltas):
             return [*bases, kept]
         return [*bases, None] if anchors == "auto" and anchor_is_due(version, known, None) else bases
-
-    @property
-    def keeps_base(self) -> bool:
-        """Whether long deltas are wanted, for which the weights of the anchor are kept."""
-        return bool(self._skips) and self._most_deltas is not None
-
-    @property
-    def longest_skip(self) -> int:
-        return max(self._skips, default=0)

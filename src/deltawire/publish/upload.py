@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -17,10 +18,14 @@ from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
 from deltawire.store import Buffer, Pieces, Store
 from deltawire.store.transfer import Measured
 from deltawire.tensors.digest import Digest
-from deltawire.tensors.weights import TensorSpec
+from deltawire.tensors.weights import Specs
 
 PARALLEL = 4
 MOST_FILES = 1000
+
+Objects = tuple[StoredObject, ...]
+# Yields the bytes of a tensor.
+PiecesOf = Callable[[str], Iterable[Buffer]]
 
 # Files next to a checkpoint that no engine needs: the same weights in other formats.
 _OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".npz"}
@@ -40,7 +45,7 @@ def check_count(num_files: int) -> int:
 
 def put_parts(
     store: Store, info: DeltaInfo, groups: Sequence[list[Entry]], names: Sequence[str], first: int = 1
-) -> tuple[StoredObject, ...]:
+) -> Objects:
     """Upload some parts of a delta, numbered from `first`; `names` are the names of all its parts."""
     jobs = [
         (DELTAS + names[number - 1], names[number - 1], list(part_bytes(info, group, number, len(names))))
@@ -49,16 +54,9 @@ def put_parts(
     return _put_all(store, jobs)
 
 
-def delta_hop(info: DeltaInfo, objects: tuple[StoredObject, ...], encodings: Mapping[str, int]) -> StoredHop:
-    return StoredHop(
-        version=info.version,
-        base=info.base_version,
-        digest=info.digest,
-        base_digest=info.base_digest,
-        objects=objects,
-        num_changed=info.num_changed,
-        encodings=dict(sorted(encodings.items())),
-    )
+def delta_hop(info: DeltaInfo, objects: Objects, encodings: Mapping[str, int]) -> StoredHop:
+    used = dict(sorted(encodings.items()))
+    return StoredHop(info.version, info.base_version, info.digest, info.base_digest, objects, info.num_changed, used)
 
 
 def pieces_of(history: History, version: int) -> Callable[[str], Iterator[Buffer]]:
@@ -78,43 +76,23 @@ def anchor_folder(version: int) -> str:
 
 
 def put_shards(
-    store: Store,
-    folder: str,
-    shards: Mapping[str, Mapping[str, TensorSpec]],
-    metadata: Mapping[str, str],
-    pieces: Callable[[str], Iterable[Buffer]],
-) -> tuple[StoredObject, ...]:
-    """Upload files of a checkpoint; `pieces` yields the bytes of a tensor."""
-    return _put_all(
-        store, [(folder + file, file, AnchorShard(specs, metadata, pieces)) for file, specs in shards.items()]
-    )
+    store: Store, folder: str, shards: Mapping[str, Specs], metadata: Mapping[str, str], pieces: PiecesOf
+) -> Objects:
+    files = {file: AnchorShard(specs, metadata, pieces) for file, specs in shards.items()}
+    return _put_all(store, [(folder + file, file, shard) for file, shard in files.items()])
 
 
-def put_index(store: Store, folder: str, shards: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[StoredObject, ...]:
+def put_index(store: Store, folder: str, shards: Mapping[str, Specs]) -> Objects:
     """Upload the index of a checkpoint that has several files."""
     return _put_all(store, [(folder + INDEX_NAME, INDEX_NAME, [index_bytes(shards)])] if len(shards) > 1 else [])
 
 
-def anchor_hop(
-    version: int,
-    state: Digest,
-    objects: tuple[StoredObject, ...],
-    specs: Mapping[str, TensorSpec],
-    at: str | None = None,
-) -> StoredHop:
-    return StoredHop(
-        version=version,
-        base=None,
-        digest=state,
-        base_digest=None,
-        objects=objects,
-        num_changed=sum(prod(shape) for _, shape in specs.values()),
-        encodings={"dense": len(specs)},
-        at=at,
-    )
+def anchor_hop(version: int, state: Digest, objects: Objects, specs: Specs, at: str | None = None) -> StoredHop:
+    num_elements = sum(prod(shape) for _, shape in specs.values())
+    return StoredHop(version, None, state, None, objects, num_elements, {"dense": len(specs)}, at)
 
 
-def put_files(store: Store, version: int, files: Sequence[Path]) -> tuple[StoredObject, ...]:
+def put_files(store: Store, version: int, files: Sequence[Path]) -> Objects:
     """Upload extra files: configuration, tokenizer."""
     folder = anchor_folder(version)
     return _put_all(store, [(folder + file.name, file.name, [file.read_bytes()]) for file in files])
@@ -151,23 +129,22 @@ def is_worth_sending(file: Path) -> bool:
     return file.suffix not in _OTHER_WEIGHTS and is_file_name(file.name) and is_small
 
 
+@dataclass(frozen=True, slots=True)
 class AnchorShard:
     """One file of an anchor, read piece by piece while training goes on."""
 
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], pieces: Callable[[str], Iterable[Buffer]]
-    ) -> None:
-        self._pieces = pieces
-        self._slots = lay_out(specs)
-        self._header = header_bytes(self._slots, metadata)
+    specs: Specs
+    metadata: Mapping[str, str]
+    pieces: PiecesOf
 
     def __iter__(self) -> Iterator[Buffer]:
-        yield self._header
-        for name in self._slots:
-            yield from self._pieces(name)
+        slots = lay_out(self.specs)
+        yield header_bytes(slots, self.metadata)
+        for name in slots:
+            yield from self.pieces(name)
 
 
-def _put_all(store: Store, jobs: Sequence[tuple[str, str, Pieces]]) -> tuple[StoredObject, ...]:
+def _put_all(store: Store, jobs: Sequence[tuple[str, str, Pieces]]) -> Objects:
     def put(job: tuple[str, str, Pieces]) -> StoredObject:
         key, file, pieces = job
         measured = Measured(pieces)

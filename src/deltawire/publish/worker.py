@@ -8,7 +8,7 @@ to a later one.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,12 +23,13 @@ from deltawire.publish.settings import Settings
 from deltawire.publish.snapshots import new_history
 from deltawire.publish.sources import Source, Taken, WholeSource
 from deltawire.publish.streams import Stream
-from deltawire.publish.upload import pieces_of, put_parts, put_shards
+from deltawire.publish.upload import Objects, PiecesOf, pieces_of, put_parts, put_shards
 from deltawire.run.manifest import StoredObject
 from deltawire.run.plain import plain_metadata, plain_step
-from deltawire.store import Buffer, Store
+from deltawire.store import Store
 from deltawire.tensors.digest import Digest
-from deltawire.tensors.weights import TensorSpec
+from deltawire.tensors.names import Ties
+from deltawire.tensors.weights import Specs
 from deltawire.workers import Workers
 
 
@@ -37,9 +38,9 @@ class Held:
     """The weights that a call of `publish` has staged."""
 
     history: History
-    specs: Mapping[str, TensorSpec]
+    specs: Specs
     """Dtypes and shapes of all whole tensors, also of those that this rank holds nothing of."""
-    tied: Mapping[str, str]
+    tied: Ties
     step: int | None = None
     measured: Digests = field(default_factory=dict)
     """For a new history: the digests of all live tensors."""
@@ -72,8 +73,8 @@ class Worker:
     def do(self, command: Message) -> Message:
         """Do this process's part of a command, which is the name of a method."""
         arguments = {name: value for name, value in command.items() if name != "kind"}
-        answer: Message = getattr(self, command["kind"])(**arguments)
-        return answer
+        answer: Message | None = getattr(self, command["kind"])(**arguments)
+        return answer or {}
 
     @property
     def latest(self) -> Held | None:
@@ -149,11 +150,9 @@ class Worker:
             held, error = self._held.get(call), self._errors.get(call)
         if held is not None:
             return held
-        raise (
-            error
-            if isinstance(error, Exception)
-            else ChainError(f"call {call} has staged no weights on this rank: {error!r}")
-        )
+        if isinstance(error, Exception):
+            raise error
+        raise ChainError(f"call {call} has staged no weights on this rank: {error!r}")
 
     def resume(self, has_version: bool) -> Message:
         """Read the current weights; if the run has a version, also their contribution to the digest."""
@@ -219,7 +218,8 @@ class Worker:
         if info["num_changed"] == 0 and self._ranks.rank == 0:
             groups = [[]]
         number = first[self._ranks.rank]
-        return {"objects": objects_message(put_parts(self._store, info_from(info), groups, names, number))}
+        stored = put_parts(self._store, info_from(info), groups, names, number)
+        return {"objects": [asdict(each) for each in stored]}
 
     def measure(self, call: int, threads: int | None = None) -> Message:
         """What an anchor needs from this rank: the boxes that it holds, and their contribution to the digest."""
@@ -239,13 +239,13 @@ class Worker:
         """Write this rank's files of an anchor, from the boxes of all ranks."""
         held, own = self.at(call), files[str(self._ranks.rank)]
         shards = {file: {name: held.specs[name] for name in names} for file, names in own.items()}
-        pieces = self._pieces(held, call, folder, boxes)
-        return {"objects": objects_message(put_shards(self._store, folder, shards, metadata, pieces))}
+        stored = put_shards(self._store, folder, shards, metadata, self._pieces(held, call, folder, boxes))
+        return {"objects": [asdict(each) for each in stored]}
 
-    def _pieces(self, held: Held, call: int, folder: str, boxes: Message) -> Callable[[str], Iterable[Buffer]]:
+    def _pieces(self, held: Held, call: int, folder: str, boxes: Message) -> PiecesOf:
         return pieces_of(held.history, call)
 
-    def committed(self, call: int, oldest: int, **_: Any) -> Message:
+    def committed(self, call: int, oldest: int, **_: Any) -> None:
         """Pack the old bits between `oldest` and a committed call, and drop what is older."""
         self._finish(call)
         with self._changed:
@@ -254,9 +254,8 @@ class Worker:
         if oldest < call:
             self._pack(call)
         self._forget(oldest)
-        return {}
 
-    def failed(self, call: int, starts_over: bool, **_: Any) -> Message:
+    def failed(self, call: int, starts_over: bool, **_: Any) -> None:
         """A call was not committed: a later one covers it, as a delta or, if the leader `starts_over`, as an anchor."""
         self._finish(call)
         if starts_over:
@@ -264,17 +263,14 @@ class Worker:
             self._forget(call if self._once else call + 1)
         else:
             self._pack(call)
-        return {}
 
-    def keep(self, call: int) -> Message:
+    def keep(self, call: int) -> None:
         """Keep the weights of a call, so that deltas from it can be encoded whenever they are wanted."""
         self.at(call).history.keep(call)
-        return {}
 
-    def rest(self, call: int) -> Message:
+    def rest(self, call: int) -> None:
         """An extra hop was written, or could not be."""
         self._encoded.pop(call, None)
-        return {}
 
     def _finish(self, call: int) -> None:
         """Drop what only the work on a call has needed, and on those before it."""
@@ -289,7 +285,6 @@ class Worker:
             return {held.history for held in self._held.values()}
 
     def _forget(self, oldest: int) -> None:
-        """Drop everything older than `oldest`."""
         with self._changed:
             self._held = {each: held for each, held in self._held.items() if each >= oldest}
         for history in self._histories():
@@ -305,11 +300,7 @@ class Worker:
             self.error = error
 
 
-def objects_message(objects: tuple[StoredObject, ...]) -> list[Message]:
-    return [asdict(each) for each in objects]
-
-
-def objects_from(answers: list[Message]) -> tuple[StoredObject, ...]:
+def objects_from(answers: list[Message]) -> Objects:
     return tuple(StoredObject(**each) for answer in answers for each in answer["objects"])
 
 
@@ -319,4 +310,4 @@ def info_message(info: DeltaInfo) -> Message:
 
 def info_from(message: Message) -> DeltaInfo:
     digests = {name: Digest.parse(message[name]) for name in ("base_digest", "digest")}
-    return DeltaInfo(**{**message, **digests})
+    return DeltaInfo(**message | digests)

@@ -19,7 +19,7 @@ from deltawire.run.keys import MOST_VERSION, is_file_name, read_object_key
 from deltawire.run.plain import json_fields, plain_metadata, plain_step
 from deltawire.run.planner import hop_text
 from deltawire.tensors.digest import Digest
-from deltawire.tensors.names import check_ties, is_text
+from deltawire.tensors.names import Ties, check_ties, is_text
 
 DOCUMENT_VERSION = 1
 MOST_BYTES = 16_000_000
@@ -92,7 +92,7 @@ class Manifest:
     route: tuple[StoredHop, ...]
     """The cheapest route from an anchor to the base of `hop` at the time of writing."""
     num_elements: int
-    tied: Mapping[str, str]
+    tied: Ties
     """Names that share the weights of other names, and so are not published themselves."""
     step: int | None
     metadata: Mapping[str, Any]
@@ -104,11 +104,7 @@ class Manifest:
         return self.hop.digest
 
     def check_tensors(self, own: Collection[str], known: Collection[str]) -> None:
-        """Reject tied names that contradict the tensors.
-
-        `own` are the tensors of an anchor or a delta, which have weights of their own; `known` are all tensors,
-        possibly including tied names.
-        """
+        """Reject ties that contradict the tensors: `own` have weights in an anchor or a delta, `known` all."""
         for name, to in self.tied.items():
             if name in own or to not in known:
                 what = f"{name!r} has weights of its own" if name in own else f"there is no {to!r}"

@@ -212,11 +212,7 @@ class Run:
         return hop
 
     def hops(self, after: int = -1) -> list[ListedHop]:
-        """Every hop to a version later than `after`, found by listing; no document is read.
-
-        If an upload that was never committed exists next to a committed one, the larger size is given; `hop` has the
-        right one.
-        """
+        """Every hop to a version later than `after`, by listing alone: of several uploads of one, the largest size."""
         listed = self.documents(after).values()
         own = {version for version, _, is_manifest in listed if is_manifest}
         further = {(version, base) for version, base, is_manifest in listed if not is_manifest}

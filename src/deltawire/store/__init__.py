@@ -112,9 +112,9 @@ def _open_model(name: str, revision: str, config: Mapping[str, str]) -> Store:
 
     endpoint = config.get("endpoint") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = config.get("token") or os.environ.get("HF_TOKEN")
-    settings = {"headers": f"Authorization: Bearer {token}" if token else ""}
     hosts = config.get("redirect_hosts", os.environ.get("DELTAWIRE_WEB_REDIRECT_HOSTS", ""))
-    settings["redirect_hosts"] = f"{hosts} {HUB_HOSTS}"
+    headers = f"Authorization: Bearer {token}" if token else ""
+    settings = {"headers": headers, "redirect_hosts": f"{hosts} {HUB_HOSTS}"}
     return open_web(f"{endpoint}/{name}/resolve/{revision}", settings, timeout_seconds=60.0)
 
 

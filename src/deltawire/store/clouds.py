@@ -4,6 +4,7 @@ import http.client
 import importlib.util
 import os
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -164,11 +165,8 @@ def _has_identity(cloud: Cloud, settings: Mapping[str, str]) -> bool:
 
 def _answers(endpoint: str) -> bool:
     connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=METADATA_SECONDS)
-    try:
+    with closing(connection), suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/")
         connection.getresponse()
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-    return True
+        return True
+    return False

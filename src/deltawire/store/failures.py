@@ -26,10 +26,7 @@ _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|builder error|LocalFileSyste
 
 @contextmanager
 def translated(url: str, key: str, *, environment: tuple[str, ...] = ()) -> Iterator[None]:
-    """Translate every failure of the store into ObjectMissing, Conflict or StoreUnavailable with `url` and `key`.
-
-    The cause is not chained: it is long, and it may contain signed URLs.
-    """
+    """Translate every failure of the store. The cause is not chained: it is long, and it may contain signed URLs."""
     try:
         yield
     except (exceptions.BaseError, OSError, NotImplementedError) as error:

@@ -60,11 +60,8 @@ class HubStore:
         self._add(key, self._hub.upload(key, data), repeated=REFUSED | UNSURE)
 
     def create(self, key: str, data: bytes) -> None:
-        """Write an object that does not exist yet, or raise Conflict.
-
-        The Hub has no conditional write: two writers that both find nothing may each read back their own bytes before
-        the other replaces them, and both succeed. Writers must be kept apart by other means.
-        """
+        # Without a conditional write, two writers that both find nothing may each read back their own bytes before the
+        # other replaces them, and both succeed. Writers must be kept apart by other means.
         if self._find(key) is not None:
             raise Conflict(f"{key} exists already in {self.url}", url=self.url, key=key)
         content = self._hub.upload(key, data)
@@ -101,10 +98,7 @@ class HubStore:
         return self._hub.download(key, entry, start, end) if start < end else b""
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
-        """All objects whose key starts with `prefix` and sorts after `after`, in the order of their keys.
-
-        The Hub lists pages in no guaranteed order: all of them are read before the first object is returned.
-        """
+        # The Hub lists pages in no guaranteed order: all of them are read before the first object is returned.
         found = [self._stat(entry) for entry in self._hub.tree(self._folder + prefix) if entry["type"] == "file"]
         # The Hub's prefix may end anywhere in a name; checked again here, in case that ever changes to whole folders.
         wanted = (stat for stat in found if stat.key.startswith(prefix) and stat.key > after)

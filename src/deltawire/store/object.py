@@ -6,7 +6,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,17 +15,8 @@ import obstore
 from obstore.store import LocalStore, MemoryStore
 
 from deltawire.errors import ObjectMissing, StoreUnavailable
-from deltawire.store.base import (
-    MOST_GET_BYTES,
-    Buffer,
-    Pieces,
-    Stat,
-    check_key,
-    check_range,
-    check_size,
-    is_key,
-    slices,
-)
+from deltawire.store import base
+from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat
 from deltawire.store.failures import translated
 from deltawire.store.retry import create_once, retried
 
@@ -84,7 +75,7 @@ class ObjectStore:
 
         def pieces() -> Iterator[Buffer]:
             try:
-                yield from slices(data, CHUNK_BYTES)
+                yield from base.slices(data, CHUNK_BYTES)
             except Exception as error:
                 failures.append(error)
                 raise
@@ -123,12 +114,12 @@ class ObjectStore:
         path = self._readable_path(key)
         with self._errors(key):
             found = obstore.get(self._client, path)
-            check_size(self.url, key, found.meta["size"], limit)
+            base.check_size(self.url, key, found.meta["size"], limit)
             return bytes(found.bytes())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         path = self._readable_path(key)
-        check_range(start, length)
+        base.check_range(start, length)
         try:
             with self._errors(key):
                 # No client accepts an empty range.
@@ -141,10 +132,7 @@ class ObjectStore:
         return bytes(found)[:length]
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[Stat]:
-        """All objects whose key starts with `prefix` and sorts after `after`, in the order of their keys.
-
-        Not every store lists in this order, so the listing is read to its end before the first is returned.
-        """
+        # Not every store lists in the order of keys, so the listing is read to its end before the first is returned.
         found = retried(lambda: self._list_once(prefix, after))
         wanted = (each for each in found if each.key.startswith(prefix) and each.key > after)
         return iter(sorted(wanted, key=lambda each: each.key))
@@ -176,18 +164,12 @@ class ObjectStore:
             if error.fields.get("refused") and len(paths) == 1:
                 raise
             # The first missing object aborts the request, and some servers do not support bulk deletes.
-            self._delete_each(paths)
-
-    def _delete_each(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            try:
-                with self._errors(path.removeprefix(self._root)):
+            for path in paths:
+                with suppress(ObjectMissing), self._errors(path.removeprefix(self._root)):
                     obstore.delete(self._client, path)
-            except ObjectMissing:
-                continue
 
     def _path(self, key: str) -> str:
-        return self._root + check_key(key)
+        return self._root + base.check_key(key)
 
     def _readable_path(self, key: str) -> str:
         return self._path(key)
@@ -238,7 +220,7 @@ class FolderStore(ObjectStore):
             return
         for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
-            if not is_key(key):
+            if not base.is_key(key):
                 continue
             try:
                 found = entry.stat()
@@ -254,8 +236,7 @@ class FolderStore(ObjectStore):
 
 def _take(source: Iterator[Buffer], num_bytes: int) -> tuple[list[Buffer], Iterator[Buffer] | None]:
     """The first pieces up to a size, and the rest; None if there is no more."""
-    first: list[Buffer] = []
-    size = 0
+    first, size = list[Buffer](), 0
     for piece in source:
         first.append(piece)
         size += len(piece)

@@ -32,11 +32,8 @@ def create_once(write: Callable[[], None], read: Callable[[], bytes], data: byte
     """Create an object with `write`, exactly once, also if an answer is lost or a request is repeated.
 
     `data` is unique to this writer, so reading it back means that we were first. A conflict is read back too, as the
-    client may have repeated a request that had succeeded.
-
-    Raises:
-        Conflict: Another writer was first.
-        StoreUnavailable: With `refused` nothing was written, with `uncertain` it may have been.
+    client may have repeated a request that had succeeded. Conflict: another writer was first. StoreUnavailable: with
+    `refused` nothing was written, with `uncertain` it may have been.
     """
     for attempt in range(ATTEMPTS):
         try:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from deltawire.errors import CorruptObject, ObjectMissing, StoreUnavailable
 from deltawire.store.base import Buffer, Pieces, Store
@@ -21,13 +20,7 @@ Progress = Callable[[int], None]
 
 
 def download(
-    store: Store,
-    key: str,
-    path: Path,
-    *,
-    num_bytes: int,
-    sha256: str,
-    progress: Progress | None = None,
+    store: Store, key: str, path: Path, *, num_bytes: int, sha256: str, progress: Progress | None = None
 ) -> None:
     """Download an object to `path`, where it appears atomically with the right SHA-256. One call at a time per path.
 
@@ -66,7 +59,7 @@ def _is_right(path: Path, num_bytes: int, sha256: str) -> bool:
 def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[bytes]], report: Progress) -> str:
     digest = hashlib.sha256()
     partial.parent.mkdir(parents=True, exist_ok=True)
-    with open(partial, "a+b", buffering=0) as file:
+    with open(partial, "a+b") as file:
         # What an earlier call left; a file that is too large is discarded.
         if os.fstat(file.fileno()).st_size > num_bytes:
             file.truncate(0)
@@ -76,18 +69,12 @@ def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[byt
         if done:
             report(done)
         for data in fetch(done):
-            _write(file, data)
+            file.write(data)
             digest.update(data)
             done += len(data)
             report(done)
     # Not synced to disk: a file that is there is hashed before it is used.
     return digest.hexdigest()
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def fetch_parts(store: Store, key: str, num_bytes: int, start: int = 0) -> Iterator[bytes]:

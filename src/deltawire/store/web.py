@@ -94,7 +94,7 @@ class WebStore:
         return retried(get)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read a range of an object; shorter if the object ends before. A server without ranges is read from 0."""
+        """Read a range. A server without ranges is read from 0."""
         check_range(start, length)
         last = start + max(length, 1) - 1  # an empty range cannot be asked for
         with self._answer("GET", key, Range=f"bytes={start}-{last}") as answer:
@@ -196,10 +196,7 @@ class WebStore:
         raise self._unavailable(f"the server answered {status} for {key}", key, refused=refused)
 
     def _hides_missing(self, key: str) -> bool:
-        """Whether 403 stands for a missing object, as in buckets that may be read and not listed.
-
-        It does if what could be read first (`run.json`) can still be read.
-        """
+        """Whether 403 stands for a missing object, as in buckets without listing: what was read first still can be."""
         if self._readable is None or self._readable == key:
             return False
         with self._answer("HEAD", self._readable) as answer:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class Box:
         ValueError: The box does not lie in a tensor of shape `full`.
     """
 
-    full: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    full: Shape
+    offset: Shape
+    shape: Shape
 
     def __post_init__(self) -> None:
         fits = len(self.full) == len(self.offset) == len(self.shape) and all(
@@ -35,7 +36,7 @@ class Box:
             raise ValueError(f"box {self.offset} + {self.shape} does not lie in a tensor of shape {self.full}")
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Box":
+    def whole(cls, shape: Shape) -> "Box":
         """The box that covers a whole tensor of this shape."""
         return cls(shape, (0,) * len(shape), shape)
 
@@ -57,10 +58,7 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
     def runs(self) -> tuple[Positions, int]:
-        """The box as runs of consecutive elements of the tensor: the start position of each, and their common length.
-
-        Runs are in the row-major order of the box.
-        """
+        """The box as runs of consecutive elements, in row-major order: the start of each, and their common length."""
         if self.num_elements == 0:
             return np.empty(0, np.int64), 0
         # Trailing dimensions that the box covers fully, and the one before them, are consecutive in memory.

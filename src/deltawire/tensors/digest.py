@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from deltawire.errors import CorruptObject
-from deltawire.tensors.boxes import Box, Positions
+from deltawire.tensors.boxes import Box, Positions, Shape
 from deltawire.tensors.dtypes import Bits, DType, Elements
+from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import DTypeChoice, Tensor, Weights, mapping_of, num_elements, view
 from deltawire.workers import SERIAL, Workers
 
@@ -85,7 +86,7 @@ class TensorKey:
     constant: Digest
 
 
-def tensor_key(name: str, dtype: DType, shape: tuple[int, ...]) -> TensorKey:
+def tensor_key(name: str, dtype: DType, shape: Shape) -> TensorKey:
     text = f"{name}\n{dtype.name}\n{','.join(map(str, shape))}"
     words = np.frombuffer(sha256(text.encode()).digest(), "<u8")
     return TensorKey(words[0], Digest(int(words[1]), int(words[2])))
@@ -129,7 +130,7 @@ def tensor_digest(name: str, tensor: Tensor, workers: Workers = SERIAL) -> Diges
 
 
 def digest(
-    weights: Weights, *, dtype: DTypeChoice = None, tied: Mapping[str, str] | None = None, threads: int | None = None
+    weights: Weights, *, dtype: DTypeChoice = None, tied: Ties | None = None, threads: int | None = None
 ) -> Digest:
     """Compute the digest of weights.
 

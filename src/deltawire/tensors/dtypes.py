@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltawire.errors import NotEnoughMemory, UnsupportedFormat
+from deltawire.tensors.boxes import Shape
 
 Bits = npt.NDArray[np.unsignedinteger]
 
@@ -100,7 +101,7 @@ def _name_of(dtype: Any) -> str:
     raise TypeError(f"a dtype is a name such as 'BF16', or a dtype of torch or numpy, not {type(dtype).__name__}")
 
 
-def empty_bits(shape: tuple[int, ...], dtype: DType, what: str) -> Bits:
+def empty_bits(shape: Shape, dtype: DType, what: str) -> Bits:
     """Allocate a flat array for a tensor, or raise NotEnoughMemory."""
     try:
         return np.empty(prod(shape), dtype.unsigned)

@@ -10,6 +10,9 @@ METADATA = "__metadata__"
 PREFIX = "deltawire."
 MOST_TIED_BYTES = 4_000_000
 
+# Names that share the weights of other names, mapped to those.
+Ties = Mapping[str, str]
+
 # What wrappers add to parameter names: data parallel; torch.compile, activation checkpointing, FSDP; PEFT.
 _WRAPPERS = re.compile(
     r"^(?:module\.)+|(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
@@ -33,13 +36,12 @@ def is_text(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def check_ties(tied: Mapping[str, str], names: Collection[str] | None = None) -> None:
+def check_ties(tied: Ties, names: Collection[str] | None = None) -> None:
     """Reject tied names that do not refer to a tensor with weights of its own.
 
     `names` are the tensors that have weights, if known; tied names may be among them, as in a module.
     """
-    check_names(tied)
-    check_names(tied.values())
+    check_names([*tied, *tied.values()])
     for name, to in tied.items():
         if to in tied:
             raise ValueError(f"{name!r} is tied to {to!r}, which is tied itself: name the tensor that has the weights")
@@ -47,10 +49,9 @@ def check_ties(tied: Mapping[str, str], names: Collection[str] | None = None) ->
             raise ValueError(f"{name!r} is tied to {to!r}, which is not among the weights")
 
 
-def resolve_ties(tied: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+def resolve_ties(tied: Ties, names: Collection[str]) -> dict[str, str]:
     """Tied names as stored in files and documents: chains of ties are resolved to the tensor that has the weights."""
-    check_names(tied)
-    check_names(tied.values())
+    check_names([*tied, *tied.values()])
     resolved = {}
     for name in tied:
         to, seen = tied[name], {name}

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.tensors.boxes import Positions
+from deltawire.tensors.boxes import Positions, Shape
 from deltawire.tensors.dtypes import Bits, DType, dtype_named, no_room
+from deltawire.tensors.names import Ties
 
 Weights = Mapping[str, Any]
 # One dtype for all, or a mapping from tensor names: a dtype's name, or a dtype of torch or numpy.
 DTypeChoice = Any
 
 # The dtype (its safetensors name) and the shape of a tensor.
-TensorSpec = tuple[str, tuple[int, ...]]
+TensorSpec = tuple[str, Shape]
 
 # Address, shape, strides, dtype and what else tells two tensors apart.
 Place = tuple[Any, ...]
@@ -28,15 +29,18 @@ class Tensor:
     """The bits of one tensor, flat and contiguous, with its dtype and shape."""
 
     dtype: DType
-    shape: tuple[int, ...]
+    shape: Shape
     bits: Bits
 
 
-def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
-    """View a numpy array or a torch tensor as bits, without a copy if it is contiguous and in host memory.
+Tensors = Mapping[str, Tensor]
+Specs = Mapping[str, TensorSpec]
 
-    `dtype` is what the bits mean if that differs from the array's own dtype (bf16 kept as 16-bit integers): one dtype
-    for all, or a mapping from tensor names.
+
+def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
+    """View an array or a tensor as bits, without a copy if it is contiguous and in host memory.
+
+    `dtype` is what the bits mean, if not what the array's own dtype says: bf16 may be kept as 16-bit integers.
     """
     if isinstance(value, Tensor):
         return value
@@ -74,7 +78,7 @@ def mapping_of(weights: Any) -> Weights:
 class Viewed(Mapping[str, Tensor]):
     """Weights as bits, each tensor viewed on access; tied names are left out."""
 
-    def __init__(self, weights: Weights, dtype: DTypeChoice = None, tied: Mapping[str, str] | None = None) -> None:
+    def __init__(self, weights: Weights, dtype: DTypeChoice = None, tied: Ties | None = None) -> None:
         self._weights, self._dtype = weights, dtype
         self._names = [name for name in weights if name not in (tied or {})]
 
@@ -115,7 +119,7 @@ def tied_names(weights: Weights) -> dict[str, str]:
     return tied
 
 
-def untied_name(weights: Weights, tied: Mapping[str, str], dtype: DTypeChoice = None) -> str | None:
+def untied_name(weights: Weights, tied: Ties, dtype: DTypeChoice = None) -> str | None:
     """A tied name whose weights differ from those it is tied to, if any; names that are absent are skipped."""
     for name, to in tied.items():
         if name not in weights or to not in weights:
@@ -175,7 +179,7 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 
-def writables(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, list[Any]]:
+def writables(weights: Weights, names: Iterable[str], tied: Ties) -> dict[str, list[Any]]:
     """What to write for each name, checked by `writable`: its own tensor and those tied to it, if they are there."""
     aliases: dict[str, list[str]] = {}
     for name, to in tied.items():
@@ -185,11 +189,8 @@ def writables(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) -
     return {name: [values[each] for each in some] for name, some in wanted.items()}
 
 
-def writable(weights: Weights, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, Any]:
-    """The tensors of some names, after checking that writing to them in place changes them and nothing else.
-
-    Only names that are tied to the same tensor may share memory.
-    """
+def writable(weights: Weights, names: Iterable[str], tied: Ties) -> dict[str, Any]:
+    """Tensors by name, checked: writing to one in place changes that and nothing else but names tied to the same."""
     values = {}
     for name in names:
         value = values[name] = weights[name]

@@ -5,7 +5,6 @@ engine; it is nudged after each version, and polled for what is served.
 """
 
 import logging
-import queue
 import re
 import threading
 import time
@@ -21,7 +20,6 @@ from deltawire.engines.engine import Engine
 from deltawire.engines.server import Server
 from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import DeltawireError
-from deltawire.publish.publication import Publication
 from deltawire.redact import redacted
 from deltawire.run.run import Run
 
@@ -109,7 +107,6 @@ class Fleet:
         self._changed = threading.Condition()
         self._connections: dict[str, _Here | _Elsewhere] = {}
         self._errors: dict[str, str | None] = {}
-        self._publications: queue.SimpleQueue[Publication | None] = queue.SimpleQueue()
         try:
             for name, each in engines.items():
                 if isinstance(each, AgentAt):
@@ -123,15 +120,9 @@ class Fleet:
         except BaseException:
             self.close()
             raise
-        self._thread = threading.Thread(target=self._nudge_all, name="deltawire-nudges", daemon=True)
-        self._thread.start()
 
     def serving(self) -> dict[str, Serving]:
         return {name: each.serving() for name, each in self._connections.items()}
-
-    def follow(self, publication: Publication) -> None:
-        """Nudge all engines when this version is committed."""
-        self._publications.put(publication)
 
     def nudge(self, version: int) -> None:
         """Nudge all engines for a version; returns at once."""
@@ -176,15 +167,8 @@ class Fleet:
                 _log.warning("the engine at %s follows again, and serves version %s", name, each.version)
 
     def close(self) -> None:
-        self._publications.put(None)
         with ThreadPoolExecutor(max(len(self._connections), 1)) as pool:
             list(pool.map(lambda each: each.close(), self._connections.values()))
-
-    def _nudge_all(self) -> None:
-        while (publication := self._publications.get()) is not None:
-            # A failure is reported to the publisher's caller.
-            if publication.join():
-                self.nudge(publication.version)
 
     def _notify(self) -> None:
         with self._changed:
@@ -257,29 +241,22 @@ class _Elsewhere:
             self._wake.clear()
 
     def _ask(self) -> Serving:
+        refused, wanted = None, self._wanted
+        if self._place.token is not None and wanted > self._nudged:
+            try:
+                self._server.trigger("/nudge")
+                self._nudged = wanted
+            except DeltawireError as error:
+                refused = str(error)
         try:
-            refused = self._nudge_agent()
             status = self._server.get("/status")
-            error = status.get("error")
             if status.get("run") not in (None, self._run):
                 url = redacted(self._place.url)
                 return Serving(None, f"the agent at {url} follows run {status['run']}, not {self._run}")
             version = None if status.get("run") is None else status.get("version")
-            return Serving(version, error or refused, status.get("pause_seconds"))
+            return Serving(version, status.get("error") or refused, status.get("pause_seconds"))
         except (DeltawireError, AttributeError) as error:
             return Serving(None, str(error))
-
-    def _nudge_agent(self) -> str | None:
-        """Nudge the agent if there is something new; the error, if that failed."""
-        wanted = self._wanted
-        if self._place.token is None or wanted <= self._nudged:
-            return None
-        try:
-            self._server.trigger("/nudge")
-        except DeltawireError as error:
-            return str(error)
-        self._nudged = wanted
-        return None
 
     def nudge(self, version: int) -> None:
         self._wanted = version

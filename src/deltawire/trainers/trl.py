@@ -26,7 +26,7 @@ from typing import Any
 
 from deltawire.errors import EnginesBehind, ShapeMismatch, UnknownParameter
 from deltawire.publish.publisher import Publication, Publisher
-from deltawire.publish.sources import TORCH_NAMES
+from deltawire.publish.sources import TORCH_NAMES, is_wide
 from deltawire.publish.streams import Stream
 from deltawire.redact import redacted
 from deltawire.run.signing import public_key_of
@@ -253,21 +253,21 @@ class DeltawireTransfer:
             if pair is self:
                 break
             name, tensor = pair
-            is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-            yield plain_name(name), tensor.detach().to(published) if is_cast else tensor.detach()
+            yield plain_name(name), tensor.detach().to(published) if is_wide(tensor) else tensor.detach()
             num_sent += 1
             del pair, tensor
         if not num_sent:
             raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
 
     def _publish(self) -> None:
-        if self.publisher is None or not self._is_open:
+        publisher = self.publisher
+        if publisher is None or not self._is_open:
             publisher = self._open()
             # A run that is resumed with the same weights needs no new version.
             if publisher.resumed and publisher.version is not None:
                 self._sync_of[publisher.version] = self.num_syncs
                 return
-        self._next_version()
+        self._next_version(publisher)
 
     def _open(self) -> Publisher:
         publisher = self.publisher = Publisher(self._store, lambda: self._stream, **self._options)
@@ -278,29 +278,26 @@ class DeltawireTransfer:
                 publisher.run, self._engines, mirrors=self._mirrors, poll_seconds=self._poll_seconds,
                 public_key=None if key is None else public_key_of(key),
             )  # fmt: skip
+            publisher.after_commit = self._fleet.nudge
         return publisher
 
-    def _next_version(self) -> None:
-        if self.publisher is None:
-            return
+    def _next_version(self, publisher: Publisher) -> None:
         step = None if self._step is None else self._step()
         metadata = {"sync": self.num_syncs}
         try:
-            self.last = self.publisher.publish(step=step, metadata=metadata)
+            self.last = publisher.publish(step=step, metadata=metadata)
         except (UnknownParameter, ShapeMismatch):
             # Parameters were added, removed or reshaped, and what was read of them is put back. An error here would
             # leave the other ranks at a barrier.
-            self.last = self.publisher.publish(step=step, metadata=metadata, anchor=True)
+            self.last = publisher.publish(step=step, metadata=metadata, anchor=True)
         self._sync_of[self.last.version] = self.num_syncs
-        if self._fleet is not None:
-            self._fleet.follow(self.last)
 
     def _try_again(self) -> bool:
         """Publish the last version once more, if it failed; whether that was so."""
         if self.publisher is None or self.last is None or self.last.error is None or not self._is_whole:
             return False
         self._stream = Stream(self.publisher._worker.staged(), once=True)
-        self._next_version()
+        self._next_version(self.publisher)
         return True
 
 

@@ -73,7 +73,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
             return found
         folder = writable_folder()
         if folder is None:
-            tell(
+            warn_once(
                 "deltawire: compiling kernels in memory, about 10 s in each process, because none of these folders can "
                 f"be written: {', '.join(map(str, folders()))}. Set NUMBA_CACHE_DIR to one that can"
             )
@@ -83,7 +83,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
             if found is not None:
                 self._release()
                 return found
-            tell(f"deltawire: compiling kernels for this machine, once, about 10 s; they are kept in {folder}")
+            warn_once(f"deltawire: compiling kernels for this machine, once, about 10 s; they are kept in {folder}")
         compiled_here.append(self._name)
         return None
 
@@ -94,7 +94,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
         try:
             self._file(folder).save((sig, data.codegen.magic_tuple()), data._reduce())
         except OSError as error:
-            tell(f"deltawire: compiled kernels cannot be kept in {folder}: {error.strerror}")
+            warn_once(f"deltawire: compiled kernels cannot be kept in {folder}: {error.strerror}")
         finally:
             self._release()
 
@@ -126,7 +126,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
         until = time.monotonic() + PATIENCE_SECONDS
         try:
             while (lock := locked(folder / f"{self._name}.lock", "w")) is None:
-                tell("deltawire: another process compiles kernels for this machine; waiting for it")
+                warn_once("deltawire: another process compiles kernels for this machine; waiting for it")
                 if time.monotonic() > until:
                     return
                 time.sleep(_POLL_SECONDS)
@@ -143,8 +143,8 @@ class KernelCache(_Cache):  # type: ignore[misc]
 
 
 @cache
-def tell(text: str) -> None:
-    """Say something once. Without any logging set up, Python shows warnings on stderr."""
+def warn_once(text: str) -> None:
+    """Log a warning once. Without any logging set up, Python shows warnings on stderr."""
     _log.warning(text)
 
 

@@ -21,7 +21,7 @@ from deltawire.publish.alone import Message
 from deltawire.publish.sharded.messages import Ranks, first_line, pauses
 from deltawire.publish.worker import Held, Worker
 from deltawire.store import Buffer
-from deltawire.tensors.boxes import Box
+from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.dtypes import DTYPES, Bits, DType
 
 PIECE = 1 << 20
@@ -102,9 +102,7 @@ class Exchange:
                 self._store.delete_key(key)
 
 
-def whole_pieces(
-    exchange: Exchange, name: str, dtype: DType, full: tuple[int, ...], holders: Holders
-) -> Iterator[memoryview]:
+def whole_pieces(exchange: Exchange, name: str, dtype: DType, full: Shape, holders: Holders) -> Iterator[memoryview]:
     """A tensor's bytes, in order, assembled from the boxes of all ranks; the next piece is requested ahead."""
     asked: deque[tuple[Box, list[tuple[Box, Callable[[], Bits]]]]] = deque()
     try:
@@ -141,7 +139,7 @@ def _join(dtype: DType, slab: Box, parts: list[tuple[Box, Callable[[], Bits]]]) 
     return raw(whole.reshape(-1))
 
 
-def slabs(full: tuple[int, ...]) -> list[Box]:
+def slabs(full: Shape) -> list[Box]:
     """A tensor cut along its first dimension, into boxes of about a piece each, in order."""
     if not full:
         return [Box.whole(full)]

@@ -118,19 +118,17 @@ class Ranks(Alone):
         self._set(f"command/{self._number}", command)
 
     def answers(self) -> list[Message]:
-        found: dict[int, Message] = {}
-        for pause in pauses():
-            for rank in [rank for rank in self.others if rank not in found]:
+        found, missing, waits = dict[int, Message](), self.others, pauses()
+        while missing:
+            for rank in missing:
                 key = f"answer/{self._number}/{rank}"
-                answer = self._get(key)
-                if answer is not None:
+                if (answer := self._get(key)) is not None:
                     self._delete(key)
                     found[rank] = answer
-            missing = [rank for rank in self.others if rank not in found]
-            if not missing:
-                break
-            self.check_alive(missing)
-            time.sleep(pause)
+            missing = [rank for rank in missing if rank not in found]
+            if missing:
+                self.check_alive(missing)
+                time.sleep(next(waits))
         self._clean_up()
         answers = [found[rank] for rank in self.others]
         for answer in answers:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from deltawire import Checkpoint, Publisher, Replica, ShardedPublisher
 from deltawire.errors import UnknownParameter, UnsupportedPlacement
 from deltawire.run.planner import Route
+from deltawire.run.uploads import find_uploads
 from support.processes import change, gathered, once, run_ranks, same_bits, sharded_model, train_step
 from support.waiting import PATIENCE
 
@@ -163,6 +164,9 @@ def publish_long(rank, url):
             publisher.publish()
             states.append(gathered(model))
             publisher.flush(60)
+        if rank == 0:
+            # Also what the other rank has uploaded.
+            assert publisher.run.uploaded.as_dict() == find_uploads(publisher.run.store).as_dict()
     return states
 
 

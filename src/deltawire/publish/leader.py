@@ -35,7 +35,7 @@ from deltawire.publish.upload import (
 )
 from deltawire.publish.worker import Worker, info_message, objects_from
 from deltawire.run.commits import Commits
-from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.manifest import Manifest, StoredHop, StoredObject
 from deltawire.run.run import Run
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import DTYPES
@@ -313,7 +313,11 @@ class Leader:
             "encode_seconds": encoded - started - check_seconds,
             "upload_seconds": time.perf_counter() - encoded,
         }
-        return delta_hop(info, objects_from(answers), encodings), seconds
+        return delta_hop(info, self._count(objects_from(answers)), encodings), seconds
+
+    def _count(self, objects: tuple[StoredObject, ...]) -> tuple[StoredObject, ...]:
+        self._run.uploaded.add((each.key, each.num_bytes) for each in objects)
+        return objects
 
     def _write_anchor(
         self, version: int, call: int, expected: Digest | None = None, threads: int | None = None
@@ -325,7 +329,7 @@ class Leader:
         model, state = add_up(answers)
         check_digest(version, state, expected)
         if self._files and not self.hops.extra_files:
-            self.hops.extra_files = put_files(self._run.store, version, self._files)
+            self.hops.extra_files = self._count(put_files(self._run.store, version, self._files))
         folder = anchor_folder(version)
         shards, files = self._lay_out(model)
         check_count(len(shards))
@@ -337,9 +341,9 @@ class Leader:
             boxes=_boxes_by_name(answers),
             metadata={"format": "pt"} | anchor_info(self._run.id, version, state, model.num_elements, model.tied),
         )
-        objects = (*objects_from(answers), *put_index(self._run.store, folder, shards), *self.hops.extra_files)
+        objects = self._count((*objects_from(answers), *put_index(self._run.store, folder, shards)))
         seconds = {"encode_seconds": measured - started, "upload_seconds": time.perf_counter() - measured}
-        return anchor_hop(version, state, objects, model.specs), model, seconds
+        return anchor_hop(version, state, (*objects, *self.hops.extra_files), model.specs), model, seconds
 
     def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
         """The files of an anchor with their tensors, and the files that each rank writes."""

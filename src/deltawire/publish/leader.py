@@ -17,11 +17,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from deltawire.errors import ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
+from deltawire.errors import BaseMismatch, ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
 from deltawire.format.checkpoint import anchor_info, group_specs, name_shards
 from deltawire.format.wire import DeltaInfo
 from deltawire.publish.alone import Alone, Message, error_fields
-from deltawire.publish.reference import Reference
+from deltawire.publish.reference import Reference, files_of
 from deltawire.publish.settings import Settings
 from deltawire.publish.upkeep import Hops
 from deltawire.publish.upload import (
@@ -37,7 +37,7 @@ from deltawire.publish.worker import Worker, info_message, objects_from
 from deltawire.run.commits import Commits
 from deltawire.run.manifest import Manifest, StoredHop, StoredObject
 from deltawire.run.run import Run
-from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
+from deltawire.tensors.digest import Digest, WeightVersion, digest, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import TensorSpec
 
@@ -109,10 +109,10 @@ class Leader:
         self._oldest_call = 0
         self.model = Model({}, {})
 
-    def start(self, name: str | None, reference: Reference | None = None) -> None:
+    def start(self, name: str | None, reference: Callable[[], Reference] | None = None) -> None:
         """Resume the run: continue with a delta if the weights are those of its last version, else with an anchor.
 
-        A new run starts with the `reference`, if there is one, as version 0.
+        A new run starts with what `reference` returns, if there is one, as version 0.
         """
         try:
             self._files = self._find_files()
@@ -120,7 +120,7 @@ class Leader:
             self.commits = Commits(self._run)
             self.version = self._run.latest()
             if self.version is None and reference is not None:
-                self._begin(reference)
+                self._begin(reference())
             else:
                 self._resume()
         except BaseException as error:
@@ -146,6 +146,14 @@ class Leader:
 
     def _begin(self, reference: Reference) -> None:
         self.model, state = add_up(self._round("resume", has_version=True))
+        self._files = self._files or files_of(reference.checkpoint)
+        if digest(reference.checkpoint, tied=self.model.tied) != state:
+            # Only where each rank starts from what it holds.
+            raise BaseMismatch(
+                f"the model's weights are not those of {reference.url}: load them from there before this, or leave "
+                "base= out",
+                path=reference.url,
+            )
         hop = anchor_hop(0, state, reference.objects, self.model.specs, reference.url)
         manifest = Manifest(
             run=self._run.id,
@@ -161,6 +169,8 @@ class Leader:
         )
         self.commits.commit(manifest)
         self.note(manifest, 0)
+        for file in reference.checkpoint.shards:
+            (reference.checkpoint.path / file).unlink()
 
     def _round(self, kind: str, **arguments: Any) -> list[Message]:
         """Send a command to all ranks, this one too; returns their answers, by rank."""

@@ -69,7 +69,7 @@ class BasePublisher:
         find_files: Callable[[], list[Path]],
         *,
         coalesces: bool = False,
-        reference: Reference | None = None,
+        reference: Callable[[], Reference] | None = None,
     ) -> None:
         self.run = run
         self.version: int | None = None

@@ -13,8 +13,8 @@ SKIPS = (4, 16)
 # The most deltas on a route. Where skip deltas would need more, one from the anchor is written.
 MOST_DELTAS = 9
 
-# When the deltas since the anchor reach this fraction of its size, one from the anchor is written, so that a new replica
-# fetches 1.2 times the model at most; or, if the last of these was not much smaller, an anchor: when it pays, a little
+# When the deltas since the anchor reach this fraction of its size, one from the anchor is written: a new replica
+# fetches 1.2 times the model at most. If the last of these was not much smaller, an anchor when it pays, a little
 # earlier at versions where skip deltas start, so that a new replica needs few hops.
 LONG_PAYS, MOST_LONG = 0.2, 0.15
 ANCHOR_PAYS, ANCHOR_PAYS_ALIGNED, ALIGNED = 0.25, 0.2, 16

@@ -320,7 +320,8 @@ def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
 
 def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
     rows = [{key: value for key, value in row.items() if key != "age_seconds"} for row in data["replicas"]]
-    return {key: value for key, value in data.items() if key != "age_seconds"} | {"replicas": rows}
+    # Heartbeats have other sizes all the time.
+    return {key: value for key, value in data.items() if key not in ("age_seconds", "store")} | {"replicas": rows}
 
 
 def fleet_text(data: Mapping[str, Any]) -> str:

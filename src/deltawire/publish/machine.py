@@ -101,6 +101,7 @@ class BasePublisher:
         except BaseException:
             ranks.close()
             raise
+        self._reference = None
         self._thread = threading.Thread(target=self._work, name="deltawire-publish", daemon=True)
         self._thread.start()
 

@@ -9,15 +9,20 @@ sizes of deltas over 2, 4 and 8 steps against those of the single ones are print
 
 Each version is flushed before the next step. Then every version is asked for as a replica would that has nothing, and
 one that has the first version, and some are pulled and compared. `beside the store` publishes single deltas alone, and
-`deltawire compact` adds the others.
+`deltawire compact` adds the others. SIGTERM ends a run after the step that it is at, with the results until then.
+
+Memory is what a publish added to the resident memory at most, in models, without the pages of mapped files; the
+snapshot of one model is there before. CPU seconds are those of all threads, until everything was written.
 """
 
 import argparse
 import itertools
 import os
+import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -36,7 +41,7 @@ from deltawire.run.planner import longest_tail
 from deltawire.run.run import Run
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import Workers
-from measure import peak_beyond, write_csv
+from measure import peak_beyond, private_bytes, write_csv
 from support.recorded import DATA
 
 SIDE = 2048
@@ -51,7 +56,7 @@ CHOICES = {
 COLUMNS = [
     "choice", "weights", "steps", "single_mb", "skip_mb", "long_mb", "anchor_mb", "all_to_single", "anchors",
     "most_objects", "mean_objects", "most_anchors_fetched", "most_anchors_with_base", "blocked_seconds",
-    "all_seconds", "peak_memory_models", "scratch_models",
+    "all_seconds", "cpu_seconds", "peak_memory_models", "scratch_models",
 ]  # fmt: skip
 
 
@@ -182,18 +187,19 @@ class Measured:
         self._publisher = Publisher(
             self.url, trainer.weights, dtype="BF16", scratch=self.scratch, check_share=0, **CHOICES[name]
         )
-        self.blocked, self.all, self.peak, self.scratch_bytes = [], [], 0, 0
+        self.blocked, self.all, self.cpu, self.peak, self.scratch_bytes = [], [], [], 0, 0
 
     def publish(self):
         def work():
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), time.process_time()
             self._publisher.publish()
             blocked = time.perf_counter()
             self._publisher.flush()
             self.blocked.append(blocked - started)
             self.all.append(time.perf_counter() - started)
+            self.cpu.append(time.process_time() - cpu)
 
-        self.peak = max(self.peak, peak_beyond(work)[1])
+        self.peak = max(self.peak, peak_beyond(work, private_bytes)[1])
         self.scratch_bytes = max(self.scratch_bytes, scratch_bytes(self.scratch))
 
     def close(self):
@@ -226,7 +232,7 @@ class Measured:
             round(max(route.num_bytes for route in late) / full, 3),
             round(max(route.num_bytes for route in near) / full, 3),
             round(statistics.median(self.blocked), 4), round(statistics.mean(self.all), 3),
-            round(self.peak / full, 2), round(self.scratch_bytes / full, 2),
+            round(statistics.mean(self.cpu), 3), round(self.peak / full, 2), round(self.scratch_bytes / full, 2),
         ]  # fmt: skip
 
 
@@ -243,7 +249,9 @@ def main():
     ratios, density = overlap(2)
     print(f"density {density:.4f}, deltas over {SPANS} steps {ratios} of the single ones", flush=True)
     trainer = Trainer(-(-arguments.weights // (SIDE * SIDE)))
-    checked = dict.fromkeys(np.linspace(1, arguments.steps, 6, dtype=int).tolist())
+    checked, is_stopped = set(np.linspace(1, arguments.steps, 6, dtype=int).tolist()), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: is_stopped.set())
+    digests = {}
     with tempfile.TemporaryDirectory(prefix="fleet-bytes-") as temporary:
         publishers = [Measured(Path(temporary), name, trainer) for name in arguments.choices]
         for version in range(arguments.steps + 1):
@@ -252,15 +260,17 @@ def main():
             for each in publishers:
                 each.publish()
             if version in checked:
-                checked[version] = digest(trainer.weights, dtype="BF16")
+                digests[version] = digest(trainer.weights, dtype="BF16")
             if version % 50 == 0:
                 print(version, [round(statistics.mean(each.all), 2) for each in publishers], flush=True)
+            if is_stopped.is_set():
+                break
         rows = []
         for each in publishers:
             each.close()
             if each.name == "beside the store":
                 print(f"compact made {len(compact(Run(each.url)))} deltas")
-            rows.append(each.result(arguments.steps + 1, checked))
+            rows.append(each.result(version + 1, digests))
             print(dict(zip(COLUMNS, rows[-1], strict=True)), flush=True)
     notes = {"overlap": f"{ratios} of the single deltas; density {density:.4f}"}
     return print(write_csv("fleet_bytes.csv", COLUMNS, rows, notes=notes))

@@ -72,16 +72,22 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def peak_beyond(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What the work returns, and how far the resident memory rose above where it was."""
-    before = resident_bytes()
+def private_bytes() -> int:
+    """The resident memory without the pages of mapped files, which the kernel takes back when it needs them."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * resource.getpagesize()
+
+
+def peak_beyond(work: Callable[[], Any], taken: Callable[[], int] = resident_bytes) -> tuple[Any, int]:
+    """What the work returns, and how far the memory that is taken rose above where it was."""
+    before = taken()
     peak = before
     running = True
 
     def watch() -> None:
         nonlocal peak
         while running:
-            peak = max(peak, resident_bytes())
+            peak = max(peak, taken())
             time.sleep(0.0005)
 
     watcher = threading.Thread(target=watch)
@@ -91,7 +97,7 @@ def peak_beyond(work: Callable[[], Any]) -> tuple[Any, int]:
     finally:
         running = False
         watcher.join()
-    return result, max(peak, resident_bytes()) - before
+    return result, max(peak, taken()) - before
 
 
 def machine() -> str:

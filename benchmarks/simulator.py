@@ -35,10 +35,10 @@ from deltawire import Publisher, Replica
 from deltawire.estimate.plan import DAY, Plan, measured
 from deltawire.estimate.simulate import Scene, simulate
 from deltawire.kernels.cpu.warmup import warm_up
+from deltawire.run.uploads import find_uploads
 from deltawire.store import open_store
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import Tensor
-from deltawire_demo.uploads import uploads
 from measure import RESULTS, read_csv, write_csv
 from support.fault_proxy import FaultProxy
 from support.recorded import recorded_like
@@ -186,7 +186,7 @@ def run_demo(folder):
         trainer_mbits=1e5, site_mbits=1e5,
     )  # fmt: skip
     outcome = simulate(Scene(plan, num_versions=last, cold=True, away=away))
-    real = uploads(open_store(folder / "store"))
+    real = find_uploads(open_store(folder / "store")).bytes
     manifests = folder / "store" / "manifests"
     delays = [
         each["time"] - (manifests / f"{each['version']:08}.json").stat().st_mtime
@@ -194,10 +194,9 @@ def run_demo(folder):
         if not each["anchor"]
     ]
     kinds = {"deltas": "delta", "skip deltas": "skip delta", "anchors": "anchor", "documents": "document"}
-    total = sum(real[kind]["num_bytes"] for kind in kinds)
     return rows_of("demo", [
-        *((f"uploaded {kind}", "bytes", real[kind]["num_bytes"], outcome.uploads[own]) for kind, own in kinds.items()),
-        ("uploaded", "bytes", total, outcome.uploads.total()),
+        *((f"uploaded {kind}", "bytes", real[kind], outcome.uploads[own]) for kind, own in kinds.items()),
+        ("uploaded", "bytes", real.total(), outcome.uploads.total()),
         ("fetched by replicas", "bytes", sum(each["bytes"] for each in pulls), outcome.replica_bytes),
         ("commit to replica, median", "seconds", statistics.median(delays), statistics.median(outcome.delays())),
     ])  # fmt: skip

@@ -26,7 +26,13 @@ HELP = {
     "publish/num_elements": "Weights of the model",
     "publish/density": "Part of the weights that changed in the last version",
     "publish/num_bytes": "Bytes of the last version in the store",
+    "publish/all_bytes": "Bytes that were uploaded since the version before: skip deltas, anchors and documents too",
     "publish/full_bytes": "Bytes of all weights",
+    "publish/uploaded_bytes": "Bytes that were uploaded in all",
+    "publish/uploaded_delta_bytes": "Bytes of deltas from one version to the next that were uploaded",
+    "publish/uploaded_skip_delta_bytes": "Bytes of skip deltas, and of deltas from anchors, that were uploaded",
+    "publish/uploaded_anchor_bytes": "Bytes of anchors, and the files next to them, that were uploaded",
+    "publish/uploaded_document_bytes": "Bytes of manifests and other documents that were uploaded",
     "replica/version": "The version that the weights are",
     "replica/lag": "Versions between the weights and the newest that was seen",
     "replica/pulls": "Pulls that went well",
@@ -39,6 +45,7 @@ HELP = {
     "replica/pause_seconds": "How long the engine was paused for the last update",
 }
 COUNTERS = {"publish/published", "publish/failed", "replica/pulls", "replica/faults"}
+COUNTERS |= {name for name in HELP if name.startswith("publish/uploaded_")}
 
 
 def registry(*parts: BasePublisher | Replica) -> "CollectorRegistry":

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from deltawire import Publication, Publisher, digest
 from deltawire.errors import DeltawireError
+from deltawire.run.uploads import KINDS, find_uploads
 from deltawire_demo.checkpoint import Progress, load_progress, save_progress
 from deltawire_demo.grpo import Trainer
 from deltawire_demo.rollout import Evaluation, PlayerOf, Rollouts, Sampled, episodes_at, oldest
-from deltawire_demo.uploads import uploads
 
 E = TypeVar("E", bound=Sampled)
 
@@ -143,7 +143,8 @@ class Run(Generic[E]):
                 continue
             stats = publication.stats
             say(event="published", version=publication.version, step=publication.step, density=stats["density"],
-                changed=stats["num_changed"], bytes=stats["num_bytes"], full_bytes=stats["full_bytes"],
+                changed=stats["num_changed"], bytes=stats["num_bytes"],
+                all_bytes=stats["all_bytes"], full_bytes=stats["full_bytes"],
                 diff_seconds=stats["diff_seconds"], encode_seconds=stats["encode_seconds"],
                 upload_seconds=stats["upload_seconds"], commit_seconds=stats["commit_seconds"],
                 check_seconds=stats.get("check_seconds", 0.0))  # fmt: skip
@@ -250,7 +251,9 @@ def carry_out(job: Job, trainer: Trainer[E], task: Task[E], files: Sequence[Path
             for each in this.evaluations():
                 say(event="evaluation", which="final", **asdict(each))
     # Skip deltas and anchors may have been uploading until here.
-    say(event="uploaded", kinds=uploads(publisher.run.store))
+    found = find_uploads(publisher.run.store)
+    kinds = {kind: {"num_objects": found.objects[kind], "num_bytes": found.bytes[kind]} for kind in KINDS}
+    say(event="uploaded", kinds=kinds)
     last_digest = first_digest if job.no_publish else published_digest(policy)
     say(event="done", step=progress.step, version=this.version, digest=str(last_digest))
 

@@ -98,7 +98,10 @@ def uploads_text(summary: dict[str, Any]) -> str:
             for name, each in [*kinds.items(), ("all of it", total)]]  # fmt: skip
     full = summary["num_versions"] * summary["full_bytes"]
     rows.append(["all weights, each version", f"{summary['num_versions']:,}", size_text(full)])
-    ratio = f"Sent {size_text(total['num_bytes'])} instead of {size_text(full)}, 1/{full / total['num_bytes']:.0f}."
+    sent = total["num_bytes"]
+    ratio = (f"Sent {size_text(sent)} instead of {size_text(full)}, 1/{full / sent:.0f}.\n"
+             f"A version: {size_text(sent / summary['num_versions'])} in all, "
+             f"{size_text(summary['payload_bytes'])} as a delta.")  # fmt: skip
     return f"{table(['uploaded', 'objects', 'bytes'], rows)}\n{ratio}"
 
 

@@ -236,6 +236,8 @@ def test_status_as_json(fleet):
     data = json.loads(result.stdout)
     assert (data["run"], data["version"], data["step"], data["metadata"]) == ("demo", 4, None, {})
     assert 0 <= data["age_seconds"] < 600
+    sizes = [file.stat().st_size for file in Path(fleet).rglob("*") if file.is_file()]
+    assert (data["store"]["objects"], data["store"]["bytes"]) == (len(sizes), sum(sizes))
     rows = {row["name"]: row for row in data["replicas"]}
     assert list(rows) == ["bad", "odd", "away", "long-pull", "late", "good"]  # who needs help comes first
     assert {name: row["health"] for name, row in rows.items()} == {
@@ -254,8 +256,9 @@ def test_status_as_a_table(fleet):
     text = run("status", fleet).stdout
     lines = text.splitlines()
     assert lines[0].startswith("run demo: version 4, ")
-    assert lines[1] == "6 replicas: 1 ok, 1 behind, 1 updating, 1 silent, 2 fault"
-    assert lines[3].split() == ["replica", "engine", "version", "lag", "pause", "heard", "health"]
+    assert lines[1].startswith("in store: ")
+    assert lines[2] == "6 replicas: 1 ok, 1 behind, 1 updating, 1 silent, 2 fault"
+    assert lines[4].split() == ["replica", "engine", "version", "lag", "pause", "heard", "health"]
     assert any(re.fullmatch(r"good +vllm +4 +0 +12\.3 ms +\d+ s +ok", line) for line in lines)
     assert "silent: no heartbeat for 5 min" in text
     assert "fault: http://host:8000 does not answer !" in text
@@ -282,7 +285,8 @@ def test_status_without_a_run_or_a_version(url, tmp_path):
     assert "hint: start it with: deltawire publish" in result.stderr
     Run(url).start("demo")
     beat(url, "early")
-    assert "no version yet\n1 replica: 1 ok" in run("status", url).stdout
+    assert "no version yet\nin store: " in run("status", url).stdout
+    assert "\n1 replica: 1 ok" in run("status", url).stdout
     assert status_of(url)["version"] is None
 
 
@@ -310,7 +314,7 @@ def test_status_draws_in_place_on_a_terminal(fleet):
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
         assert process.stderr.read() == ""
-    assert b"\x1b[11A\r" in written  # up, over what was there
+    assert b"\x1b[12A\r" in written  # up, over what was there
 
 
 GUIDE = (ROOT / "docs" / "guides" / "agent.md").read_text()

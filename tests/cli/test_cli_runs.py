@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,9 @@ def test_publish_starts_with_an_anchor_and_goes_on_with_deltas(tmp_path, steps):
     assert (second["version"], second["kind"], second["base"]) == (1, "delta", 0)
     assert 0 < second["changed"] < 2000
     assert second["ratio"] > 20
+    files = [file.stat().st_size for file in url.rglob("*") if file.is_file()]
+    assert first["all_bytes"] + second["all_bytes"] == sum(files)
+    assert second["bytes"] < second["all_bytes"]
     text = run("publish", steps / "step-2", "--to", url, "--base", steps / "step-1").stdout
     assert "2 of run demo" in text
     assert "times smaller than all weights" in text
@@ -112,6 +116,11 @@ def test_ls(tmp_path, store):
     assert data["versions"][5]["base"] == 4
     assert 0.01 < data["versions"][5]["density"] < 0.03
     assert data["replicas"] == []
+    sizes = {str(file.relative_to(store)): file.stat().st_size for file in store.rglob("*") if file.is_file()}
+    assert (data["store"]["objects"], data["store"]["bytes"]) == (len(sizes), sum(sizes.values()))
+    assert {kind: each["objects"] for kind, each in data["store"]["kinds"].items()} == {
+        "deltas": 5, "skip deltas": 0, "anchors": 2, "documents": len(sizes) - 7,
+    }  # fmt: skip
     told("compact", store, "--anchor")
     (store / "replicas").mkdir(exist_ok=True)
     (store / "replicas" / "far.json").write_text(json.dumps({"name": "far", "version": 2, "error": None}))
@@ -119,11 +128,19 @@ def test_ls(tmp_path, store):
     assert (data["num_versions"], [row["version"] for row in data["versions"]]) == (6, [4, 5])
     assert data["versions"][0]["skip_deltas_from"] == [0]
     assert data["versions"][1]["further_anchor"]
+    for row in data["versions"]:
+        start = f"{row['version']:08}"
+        own = [file for where in ("manifests", "deltas", "anchors") for file in store.glob(f"{where}/{start}*")]
+        own += [file for folder in own if folder.is_dir() for file in folder.iterdir()]
+        assert row["bytes"] < row["all_bytes"] == sum(file.stat().st_size for file in own if file.is_file())
+    assert sum(each["bytes"] for each in data["store"]["kinds"].values()) == data["store"]["bytes"]
+    assert data["store"] == {key: told("info", store)["run"][key] for key in data["store"]}
     assert (data["replicas"][0]["name"], data["replicas"][0]["lag"]) == ("far", 3)
     text = run("ls", store, "--limit", 2).stdout
     assert "the last 2 of them" in text
     assert "from 0" in text
     assert "far" in text
+    assert re.search(r"^in store: \S+ kB in \d+ objects: deltas \S+ k?B, skip deltas \S+ k?B, anchors ", text, re.M)
 
 
 def test_info(store, steps):

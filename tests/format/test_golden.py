@@ -108,3 +108,50 @@ def test_the_second_reader_agrees_on_the_golden_run(version):
         base = ({}, {}) if hop["base"] is None else second_reader.read_version(get, hop["base"], public_key)
         weights, specs = second_reader.follow_hop(get, "golden", hop, *base)
         assert second_reader.digest(weights, specs) == EXPECTED["digests"][version]
+
+
+REFERENCE = GOLDEN / "reference"
+FOLLOWED = json.loads((REFERENCE / "expected.json").read_text())
+PLACE = "memory:golden-base"
+
+
+def test_the_golden_reference_names_its_first_anchor_and_has_long_deltas():
+    manifests = {path.name: json.loads(path.read_text()) for path in (REFERENCE / "run" / "manifests").iterdir()}
+    assert manifests["00000000.json"]["hop"]["at"] == manifests["00000001.json"]["route"][0]["at"] == PLACE
+    assert [each["base"] for each in manifests["00000007.json"]["route"]] == [None, 0]
+    assert manifests["00000010.from-00000000.json"]["hop"]["base"] == 0
+    assert not (REFERENCE / "run" / "anchors").exists()
+
+
+@pytest.mark.parametrize("at_hand", [False, True])
+@pytest.mark.parametrize("version", range(11))
+def test_the_golden_reference(version, at_hand, tmp_path):
+    store = deltawire.open_store(PLACE)
+    store.delete([stat.key for stat in store.list()])
+    if not at_hand:
+        for file in (REFERENCE / "base").iterdir():
+            store.put(file.name, file.read_bytes())
+    base = REFERENCE / "base" if at_hand else None
+    with deltawire.Replica(
+        REFERENCE / "run", tmp_path / "mirror", base=base, public_key=FOLLOWED["public_key"], heartbeat_seconds=None
+    ) as replica:
+        assert replica.run.id == "golden-reference"
+        replica.pull(version)
+        assert str(deltawire.digest(replica.target.weights())) == FOLLOWED["digests"][version]
+    assert (tmp_path / "mirror" / "config.json").read_text() == '{"model_type": "golden"}'
+
+
+@pytest.mark.parametrize("version", range(11))
+def test_the_second_reader_agrees_on_the_golden_reference(version):
+    def get(key):
+        is_base = key.startswith(PLACE)
+        return (REFERENCE / (f"base{key.removeprefix(PLACE)}" if is_base else f"run/{key}")).read_bytes()
+
+    public_key = bytes.fromhex(FOLLOWED["public_key"])
+    weights, specs = second_reader.read_version(get, version, public_key)
+    assert second_reader.digest(weights, specs) == FOLLOWED["digests"][version]
+    for document in (REFERENCE / "run" / "manifests").glob(f"{version:08}.*.json"):
+        hop = second_reader.read_document(document.read_bytes(), "hop", public_key)["hop"]
+        base = second_reader.read_version(get, hop["base"], public_key)
+        weights, specs = second_reader.follow_hop(get, "golden-reference", hop, *base)
+        assert second_reader.digest(weights, specs) == FOLLOWED["digests"][version]

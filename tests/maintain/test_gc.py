@@ -148,6 +148,14 @@ def test_compact_fills_the_hole_that_a_restart_leaves():
     assert missing_hops(Run(url).hops()) == []
 
 
+def test_compact_makes_what_was_uploaded_and_not_committed():
+    url, states = make_run(10, anchors=None)
+    open_store(url).delete(["manifests/00000008.from-00000004.json"])
+    assert [(hop.version, hop.base) for hop in compact(Run(url))] == [(8, 4)]
+    assert compact(Run(url)) == []
+    assert reachable_versions(url, states) == set(range(10))
+
+
 @pytest.mark.parametrize(
     "heartbeat",
     [

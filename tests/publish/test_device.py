@@ -92,6 +92,39 @@ def assert_same(
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_a_version_that_is_kept_can_be_the_base_whenever_it_is_wanted():
+    """One of the tensors is on the device, one on the host; the kept bits are those of the host's history."""
+    states = [patterns(20_000, 0)]
+    for seed in range(1, 6):
+        states.append(stepped(states[-1], 0.02, seed))
+    odd = torch.arange(300)
+    module, allowed = module_of(weight=states[0], odd=odd), allowed_encodings("auto")
+    source = module_source(module, dtype={"weight": "BF16"})
+    ours, theirs = DeviceHistory(source(), 0, allowed=allowed), History(source(), 0)
+    assert ours.place == "device and host"
+    for version in range(1, 6):
+        set_to(module, weight=states[version], odd=odd + version)
+        for history in (ours, theirs):
+            history.stage(version, source(), SERIAL)
+            history.pack(version, SERIAL)
+            if version == 3:
+                # Its own bits come from the snapshot, which is two versions ahead.
+                history.keep(1)
+            history.forget(version - 1)
+    for name in ("weight", "odd"):
+        assert np.array_equal(bits_of(ours, name, 1), bits_of(theirs, name, 1))
+        with pytest.raises(ValueError, match="version 2 is no longer kept"):
+            ours.at(name, 2)
+    assert bits_of(ours, "weight", 1).tobytes() == states[1].view(torch.int16).numpy().tobytes()
+    found, expected = (encode_changes(history, 1, 5, allowed, SERIAL) for history in (ours, theirs))
+    assert found[1] == expected[1]
+    for mine, other in zip(found[0], expected[0], strict=True):
+        assert (mine.name, mine.encoding, mine.num_changed) == (other.name, other.encoding, other.num_changed)
+        assert all(np.array_equal(array, other.encoded.arrays[part]) for part, array in mine.encoded.arrays.items())
+    assert {entry.name for entry in found[0]} == {"weight", "odd"}
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_many_tensors_some_unchanged():
     """Tensors in several batches, with chunks and whole tensors without a change between those that have some."""
     old = {

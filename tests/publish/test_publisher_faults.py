@@ -216,6 +216,30 @@ def test_upkeep_that_fails_does_no_harm(rng):
         assert (8, 4) in {(hop.version, hop.base) for hop in publisher.run.hops()}
 
 
+@pytest.mark.parametrize("fault", ["put", "create"])
+def test_a_long_delta_that_fails_is_left_out_and_the_next_one_is_written(rng, fault):
+    store, weights, states = Hooked(fresh_url()), make_weights(), []
+
+    def fail(verb, key):
+        if verb == fault and "00000008" in key and "from-00000000" in key:
+            raise StoreUnavailable("no answer")
+
+    store.before = fail
+    with Publisher(store, weights, skips=(2, 4), most_deltas=3, anchors=None) as publisher:
+        for version in range(14):
+            publisher.publish()
+            publisher.flush()
+            states.append(copy_of(weights))
+            step(weights, rng)
+            # The error stays until an extra hop is written, which the next even version brings.
+            assert (publisher._leader.hops.error is not None) == (version in (8, 9))
+        committed = {about[:2] for about in publisher.run.documents().values()}
+    assert (8, 0) not in committed
+    assert (12, 0) in committed
+    for version, state in enumerate(states):
+        assert same(pulled(store.url, version), state)
+
+
 def test_a_base_that_cannot_be_kept_leaves_anchors(rng, tmp_path):
     """Without a folder for it there are no deltas from the anchor, and the rest goes on."""
     url, weights = fresh_url(), make_weights()

@@ -11,8 +11,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from deltawire import Checkpoint, Publisher, Replica, ShardedPublisher
-from deltawire.errors import UnknownParameter, UnsupportedPlacement
+from deltawire.errors import BaseMismatch, UnknownParameter, UnsupportedPlacement
 from deltawire.run.planner import Route
+from deltawire.run.run import Run
+from deltawire.run.uploads import find_uploads
 from support.processes import change, gathered, once, run_ranks, same_bits, sharded_model, train_step
 from support.waiting import PATIENCE
 
@@ -163,6 +165,9 @@ def publish_long(rank, url):
             publisher.publish()
             states.append(gathered(model))
             publisher.flush(60)
+        if rank == 0:
+            # Also what the other rank has uploaded.
+            assert publisher.run.uploaded.as_dict() == find_uploads(publisher.run.store).as_dict()
     return states
 
 
@@ -173,6 +178,40 @@ def test_ranks_keep_their_boxes_of_the_anchor(tmp_path):
     long = run.hop(12, 0)
     assert len(long.objects) == 2  # a part of each rank
     assert {(hop.version, hop.base) for hop in run.manifest(13).route} >= {(0, None), (12, 0)}
+
+
+def publish_from(rank, url, base):
+    model = sharded_model()
+    states = [gathered(model)]
+    with ShardedPublisher(url, model, base=base, timeout=30, anchors=None) as publisher:
+        assert (publisher.version, publisher.resumed) == (0, True)
+        for number in range(3):
+            change(model, number)
+            publisher.publish()
+            states.append(gathered(model))
+            publisher.flush(60)
+    change(model, 9)
+    with pytest.raises(BaseMismatch, match="the model's weights are not those of file://"):
+        ShardedPublisher(url.parent / "other", model, base=base, timeout=30)
+    return states
+
+
+def save_base(rank, folder):
+    model = sharded_model()
+    with ShardedPublisher(folder, model, timeout=30) as publisher:
+        publisher.publish()
+
+
+def test_ranks_start_from_a_checkpoint_that_lies_elsewhere(tmp_path):
+    run_ranks(2, save_base, tmp_path / "first")
+    with Replica(tmp_path / "first", tmp_path / "base", heartbeat_seconds=None) as replica:
+        replica.pull()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    run = check_versions(tmp_path / "run", run_ranks(2, publish_from, tmp_path / "run", tmp_path / "base")[0])
+    assert run.manifest(0).hop.at == f"file://{tmp_path / 'base'}"
+    assert [hop.version for hop in run.hops() if hop.base is None] == [0]
+    assert not (tmp_path / "run" / "anchors").exists()
+    assert Run(tmp_path / "other").versions() == []
 
 
 def refuse(rank, url):

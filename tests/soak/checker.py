@@ -10,9 +10,12 @@ from deltawire import DeltawireError, Replica
 from deltawire.errors import ObjectMissing
 from deltawire.run.keys import MANIFESTS, manifest_key, read_document_key
 from deltawire.run.manifest import Manifest, StoredHop, read_hop, read_manifest
+from deltawire.run.planner import Route
+from deltawire.run.run import Run
 from deltawire.store import Stat, Store
 from deltawire.tensors.weights import view
 from soak import model
+from soak.points import LONGEST_SKIP
 from soak.report import Tally
 
 
@@ -104,6 +107,18 @@ class Checker:
             self.tally.lost.append(f"{self.store.url}: version {version} was acknowledged and is not there")
         elif self.manifests[version].step != step:
             self.tally.lost.append(f"{self.store.url}: version {version} was acknowledged at another step")
+
+    def follow_long(self) -> None:
+        """Follow each long delta by itself: routes may go around it."""
+        for version, base, is_manifest in Run(self.store).documents().values():
+            if is_manifest or base is None or version - base <= LONGEST_SKIP:
+                continue
+            with Replica(self.store, {}, heartbeat_seconds=None, threads=1) as replica:
+                replica.pull(base)
+                hop, have = replica.run.hop(version, base), replica.target.state()
+                replica._follow(replica.run.manifest(version), have, Route(base, version, (hop,)), None)
+                self.check("a delta from an anchor", version, model.fingerprint(replica.target.weights()))
+            self.tally.count("Versions", "followed by a long delta alone")
 
     def pull_some(self) -> None:
         """Fetch the newest version and an earlier one from nothing, and compare them element by element."""

@@ -60,6 +60,7 @@ def plan(num_random: int, num_each: int, chance: random.Random) -> list[Kill]:
 # Points that are passed several times in one operation.
 MANY = {
     "stage: a chunk", "encode: a tensor", "delta: after put", "anchor: before put", "anchor: after put",
+    "keep: a tensor", "long delta: after put",
     "fetch: before an object", "fetch: after an object", "write: a patch", "load: a tensor", "load: a file moved",
 }  # fmt: skip
 
@@ -277,6 +278,7 @@ class World:
         self.inspect()
         self.open_mirror()
         self.checker.look_again()
+        self.checker.follow_long()
         self.tally.count("Versions", "committed", self.checker.latest + 1)
         self.tally.count("Comparisons with recomputed weights", "crashes", self.checker.num_checked)
         shutil.rmtree(self.place, ignore_errors=True)

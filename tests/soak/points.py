@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deltawire.run.keys import read_document_key, read_object_key
+
 TRAINER = (
     "run.json: before create",
     "run.json: after create",
@@ -34,7 +36,19 @@ TRAINER = (
     "upkeep: after anchor",
     "hop: before create",
     "hop: after create",
+    "keep: before",
+    "keep: a tensor",
+    "keep: after",
+    "upkeep: before long delta",
+    "long delta: a kept chunk",
+    "long delta: before put",
+    "long delta: after put",
+    "long hop: before create",
+    "long hop: after create",
+    "upkeep: after long delta",
 )
+# A delta over more versions is one from an anchor, or from where a trainer took up the run.
+LONGEST_SKIP = 4
 REPLICA = (
     "fetch: before an object",
     "fetch: after an object",
@@ -123,18 +137,24 @@ class Points:
         setattr(owner, name, wrapped)
 
 
+def _is_long(version: int, base: int | None) -> bool:
+    return base is not None and version - base > LONGEST_SKIP
+
+
 def _created(_store: Any, key: str, _data: bytes) -> str | None:
     if key == "run.json":
         return "run.json: {} create"
-    if key.startswith("manifests/"):
-        return "hop: {} create" if key.count(".") > 1 else "manifest: {} create"
-    return None
+    document = read_document_key(key)
+    if document is None:
+        return None
+    return "manifest: {} create" if document[2] else f"{'long ' * _is_long(*document[:2])}hop: {{}} create"
 
 
 def _put(_store: Any, key: str, _data: Any) -> str | None:
     for folder, kind in (("deltas/", "delta"), ("anchors/", "anchor"), ("replicas/", "heartbeat")):
         if key.startswith(folder):
-            return f"{kind}: {{}} put"
+            version, base, _ = read_object_key(key) or (0, None, "")
+            return f"{'long ' * _is_long(version, base)}{kind}: {{}} put"
     return None
 
 
@@ -147,7 +167,9 @@ def _replaced(path: Path, target: Path) -> str | None:
 
 
 def _written(_leader: Any, task: Any) -> str:
-    return "upkeep: {} anchor" if task.base is None else "upkeep: {} delta"
+    if task.base is None:
+        return "upkeep: {} anchor"
+    return f"upkeep: {{}} {'long ' * _is_long(task.target.version, task.base.version)}delta"
 
 
 def install_store(points: Points) -> None:
@@ -160,7 +182,7 @@ def install_store(points: Points) -> None:
 def install_trainer(points: Points) -> None:
     import deltawire.publish.changes
     from deltawire.kernels.cpu import blocks
-    from deltawire.publish.history import History
+    from deltawire.publish.history import History, KeptVersion
     from deltawire.publish.leader import Leader
     from deltawire.publish.worker import Worker
 
@@ -171,6 +193,9 @@ def install_trainer(points: Points) -> None:
     points.around(deltawire.publish.changes, "encode_box", after="encode: a tensor")
     points.around(History, "pack", "pack: before", "pack: after")
     points.keyed(Leader, "write_hop", _written)
+    points.around(History, "keep", "keep: before", "keep: after")
+    points.around(KeptVersion, "add", after="keep: a tensor")
+    points.around(KeptVersion, "chunk", after="long delta: a kept chunk")
 
 
 def install_replica(points: Points) -> None:

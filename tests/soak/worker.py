@@ -51,9 +51,10 @@ def last_step(store: Any) -> tuple[int | None, int]:
 
 def make_publisher(store: Any, held: Any, **options: Any) -> Any:
     from deltawire import Publisher
-    from soak import model
+    from soak import model, points
 
-    settings = {"skips": (2, 8), "anchors": 4, "max_file_bytes": model.MAX_FILE_BYTES, "threads": 1, **options}
+    settings = {"skips": (2, points.LONGEST_SKIP), "most_deltas": 3, "anchors": 12, "threads": 1, **options}
+    settings |= {"max_file_bytes": model.MAX_FILE_BYTES}
     return Publisher(store, held, dtype=model.DTYPES, **settings)
 
 

@@ -79,7 +79,11 @@ def test_every_version_is_what_the_model_was(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mirror", dtype=torch.bfloat16)
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(loaded.get_parameter(name).view(torch.int16), parameter.to(torch.bfloat16).view(torch.int16))
-    assert any("deltawire/publish/num_bytes" in line for line in recorder.logs)
+    said = [line for line in recorder.logs if "deltawire/publish/num_bytes" in line]
+    assert said
+    assert all(0 < line["deltawire/publish/all_bytes"] <= line["deltawire/publish/uploaded_bytes"] for line in said)
+    sizes = [file.stat().st_size for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert callback.publisher.metrics()["deltawire/publish/uploaded_bytes"] == sum(sizes)
 
 
 def test_numbers_are_in_the_log_and_go_to_trackers(tmp_path):

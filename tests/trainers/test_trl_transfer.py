@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire import Replica
+from deltawire import Replica, open_store
 from deltawire.errors import Fenced, StoreUnavailable
 from deltawire.trainers.trl import DeltawireTransfer
 from support.chains import Hooked, fresh_url
@@ -123,7 +123,9 @@ def test_every_sync_is_a_version_with_the_models_bits(trl_trainer):
         assert (manifest.step, manifest.metadata) == (version, {"sync": version + 1})
     numbers = transfer.metrics()
     assert numbers["deltawire/transfer/syncs"] == numbers["deltawire/publish/published"] == 6
+    assert numbers["deltawire/publish/num_bytes"] < numbers["deltawire/publish/all_bytes"]
     assert numbers["deltawire/publish/num_bytes"] < numbers["deltawire/publish/full_bytes"]
+    assert numbers["deltawire/publish/uploaded_bytes"] == sum(stat.num_bytes for stat in open_store(url).list())
     assert {"deltawire/transfer/take_seconds", "deltawire/transfer/publish_seconds"} <= numbers.keys()
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from deltawire.run.run import Run
 
 
+# With --watch, how often all that lies in the store is listed.
+STORE_SECONDS = 15.0
+
+
 @click.command("ls")
 @click.argument("url")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show only the newest versions.")
@@ -29,19 +33,23 @@ if TYPE_CHECKING:
 def ls_command(url: str, limit: int, public_key: str | None) -> None:
     """List the versions and the replicas of a run.
 
-    The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas.
+    The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas. `all` is what the
+    version has in the store with these and the documents.
     """
     from deltawire.run.fleet import heartbeat_rows, version_row
+    from deltawire.run.uploads import find_uploads
 
     with options.open_run(url, public_key) as run:
-        now, extra = time.time(), extra_hops(run)
+        now, extra, found = time.time(), extra_hops(run), find_uploads(run.store)
         versions = sorted(extra)
         latest = versions[-1] if versions else None
         rows = [
-            {**row, "age_seconds": max(now - row["created"], 0.0), **extra[row["version"]]}
-            for row in (version_row(run.manifest(version)) for version in versions[-limit:])
-        ]
-        data = {"run": run.id, "num_versions": len(versions), "versions": rows, "replicas": heartbeat_rows(run, latest)}
+            {**version_row(each), "all_bytes": found.versions[each.version], "at": each.hop.at,
+             "age_seconds": max(now - each.created, 0.0), **extra[each.version]}
+            for each in map(run.manifest, versions[-limit:])
+        ]  # fmt: skip
+        data = {"run": run.id, "num_versions": len(versions), "versions": rows, "store": found.as_dict(),
+                "replicas": heartbeat_rows(run, latest)}  # fmt: skip
     terminal.show(data, lambda: ls_text(data))
 
 
@@ -62,17 +70,25 @@ def ls_text(data: Mapping[str, Any]) -> str:
     rows = [
         [
             str(row["version"]), "-" if row["step"] is None else str(row["step"]), row["kind"],
-            *("---" if row["base"] is None else change_cells(row)), terminal.size_text(row["bytes"]),
+            *("---" if row["base"] is None else change_cells(row)),
+            *(terminal.size_text(row[key]) for key in ("bytes", "all_bytes")),
             terminal.age_text(row["age_seconds"]), further_text(row),
         ]
         for row in data["versions"]
     ]  # fmt: skip
-    header = ["version", "step", "kind", "base", "changed", "density", "bytes", "age", "also"]
+    header = ["version", "step", "kind", "base", "changed", "density", "bytes", "all", "age", "also"]
     count = data["num_versions"]
     shown = "" if len(rows) == count else f", the last {len(rows)} of them here"
     text = f"run {terminal.plain(data['run'])}: {terminal.count_text(count, 'version')}{shown}"
+    text += f"\nin store: {stored_text(data['store'])}"
     text += f"\n\n{terminal.table(header, rows)}" if rows else ""
     return f"{text}\n\n{replicas_table(data['replicas'])}" if data["replicas"] else text
+
+
+def stored_text(store: Mapping[str, Any]) -> str:
+    """What lies in the store, by kind."""
+    kinds = ", ".join(f"{kind} {terminal.size_text(each['bytes'])}" for kind, each in store["kinds"].items())
+    return f"{terminal.size_text(store['bytes'])} in {terminal.count_text(store['objects'], 'object')}: {kinds}"
 
 
 def change_cells(row: Mapping[str, Any]) -> list[str]:
@@ -80,7 +96,7 @@ def change_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def further_text(row: Mapping[str, Any]) -> str:
-    hops = ["anchor"] if row["further_anchor"] else []
+    hops = ["anchor"] if row["further_anchor"] else [f"at {row['at']}"] if row["at"] else []
     if row["skip_deltas_from"]:
         hops.append("from " + ", ".join(map(str, row["skip_deltas_from"])))
     return ", ".join(hops) or "-"
@@ -102,12 +118,11 @@ def info_command(url: str, version: int | None, public_key: str | None) -> None:
 
 
 def run_fields(run: "Run") -> dict[str, Any]:
-    from deltawire.run.keys import ANCHORS, DELTAS, RUN_KEY
+    from deltawire.run.keys import RUN_KEY
     from deltawire.run.manifest import MOST_BYTES
 
     known, document = run.id, json.loads(run.store.get(RUN_KEY, limit=MOST_BYTES))
     versions = run.versions()
-    sizes = [stat.num_bytes for folder in (DELTAS, ANCHORS) for stat in run.store.list(folder)]
     return {
         "id": known,
         "url": run.store.url,
@@ -118,8 +133,7 @@ def run_fields(run: "Run") -> dict[str, Any]:
         "first": versions[0] if versions else None,
         "latest": versions[-1] if versions else None,
         "anchors": sum(hop.base is None for hop in run.hops()),
-        "objects": len(sizes),
-        "bytes": sum(sizes),
+        **stored(run),
     }
 
 
@@ -144,7 +158,7 @@ def info_text(data: Mapping[str, Any]) -> str:
         ("signed", "yes" if run["signed"] else "no"),
         ("versions", span),
         ("anchors", str(run["anchors"])),
-        ("in store", f"{terminal.size_text(run['bytes'])} in {terminal.count_text(run['objects'], 'object')}"),
+        ("in store", stored_text(run)),
     ])  # fmt: skip
     return f"{text}\n\n{version_text(data['version'])}" if "version" in data else text
 
@@ -244,13 +258,14 @@ def hops_table(hops: Sequence[Mapping[str, Any]]) -> str:
 def status_command(url: str, watch: bool, poll: float, public_key: str | None) -> None:
     """Show the replicas of a run: version, lag, last pause, health.
 
-    Each writes a heartbeat every 15 seconds. Health is ok, behind, updating (a pull is running), fault with its text,
-    silent (no heartbeat for a minute outside a pull) or dead (none for ten minutes). With --watch the table is drawn in
-    place on a terminal; elsewhere each change prints it again, with --format json a JSON object on one line.
+    Also how much lies in the store, by kind; with --watch that is listed every 15 seconds. Each replica writes a
+    heartbeat as often. Health is ok, behind, updating (a pull is running), fault with its text, silent (no heartbeat
+    for a minute outside a pull) or dead (none for ten minutes). With --watch the table is drawn in place on a terminal;
+    elsewhere each change prints it again, with --format json a JSON object on one line.
     """
     options.only_with("--watch", watch, "poll")
     with options.open_run(url, public_key) as run:
-        data = fleet(run, url)
+        data = {**fleet(run, url), "store": stored(run)}
         if not watch:
             terminal.show(data, lambda: fleet_text(data))
             return
@@ -261,6 +276,7 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
 def follow(run: "Run", data: dict[str, Any], poll_seconds: float) -> None:
     """Redraw the fleet, or print it when it changes."""
     drawing, shown, fault = terminal.Drawing(), None, None
+    due = time.monotonic() + STORE_SECONDS
     while True:
         if terminal.is_live():
             drawing.draw(fleet_text(data) + (f"\n\nfault: {terminal.plain(fault)}" if fault else ""))
@@ -272,11 +288,19 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float) -> None:
             shown = lasting
         time.sleep(poll_seconds)
         try:
-            data, fault = fleet(run, data["url"], data["version"]), None
+            data, fault = {**data, **fleet(run, data["url"], data["version"])}, None
+            if time.monotonic() >= due:
+                data["store"], due = stored(run), time.monotonic() + STORE_SECONDS
         except errors.StoreError as error:
             if not terminal.is_live() and str(error) != fault:
                 terminal.say(f"fault: {terminal.plain(error)}", err=True)
             fault = str(error)
+
+
+def stored(run: "Run") -> dict[str, Any]:
+    from deltawire.run.uploads import find_uploads
+
+    return find_uploads(run.store).as_dict()
 
 
 def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
@@ -296,13 +320,16 @@ def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
 
 def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
     rows = [{key: value for key, value in row.items() if key != "age_seconds"} for row in data["replicas"]]
-    return {key: value for key, value in data.items() if key != "age_seconds"} | {"replicas": rows}
+    # Heartbeats have other sizes all the time.
+    return {key: value for key, value in data.items() if key not in ("age_seconds", "store")} | {"replicas": rows}
 
 
 def fleet_text(data: Mapping[str, Any]) -> str:
     summary, rows = data["summary"], data["replicas"]
     counts = ", ".join(f"{number} {health}" for health, number in summary.items() if health != "replicas" and number)
-    text = f"run {terminal.plain(data['run'])}: {newest_text(data)}\n{terminal.count_text(len(rows), 'replica')}"
+    text = f"run {terminal.plain(data['run'])}: {newest_text(data)}\n"
+    text += f"in store: {stored_text(data['store'])}\n"
+    text += terminal.count_text(len(rows), "replica")
     text += f": {counts}" if counts else ""
     return f"{text}\n\n{replicas_table(rows)}" if rows else text
 

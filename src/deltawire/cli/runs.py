@@ -79,11 +79,14 @@ def publish_command(
             bar.note("finding what has changed")
             publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor).wait()
             manifest = publisher.run.manifest(publication.version)
+    # With skip deltas and anchors, which were finished when the publisher was closed.
+    all_bytes = publisher.run.uploaded.bytes.total()
     full_bytes, hop = publication.stats["full_bytes"], manifest.hop
     data = {
         "url": url,
         **json_fields(manifest, "run", "version", "step", "total", "digest"),
         **json_fields(hop, "kind", "base", "changed", "bytes", "encodings"),
+        "all_bytes": all_bytes,
         "full_bytes": full_bytes,
         "ratio": round(full_bytes / max(hop.num_bytes, 1), 2),
         "objects": len(hop.objects),
@@ -173,6 +176,7 @@ def published_text(data: Mapping[str, Any]) -> str:
         ("version", f"{data['version']} of run {data['run']}{step}"),
         ("changed", terminal.changed_text(data["changed"], data["total"])),
         ("payload", f"{terminal.size_text(data['bytes'])}{smaller}"),
+        ("uploaded", f"{terminal.size_text(data['all_bytes'])} in all"),
         ("digest", data["digest"]),
         ("seconds", f"{data['seconds']:.2f}"),
     ])  # fmt: skip

@@ -58,7 +58,10 @@ def compact(
     its size on disk where deltas from an anchor are missing.
     """
     latest = run.latest()
-    missing = missing_hops(run.hops())
+    # Who died between the upload of an extra hop and its document has left no hop.
+    committed = {about[:2] for about in run.documents().values()}
+    hops = [hop for hop in run.hops() if hop.base in (None, hop.version - 1) or (hop.version, hop.base) in committed]
+    missing = missing_hops(hops)
     wants_anchor = anchor and latest is not None and run.manifest(latest).hop.base is not None
     if latest is None or not (missing or wants_anchor):
         return []

@@ -17,19 +17,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from deltawire.errors import ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
+from deltawire.errors import BaseMismatch, ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
 from deltawire.format.checkpoint import anchor_info, group_specs, name_shards
 from deltawire.format.wire import DeltaInfo
 from deltawire.publish import upload
 from deltawire.publish.alone import Alone, Message, error_fields
-from deltawire.publish.reference import Reference
+from deltawire.publish.reference import Reference, files_of
 from deltawire.publish.settings import Settings
 from deltawire.publish.upkeep import Hops
 from deltawire.publish.worker import Worker, info_message, objects_from
 from deltawire.run.commits import Commits
-from deltawire.run.manifest import Manifest, StoredHop
+from deltawire.run.manifest import Manifest, StoredHop, StoredObject
 from deltawire.run.run import Run
-from deltawire.tensors.digest import Digest, WeightVersion, tensor_key
+from deltawire.tensors.digest import Digest, WeightVersion, digest, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Specs, TensorSpec
@@ -103,15 +103,18 @@ class Leader:
         self._oldest_call = 0
         self.model = Model({}, {})
 
-    def start(self, name: str | None, reference: Reference | None = None) -> None:
-        """Resume the run, with a delta if the weights are those of its last version; begin one with the `reference`."""
+    def start(self, name: str | None, reference: Callable[[], Reference] | None = None) -> None:
+        """Resume the run, with a delta if the weights are those of its last version.
+
+        A new run starts with what `reference` returns, if there is one, as version 0.
+        """
         try:
             self._files = self._find_files()
             self._run.start(name)
             self.commits = Commits(self._run)
             self.version = self._run.latest()
             if self.version is None and reference is not None:
-                self._begin(reference)
+                self._begin(reference())
             else:
                 self._resume()
         except BaseException as error:
@@ -137,10 +140,20 @@ class Leader:
 
     def _begin(self, reference: Reference) -> None:
         self.model, state = add_up(self._round("resume", has_version=True))
+        self._files = self._files or files_of(reference.checkpoint)
+        if digest(reference.checkpoint, tied=self.model.tied) != state:
+            # Only where each rank starts from what it holds.
+            raise BaseMismatch(
+                f"the model's weights are not those of {reference.url}: load them from there before this, or leave "
+                "base= out",
+                path=reference.url,
+            )
         hop = upload.anchor_hop(0, state, reference.objects, self.model.specs, reference.url)
         manifest = self._manifest(hop, (), None, {})
         self.commits.commit(manifest)
         self.note(manifest, 0)
+        for file in reference.checkpoint.shards:
+            (reference.checkpoint.path / file).unlink()
 
     def _manifest(
         self, hop: StoredHop, route: tuple[StoredHop, ...], step: int | None, metadata: Mapping[str, Any]
@@ -279,7 +292,11 @@ class Leader:
             "encode_seconds": encoded - started - check_seconds,
             "upload_seconds": time.perf_counter() - encoded,
         }
-        return upload.delta_hop(info, objects_from(answers), encodings), seconds
+        return upload.delta_hop(info, self._count(objects_from(answers)), encodings), seconds
+
+    def _count(self, objects: tuple[StoredObject, ...]) -> tuple[StoredObject, ...]:
+        self._run.uploaded.add((each.key, each.num_bytes) for each in objects)
+        return objects
 
     def _write_anchor(
         self, version: int, call: int, expected: Digest | None = None, threads: int | None = None
@@ -291,7 +308,7 @@ class Leader:
         model, state = add_up(answers)
         check_digest(version, state, expected)
         if self._files and not self.hops.extra_files:
-            self.hops.extra_files = upload.put_files(self._run.store, version, self._files)
+            self.hops.extra_files = self._count(upload.put_files(self._run.store, version, self._files))
         folder = upload.anchor_folder(version)
         shards, files = self._lay_out(model)
         upload.check_count(len(shards))
@@ -303,10 +320,9 @@ class Leader:
             boxes=_boxes_by_name(answers),
             metadata={"format": "pt"} | anchor_info(self._run.id, version, state, model.num_elements, model.tied),
         )
-        index = upload.put_index(self._run.store, folder, shards)
-        objects = (*objects_from(answers), *index, *self.hops.extra_files)
+        objects = self._count((*objects_from(answers), *upload.put_index(self._run.store, folder, shards)))
         seconds = {"encode_seconds": measured - started, "upload_seconds": time.perf_counter() - measured}
-        return upload.anchor_hop(version, state, objects, model.specs), model, seconds
+        return upload.anchor_hop(version, state, (*objects, *self.hops.extra_files), model.specs), model, seconds
 
     def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
         """The files of an anchor with their tensors, and the files that each rank writes."""

@@ -70,7 +70,7 @@ class BasePublisher:
         find_files: Callable[[], list[Path]],
         *,
         coalesces: bool = False,
-        reference: Reference | None = None,
+        reference: Callable[[], Reference] | None = None,
     ) -> None:
         self.run = run
         self.version: int | None = None
@@ -81,6 +81,8 @@ class BasePublisher:
         self.after_commit: Callable[[int], object] | None = None
         """Called with each version that was committed, in a thread that others wait for: see `Nudges`."""
         self.num_published = self.num_failed = 0
+        self._num_told = 0
+        """The bytes that the versions so far have told as uploaded."""
         self._failures: list[Publication] = []
         """The failed versions since the last commit."""
         self._ranks, self._worker, self._reference = ranks, worker, reference
@@ -100,6 +102,7 @@ class BasePublisher:
         except BaseException:
             ranks.close()
             raise
+        self._reference = None
         self._thread = threading.Thread(target=self._work, name="deltawire-publish", daemon=True)
         self._thread.start()
 
@@ -255,6 +258,7 @@ class BasePublisher:
             self._worker.do(command)
             self._fail_call(job.call, error)
             return
+        before, self._num_told = self._num_told, self.run.uploaded.bytes.total()
         stats = {
             **seconds,
             "version": manifest.version,
@@ -262,6 +266,7 @@ class BasePublisher:
             "num_elements": manifest.num_elements,
             "density": manifest.hop.num_changed / max(manifest.num_elements, 1),
             "num_bytes": manifest.hop.num_bytes,
+            "all_bytes": self._num_told - before,
             "full_bytes": sum(leader.model.num_bytes.values()),
         }
         self._note(leader, manifest, job.call, stats)
@@ -426,6 +431,10 @@ class BasePublisher:
         """Counts, sizes and seconds as a flat dictionary, for W&B, TensorBoard and the like."""
         values = {"published": self.num_published, "failed": self.num_failed, "waiting": self.num_waiting}
         last = {} if self.last is None else self.last.stats
+        if self._leader is not None:
+            uploaded = self.run.uploaded.bytes
+            values["uploaded_bytes"] = uploaded.total()
+            values |= {f"uploaded_{kind[:-1].replace(' ', '_')}_bytes": size for kind, size in uploaded.items()}
         return {f"deltawire/publish/{name}": value for name, value in {**values, **last}.items() if value is not None}
 
     def __repr__(self) -> str:

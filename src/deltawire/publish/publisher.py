@@ -1,23 +1,19 @@
 """The trainer's side: diffs the weights and commits the changes as a version, in the background."""
 
-import shutil
-import tempfile
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deltawire.codec import EncodingChoice, allowed_encodings
-from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.parts import MAX_FILE_BYTES
 from deltawire.publish.alone import Alone
 from deltawire.publish.machine import BasePublisher, own_run
 from deltawire.publish.publication import Publication
 from deltawire.publish.recheck import CHECK_SHARE
-from deltawire.publish.reference import base_weights, open_reference
+from deltawire.publish.reference import base_weights, files_of, hold_reference
 from deltawire.publish.settings import Settings
 from deltawire.publish.sources import WholeSource
-from deltawire.publish.upload import check_files, is_worth_sending
+from deltawire.publish.upload import check_files
 from deltawire.publish.worker import Worker
 from deltawire.run.planner import MOST_DELTAS, SKIPS
 from deltawire.store import Store
@@ -105,24 +101,14 @@ class Publisher(BasePublisher):
         source = WholeSource(weights, dtype, tied, frozen)
         now = source.read()
         source.check(now)
-        paths = check_files(files) or _files_of(now)
+        paths = check_files(files) or files_of(now)
         own, alone = own_run(store, sign_with), Alone()
         first, reference = now if base is None or isinstance(base, str | Path) else base, None
         if isinstance(base, str | Path) and own.latest() is None:
-            # The files that later anchors need stay there until the end.
-            folder = Path(tempfile.mkdtemp(prefix="deltawire-base-", dir=scratch))
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            reference = open_reference(base, folder)
-            first, paths = base_weights(reference, source.take(None, now)), paths or _files_of(reference.checkpoint)
+            reference = hold_reference(self, base, scratch)
+            first = base_weights(reference, source.take(None, now))
         worker = Worker(source, own.store, alone, settings, first)
         super().__init__(
-            own, run, alone, worker, settings, lambda: paths, coalesces=when_full == "coalesce", reference=reference
-        )
-        if reference is not None:
-            for file in reference.checkpoint.shards:
-                (reference.checkpoint.path / file).unlink()
-
-
-def _files_of(weights: Weights) -> list[Path]:
-    """The extra files next to a checkpoint that is published."""
-    return [file for file in weights.other_files() if is_worth_sending(file)] if isinstance(weights, Checkpoint) else []
+            own, run, alone, worker, settings, lambda: paths, coalesces=when_full == "coalesce",
+            reference=None if reference is None else lambda: reference,
+        )  # fmt: skip

@@ -2,10 +2,14 @@
 
 import hashlib
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltawire.errors import CorruptObject, LimitExceeded, ObjectMissing, ShapeMismatch, UnknownParameter
 from deltawire.format.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
@@ -33,6 +37,18 @@ class Reference:
     url: str
     objects: tuple[StoredObject, ...]
     checkpoint: Checkpoint
+
+
+def hold_reference(owner: Any, place: str | Path, scratch: Path | None) -> Reference:
+    """Fetch a checkpoint into a folder that stays as long as `owner` does: later anchors need its other files."""
+    folder = Path(tempfile.mkdtemp(prefix="deltawire-base-", dir=scratch))
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return open_reference(place, folder)
+
+
+def files_of(weights: Any) -> list[Path]:
+    """The extra files next to a checkpoint that is published."""
+    return [file for file in weights.other_files() if is_worth_sending(file)] if isinstance(weights, Checkpoint) else []
 
 
 def open_reference(place: str | Path, folder: Path) -> Reference:

@@ -25,8 +25,9 @@ class Commits:
     def __init__(self, run: Run) -> None:
         self._run = run
         if not run.store.conditional:
-            document = {"writer": run.writer, "time": time.time()}
-            run.store.put(LEASE_KEY, json.dumps(document).encode())
+            document = json.dumps({"writer": run.writer, "time": time.time()}).encode()
+            run.store.put(LEASE_KEY, document)
+            run.uploaded.add([(LEASE_KEY, len(document))])
         self.unresolved: tuple[Manifest, bytes] | None = None
         """A commit that was sent and may or may not exist."""
 

@@ -16,6 +16,7 @@ from deltawire.run import manifest as documents
 from deltawire.run.manifest import MOST_BYTES, Manifest, StoredHop, Verify
 from deltawire.run.planner import HopKey, ListedHop, hop_text
 from deltawire.run.signing import signer, verifier
+from deltawire.run.uploads import Uploads
 from deltawire.store import Store, open_store
 
 READ_ATTEMPTS = 3
@@ -55,6 +56,8 @@ class Run:
         self._hint_due = 0.0
         self.writer = token_hex(8)
         """Identifies the documents of this process."""
+        self.uploaded = Uploads()
+        """What was uploaded through this object, and by the publisher that has it, from all its ranks."""
 
     def __repr__(self) -> str:
         return f"Run({redacted(self.store.url)!r}, id={self._id!r})"
@@ -97,7 +100,7 @@ class Run:
         run = f"run-{token_hex(4)}" if name is None else name
         data = documents.run_bytes(run, self.writer, time.time(), self._sign)
         try:
-            self.store.create(keys.RUN_KEY, data)
+            self._create(keys.RUN_KEY, data)
         except errors.Conflict:
             if name is not None and self.id != name:
                 raise errors.Conflict(
@@ -239,7 +242,7 @@ class Run:
     def commit(self, data: bytes, manifest: Manifest) -> None:
         """Make a version exist, or raise Fenced if another writer has published it first."""
         try:
-            self.store.create(keys.manifest_key(manifest.version), data)
+            self._create(keys.manifest_key(manifest.version), data)
         except errors.Conflict:
             raise errors.Fenced(
                 f"another writer has published version {manifest.version} of run {self.id}: this one must stop. "
@@ -248,6 +251,10 @@ class Run:
             ) from None
         self._remember(manifest)
 
+    def _create(self, key: str, data: bytes) -> None:
+        self.store.create(key, data)
+        self.uploaded.add([(key, len(data))])
+
     def sign(self, manifest: Manifest) -> bytes:
         return documents.manifest_bytes(manifest, self._sign)
 
@@ -255,7 +262,7 @@ class Run:
         """Commit an additional hop. If another writer has committed it first, theirs stays."""
         data = documents.hop_bytes(self.id, hop, self.writer, time.time(), self._sign)
         try:
-            self.store.create(keys.hop_key(hop.version, hop.base), data)
+            self._create(keys.hop_key(hop.version, hop.base), data)
         except errors.Conflict:
             if self.hop(hop.version, hop.base).digest != hop.digest:
                 raise errors.ChainError(f"two hops to version {hop.version} lead to different weights") from None

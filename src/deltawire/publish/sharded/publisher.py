@@ -12,6 +12,7 @@ from deltawire.format.parts import MAX_FILE_BYTES
 from deltawire.publish.alone import Message, error_from, final
 from deltawire.publish.machine import ALL_CALLS, BasePublisher, own_run
 from deltawire.publish.recheck import CHECK_SHARE
+from deltawire.publish.reference import hold_reference
 from deltawire.publish.settings import Settings
 from deltawire.publish.sharded.exchange import ShardWorker
 from deltawire.publish.sharded.messages import Ranks
@@ -37,6 +38,8 @@ class ShardedPublisher(BasePublisher):
         rank_store: The torch.distributed store that ranks communicate through; that of the default group if not given.
         timeout: Seconds without a heartbeat after which a rank counts as gone.
         run: The id of a new run. For a run that exists it must be its id.
+        base: For a new run, the checkpoint that the model was loaded from, as a path or URL (`hf://owner/model@revision`):
+            version 0 names it, with hashes, and nothing of it is uploaded. Only rank 0 reads it.
         files: Files that are uploaded with the anchors: configuration, tokenizer.
         dtype: The dtype to publish parameters in, bf16 by default; buffers are published as they are.
         frozen: Names or patterns such as `visual.*` of tensors that do not change: in anchors, never compared.
@@ -54,6 +57,7 @@ class ShardedPublisher(BasePublisher):
         threads: Threads for one operation on a rank; all cores by default.
 
     Raises:
+        BaseMismatch: The model is not what `base` names.
         RankFailed: From a `Publication`, when another rank has failed or sends no heartbeat.
         SnapshotMismatch: From a `Publication`, when the check of live weights finds a difference; the publisher stops.
         Fenced: From a `Publication`, when another publisher has taken over the run; the publisher stops.
@@ -73,6 +77,7 @@ class ShardedPublisher(BasePublisher):
         rank_store: Any = None,
         timeout: float = 60.0,
         run: str | None = None,
+        base: str | Path | None = None,
         files: Sequence[str | Path] = (),
         dtype: DTypeChoice = None,
         frozen: Sequence[str] = (),
@@ -100,7 +105,8 @@ class ShardedPublisher(BasePublisher):
         own = own_run(store, sign_with if ranks.rank == 0 else None)
         read = sharded_source(model, has_plain=ranks.rank == 0, dtype=dtype, frozen=frozen)
         worker = ShardWorker(Source(read), own.store, ranks, settings)
-        super().__init__(own, run, ranks, worker, settings, partial(check_files, files))
+        reference = None if base is None else partial(hold_reference, self, base, scratch)
+        super().__init__(own, run, ranks, worker, settings, partial(check_files, files), reference=reference)
 
     def _start(self, name: str | None) -> None:
         if self._leader is not None:

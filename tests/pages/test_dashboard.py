@@ -158,6 +158,11 @@ async def events_until_tick(feed, last_id):
     return found
 
 
+def test_there_is_no_state_before_the_first_poll():
+    url, _ = make_run(1)
+    assert [name for name, _, _ in events_of(Feed(url), "")] == ["reset", "tick"]
+
+
 def test_the_stream_resumes_and_starts_over(tmp_path):
     url, _ = make_run(4)
     log = log_file(tmp_path, *({"event": "note", "text": f"{number}"} for number in range(4)))

@@ -308,7 +308,9 @@ def test_a_slow_a_killed_and_a_late_replica_are_seen_in_their_charts(tmp_path, o
             publisher.publish(metadata={"reward": float(rng.random())}).wait(PATIENCE)
 
     def heard(name):
-        return (tmp_path / "run" / "replicas" / f"{name}.json").exists()
+        """Whether it has weights, and has said so."""
+        beat = tmp_path / "run" / "replicas" / f"{name}.json"
+        return beat.exists() and json.loads(beat.read_text())["version"] is not None
 
     def seen(since, expression):
         until(page, expression)

@@ -83,10 +83,12 @@ def test_it_trains_and_the_server_follows_also_after_a_restart(tmp_path, server,
     first, latest = run.id, run.latest()
     assert told["served"] == {name: latest}
     assert (told["version"], told["syncs"], told["model_version"]) == (latest, 5, 5)
-    assert (run.manifest(latest).step, run.manifest(latest).metadata) == (4, {"sync": 5})
     assert 0 < run.manifest(latest).hop.num_changed < run.manifest(latest).num_elements / 2
     steps = steps_of(told)
     assert len(steps) == 4
+    # A step is logged after its sync.
+    metadata = {"sync": 5, "reward": steps[2]["reward"]}
+    assert (run.manifest(latest).step, run.manifest(latest).metadata) == (4, metadata)
     assert all(0 < each["reward"] < 1 for each in steps)
     # Samples of the weights that were trained have the probabilities that the server said.
     assert math.isclose(steps[0]["ratio"], 1, abs_tol=0.05)

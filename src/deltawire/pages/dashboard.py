@@ -226,9 +226,10 @@ async def event_stream(
             epoch, sent, revision = now, 0, -1
             yield event("reset", {"epoch": epoch}, f"{epoch}:0")
             continue
-        if feed.revision != revision:
+        # Before the first poll has ended there is none.
+        if feed.revision != revision and (state := feed.state()):
             revision = feed.revision
-            yield event("state", feed.state())
+            yield event("state", state)
         if notes:
             sent += len(notes)
             yield event("notes", {"notes": notes}, f"{epoch}:{sent}")

@@ -141,7 +141,7 @@ export class Charts {
     byId("charts").removeAttribute("aria-busy");
     for (const [id, chart] of this.charts) {
       const { format, fromZero = true, stairs = false, missing } = CHARTS[id];
-      const lines = charts[id].map((line) => ({ ...line, label: runs.length > 1 ? `${line.name}, ${runs[line.run]}` : line.name,
+      const lines = charts[id].map((line) => ({ ...line, label: line.run ? `${line.name} of ${runs[line.run]}` : line.name,
         stairs: stairs && line.replica, dash: line.run > 0, bold: line.replica && this.isIll(line.name),
         name: line.replica ? this.colourOf(line.name) : COLOURS[line.name] ?? "--accent" }));
       show(`${id}-missing`, !lines.length);

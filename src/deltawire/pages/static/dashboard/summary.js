@@ -76,7 +76,7 @@ export class Summary {
       figure("Version", latest ?? "–", last && [last.step === null ? "" : `step ${last.step}, `, ago(last.created, " ago")]),
       figure("Last delta", size(delta?.bytes), delta && [`${ofFull(delta.ratio)} of ${size(delta.full_bytes)}`]),
       figure("Changed", percent(delta?.density), delta && [`of ${weights(delta.total)} weights`]),
-      figure("Uploaded in all", size(bytes.all_bytes), [`${size(bytes.delta_bytes)} of it deltas`]),
+      figure("Uploaded in all", last ? size(bytes.all_bytes) : "–", last && [`${size(bytes.delta_bytes)} of it deltas`]),
       figure("Replicas", rows.length, [trouble.length ? trouble.map((each) => `${state.summary[each]} ${each}`).join(", ")
         : rows.length ? `${state.summary.ok} current` : state.summary.stopped ? `${state.summary.stopped} stopped` : "none seen"],
       trouble.length ? "bad" : ""),

@@ -191,6 +191,10 @@ def route_command(url: str, have: int | None, folder: Path | None, version: int 
     """Show the route of a pull: the hops that it would fetch, without fetching them."""
     if have is not None and folder is not None:
         raise click.UsageError("give --from or --to, not both")
+    show_route(url, have, folder, version, public_key)
+
+
+def show_route(url: str, have: int | None, folder: Path | None, version: int | None, public_key: str | None) -> None:
     with options.open_run(url, public_key) as run:
         if folder is not None:
             have = version_in(folder, run)
@@ -261,6 +265,8 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
         data = fleet(run, url, log)
         if not watch:
             terminal.show(data, lambda: fleet_text(data))
+            if not data["replicas"]:
+                terminal.hint(f"start a replica with: deltawire watch {url} --to mirror/")
             return
         with terminal.handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
             follow(run, data, log, poll)
@@ -336,7 +342,7 @@ def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
         [
             row["name"], *("-" if row[key] is None else str(row[key]) for key in ("engine", "version", "lag")),
             terminal.pause_text(row["pause_seconds"]),
-            "-" if row["age_seconds"] is None else terminal.age_text(row["age_seconds"]), health_text(row),
+            "-" if row["age_seconds"] is None else terminal.age_text(row["age_seconds"]), health_cell(row),
         ]
         for row in rows
     ]  # fmt: skip
@@ -349,6 +355,13 @@ def newest_text(data: Mapping[str, Any]) -> str:
     step = "" if data["step"] is None else f", step {data['step']}"
     metadata = f", {json.dumps(data['metadata'])}" if data["metadata"] else ""
     return f"version {data['version']}{step}, {terminal.age_text(data['age_seconds'])} ago{metadata}"
+
+
+COLOURS = {"ok": "green", "dead": "red", "fault": "red", "silent": "red", "stopped": "bright_black"}
+
+
+def health_cell(row: Mapping[str, Any]) -> terminal.Tinted:
+    return terminal.Tinted(health_text(row), COLOURS.get(row["health"], "yellow"))
 
 
 def health_text(row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from deltawire.errors import DeltawireError, ObjectMissing, StoreUnavailable
 from deltawire.run.fleet import REPORTED, Row, version_row
+from deltawire.run.keys import MANIFESTS, manifest_key, read_document_key
 from deltawire.run.manifest import StoredHop
 from deltawire.run.run import Run
 
@@ -36,7 +37,7 @@ class Versions:
         self._run, self._window = run, window
         self._pool = ThreadPoolExecutor(READERS, "deltawire-manifests")
         self._pending: list[Document] = []
-        self._seen: set[Document] = set()
+        self._sizes: dict[Document, int] = {}
         self.rows: dict[int, Row] = {}
         self.first: int | None = None
         self.latest: int | None = None
@@ -53,13 +54,15 @@ class Versions:
     def look(self) -> bool:
         """Find new documents; False if the newest known version does not exist any more."""
         after = -1 if self.latest is None else max(self.latest - LOOK_BACK, 0) - 1
-        listed = self._run.documents(after).values()
-        found = [version for version, _, is_manifest in listed if is_manifest]
-        if self.latest is not None and self.latest not in found:
+        sizes: dict[Document, int] = {}
+        for stat in self._run.store.list(MANIFESTS, after=manifest_key(after) if after >= 0 else ""):
+            if about := read_document_key(stat.key):
+                version, base, is_manifest = about
+                sizes[version, is_manifest, -1 if base is None else base] = stat.num_bytes
+        if self.latest is not None and (self.latest, True, -1) not in sizes:
             return False
-        documents = {(version, is_manifest, -1 if base is None else base) for version, base, is_manifest in listed}
-        fresh = documents - self._seen
-        self._seen |= fresh
+        fresh = sizes.keys() - self._sizes.keys()
+        self._sizes |= {each: sizes[each] for each in fresh}
         new = sorted(version for version, is_manifest, _ in fresh if is_manifest)
         if new:
             self.num_found += len(new)
@@ -101,6 +104,7 @@ class Versions:
             self.num_damaged += result["kind"] == "damaged"
             self.num_anchors += result["kind"] == "anchor"
             self.delta_bytes += result["bytes"] if result["kind"] == "delta" else 0
+            result["all_bytes"] += self._sizes[document]
             self.all_bytes += result["all_bytes"]
         elif result is not None and version in self.rows:
             row = self.rows[version]
@@ -109,8 +113,9 @@ class Versions:
                 self.num_anchors += row["kind"] != "anchor"
             else:
                 row["skip_deltas_from"].append(result.base)
-            row["all_bytes"] += uploaded(result)
-            self.all_bytes += uploaded(result)
+            num_bytes = uploaded(result) + self._sizes[document]
+            row["all_bytes"] += num_bytes
+            self.all_bytes += num_bytes
         return self.rows.get(version)
 
     def _one(self, document: Document) -> Row | StoredHop | StoreUnavailable | None:

@@ -64,15 +64,15 @@ rather than reported as 0.
 
 ## Grafana, and what to alert on
 
-[`deploy/monitoring`](../deploy/monitoring/rules.yaml) has a dashboard for Grafana (`grafana.json`, to import) and alert rules for
-Prometheus (`rules.yaml`). Alerts have the names of the [dashboard's](guides/dashboard.md#alerts): `ReplicaDead`, `ReplicaFault`,
-`ReplicaBehind`, `ReplicaSlow`, `PauseLong`, `TrainerSilent`; and `PublishFails`. Reward and staleness are the training loop's own
-numbers: a tracker has them (see below), and the dashboard of deltawire.
+[`deploy/monitoring`](../deploy/monitoring/rules.yaml) has a dashboard for Grafana (`grafana.json`, to import) and alert
+rules for Prometheus (`rules.yaml`). Alerts have the names of the [dashboard's](guides/dashboard.md#alerts):
+`ReplicaDead`, `ReplicaFault`, `ReplicaBehind`, `ReplicaSlow`, `PauseLong`, `TrainerSilent`; and `PublishFails`. Reward
+and staleness are the training loop's own numbers: a tracker has them, and the dashboard of deltawire.
 
 ## Trackers
 
-The callback for transformers and TRL's transfer add the same names to what the Trainer logs, so that trackio, W&B and TensorBoard
-show `deltawire/publish/num_bytes`, `deltawire/replica/lag` and so on. In a loop of your own, log `publisher.metrics()`.
+The callback for transformers and TRL's transfer add the same names to what the Trainer logs, so that trackio, W&B and
+TensorBoard show `deltawire/publish/num_bytes` and so on. In a loop of your own, log `publisher.metrics()`.
 
 ## Of TRL's transfer
 

@@ -26,7 +26,7 @@ from deltawire.errors import ObjectMissing
 from deltawire.store import open_store
 from deltawire_demo.wordle.__main__ import main as wordle_main
 from support import ROOT
-from support.servers import free_ports
+from support.proxy import proxied
 from support.web_servers import NGINX, answering, certificate, site_cache
 
 DEPLOY = ROOT / "deploy"
@@ -227,25 +227,15 @@ class Upstream(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def proxied(folder):
-    ports = free_ports(2)
-    for name in ("nginx.conf", "proxy.sh"):
-        text = (DEPLOY / "spaces/vllm" / name).read_text()
-        text = text.replace("listen 7860", f"listen 127.0.0.1:{ports[0]}")
-        text = text.replace(":8000", f":{ports[1]}").replace(":9100", f":{ports[1]}")
-        (folder / name).write_text(text)
-    upstream = http.server.ThreadingHTTPServer(("127.0.0.1", ports[1]), Upstream)
+def guarded(folder, nudge_token=NUDGE):
+    """The proxy in front of a server in vLLM's and the agent's place."""
+    upstream = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
     threading.Thread(target=upstream.serve_forever, daemon=True).start()
-    environment = {
-        **os.environ, "API_TOKEN": TOKEN, "DELTAWIRE_TOKEN": NUDGE, "TMPDIR": str(folder),
-        "PATH": f"{os.environ['PATH']}:{Path(NGINX).parent}",
-    }  # fmt: skip
-    proxy = subprocess.Popen(["bash", str(folder / "proxy.sh")], env=environment)
+    ports = [upstream.server_port] * 2
     try:
-        yield ports[0], proxy
+        with proxied(folder, *ports, api_token=TOKEN, nudge_token=nudge_token) as running:
+            yield running
     finally:
-        proxy.terminate()
-        proxy.wait(120)
         upstream.shutdown()
         upstream.server_close()
 
@@ -261,7 +251,7 @@ def raw(port, path, *headers):
 
 @needs_nginx
 def test_the_proxy_lets_through_what_it_should_and_nothing_else(tmp_path):
-    with proxied(tmp_path) as (port, process):
+    with guarded(tmp_path) as (port, process):
         url = f"http://127.0.0.1:{port}"
         known = {"Authorization": f"Bearer {TOKEN}"}
         with httpx.Client(base_url=url, transport=httpx.HTTPTransport(retries=10)) as client:
@@ -332,9 +322,8 @@ def test_the_files_of_the_site_cache_agree():
 
 
 @needs_nginx
-def test_without_a_token_for_nudges_nobody_nudges(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "NUDGE", "")
-    with proxied(tmp_path) as (port, _):
+def test_without_a_token_for_nudges_nobody_nudges(tmp_path):
+    with guarded(tmp_path, nudge_token="") as (port, _):
         with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
             assert client.get(f"http://127.0.0.1:{port}/health").status_code == 401
         for sent in ("", "Bearer ", "Bearer [^ -~]", f"Bearer {TOKEN}", "Bearer x"):

@@ -198,7 +198,8 @@ def test_two_runs_are_compared():
 def test_csv():
     url = reported_run(3)
     store = open_store(url)
-    store.put("replicas/one.json", json.dumps({"version": 1, "pause_seconds": 0.25}).encode())
+    told = {"version": 1, "pause_seconds": 0.25, "engine": {"kind": "=1+1"}}
+    store.put("replicas/one.json", json.dumps(told).encode())
     client = client_of(read_all(Feed(url)))
     answer = client.get("/api/versions.csv")
     assert "attachment" in answer.headers["content-disposition"]
@@ -208,6 +209,7 @@ def test_csv():
     ]  # fmt: skip
     (sample,) = csv.DictReader(io.StringIO(client.get("/api/replicas.csv").text))
     assert (sample["replica"], sample["version"], sample["lag"], sample["pause_seconds"]) == ("one", "1", "1", "0.25")
+    assert sample["engine"] == "'=1+1", "a spreadsheet does not compute it"
 
 
 def test_alerts():

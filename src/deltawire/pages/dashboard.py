@@ -191,9 +191,10 @@ def stamp_of(feed: Feed, compared: Feed | None) -> int:
 
 
 def csv_of(lines: Iterable[Sequence[Any]]) -> Iterator[str]:
+    """Lines of CSV. Untrusted text that a spreadsheet would compute is quoted."""
     for line in lines:
         out = io.StringIO()
-        csv.writer(out).writerow(line)
+        csv.writer(out).writerow([f"'{cell}" if str(cell)[:1] in ("=", "+", "-", "@") else cell for cell in line])
         yield out.getvalue()
 
 

@@ -62,23 +62,17 @@ rather than reported as 0.
 
 {replica}
 
-## What to alert on
+## Grafana, and what to alert on
 
-```yaml
-groups:
-  - name: deltawire
-    rules:
-      - alert: ReplicaIsBehind
-        expr: deltawire_replica_lag > 5
-        for: 5m
-      - alert: ReplicaIsUnknown
-        expr: absent(deltawire_replica_version)
-        for: 5m
-      - alert: VersionsFail
-        expr: increase(deltawire_publish_failed_total[10m]) > 0
-      - alert: PausesAreLong
-        expr: deltawire_replica_pause_seconds > 1
-```
+[`deploy/monitoring`](../deploy/monitoring/rules.yaml) has a dashboard for Grafana (`grafana.json`, to import) and alert
+rules for Prometheus (`rules.yaml`). Alerts have the names of the [dashboard's](guides/dashboard.md#alerts):
+`ReplicaDead`, `ReplicaFault`, `ReplicaBehind`, `ReplicaSlow`, `PauseLong`, `TrainerSilent`; and `PublishFails`. Reward
+and staleness are the training loop's own numbers: a tracker has them, and the dashboard of deltawire.
+
+## Trackers
+
+The callback for transformers and TRL's transfer add the same names to what the Trainer logs, so that trackio, W&B and
+TensorBoard show `deltawire/publish/num_bytes` and so on. In a loop of your own, log `publisher.metrics()`.
 
 ## Of TRL's transfer
 

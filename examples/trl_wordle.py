@@ -11,7 +11,8 @@ The environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md
       --server http://127.0.0.1:8000 --env http://127.0.0.1:8001
 
 A server on another machine has its agent beside it (`deltawire attach ... --listen 0.0.0.0:9100`): give that one as
-`--agent http://host:9100`, its token in DELTAWIRE_TOKEN, and the server as `--server`, where TRL sends its requests.
+`--agent http://host:9100`, its token in DELTAWIRE_TOKEN, and the server as `--server`, where TRL sends its requests. A
+server behind the proxy of deploy/ wants a key, which is in API_TOKEN; the proxy is then the `--agent`, too.
 """
 
 import argparse
@@ -99,6 +100,11 @@ def parse(arguments=None):
     return parser.parse_args(arguments)
 
 
+def with_key(url, key):
+    """A server's URL with its key, which TRL has no other place for."""
+    return url if key is None else url.replace("://", f"://key:{key}@", 1)
+
+
 def make_trainer(options, **settings):
     """The trainer, and where it sends its weights. Settings are more fields of AsyncGRPOConfig."""
     from datasets import Dataset
@@ -112,7 +118,7 @@ def make_trainer(options, **settings):
     games = {"prompt": [[{"role": "user", "content": RULES}]] * options.games, "seed": list(range(options.games))}
     config = {
         "output_dir": options.output,
-        "vllm_server_base_url": options.server,
+        "vllm_server_base_url": with_key(options.server, os.environ.get("API_TOKEN")),
         "max_steps": options.steps,
         "per_device_train_batch_size": options.batch_size,
         "num_generations": options.num_generations,
@@ -132,6 +138,8 @@ def make_trainer(options, **settings):
         environment_factory=partial(Wordle, options.env),
         weight_transfer=transfer,
     )
+    # Trackers and checkpoints keep the arguments: without the key.
+    trainer.args.vllm_server_base_url = options.server
     transfer.attach(trainer)
     return trainer, transfer
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import httpx
 import pytest
+import requests
 import yaml
 from packaging.requirements import Requirement
 
@@ -25,14 +26,15 @@ from deltawire.errors import ObjectMissing
 from deltawire.store import open_store
 from deltawire_demo.wordle.__main__ import main as wordle_main
 from support import ROOT
-from support.servers import free_ports
+from support.proxy import proxied
 from support.web_servers import NGINX, answering, certificate, site_cache
 
 DEPLOY = ROOT / "deploy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
-YAML = [path for path in FILES if path.suffix == ".yaml"]
+# Templates of the chart are no documents yet: test_deploy_cluster.py renders them.
+YAML = [path for path in FILES if path.suffix == ".yaml" and path.parent.name != "templates"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TOKEN = "0123456789abcdefABCDEF"
+TOKEN, NUDGE = "0123456789abcdefABCDEF", "nudge-nudge_nudge-Nudge"
 HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
@@ -73,6 +75,8 @@ def lines(path):
 def commands(program):
     """Every use of a program: the file, and its arguments."""
     for path in FILES:
+        if path.parent.name == "templates":
+            continue
         if path.suffix == ".yaml":
             for document in documents(path):
                 yield from ((path, each[1:]) for each in lists(document) if each[0] == program)
@@ -196,7 +200,7 @@ def test_the_shared_folder_of_the_pod_is_shared_memory_and_its_probe_the_agents(
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_secrets_no_registries_no_paths_of_ours(path):
     text = path.read_text()
-    images = re.findall(r"^(?:FROM|\s+image:) (\S+)", text, re.MULTILINE)
+    images = re.findall(r"^(?:FROM|\s+image:) ([^\s{\"]\S*)", text, re.MULTILINE)
     assert not [each for each in images if "." in each.partition("/")[0] and "/" in each]
     assert not [each for each in images if ":" not in each or each.endswith(":latest")]
     assert not re.search(r"hf_[A-Za-z0-9]{20}|AKIA[A-Z0-9]{12}|index-url|/work/|/root/", text)
@@ -223,23 +227,15 @@ class Upstream(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def proxied(folder):
-    ports = free_ports(2)
-    for name in ("nginx.conf", "proxy.sh"):
-        text = (DEPLOY / "spaces/vllm" / name).read_text()
-        text = text.replace("listen 7860", f"listen 127.0.0.1:{ports[0]}").replace(":8000", f":{ports[1]}")
-        (folder / name).write_text(text)
-    upstream = http.server.ThreadingHTTPServer(("127.0.0.1", ports[1]), Upstream)
+def guarded(folder, nudge_token=NUDGE):
+    """The proxy in front of a server in vLLM's and the agent's place."""
+    upstream = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
     threading.Thread(target=upstream.serve_forever, daemon=True).start()
-    environment = {
-        **os.environ, "API_TOKEN": TOKEN, "TMPDIR": str(folder), "PATH": f"{os.environ['PATH']}:{Path(NGINX).parent}",
-    }  # fmt: skip
-    proxy = subprocess.Popen(["bash", str(folder / "proxy.sh")], env=environment)
+    ports = [upstream.server_port] * 2
     try:
-        yield ports[0], proxy
+        with proxied(folder, *ports, api_token=TOKEN, nudge_token=nudge_token) as running:
+            yield running
     finally:
-        proxy.terminate()
-        proxy.wait(120)
         upstream.shutdown()
         upstream.server_close()
 
@@ -255,7 +251,7 @@ def raw(port, path, *headers):
 
 @needs_nginx
 def test_the_proxy_lets_through_what_it_should_and_nothing_else(tmp_path):
-    with proxied(tmp_path) as (port, process):
+    with guarded(tmp_path) as (port, process):
         url = f"http://127.0.0.1:{port}"
         known = {"Authorization": f"Bearer {TOKEN}"}
         with httpx.Client(base_url=url, transport=httpx.HTTPTransport(retries=10)) as client:
@@ -267,11 +263,23 @@ def test_the_proxy_lets_through_what_it_should_and_nothing_else(tmp_path):
                         {"Authorization": f"Bearer {TOKEN}, Bearer {TOKEN}"}):  # fmt: skip
                 assert client.get("/v1/models", headers=bad).status_code == 401
                 assert client.get("/health", headers=bad).status_code == 401
+            # Who has the token of clients cannot nudge, and the other way round.
+            nudges = {"Authorization": f"Bearer {NUDGE}"}
+            for path in ("/nudge", "/status"):
+                assert client.post(path, headers=nudges).json() == {
+                    "path": path, "authorization": nudges["Authorization"]
+                }  # fmt: skip
+                assert client.post(path, headers=known).status_code == 401
+            assert client.get("/v1/models", headers=nudges).status_code == 401
+        for user, status in (("key", 200), ("other", 401)):
+            with_key = url.replace("://", f"://{user}:{TOKEN}@")
+            assert httpx.get(f"{with_key}/v1/models").status_code == status
+            assert requests.get(f"{with_key}/health", timeout=30).status_code == status, "as TRL asks"
         header = f"Authorization: Bearer {TOKEN}"
         assert raw(port, "/v1/completions", header) == 200
         for path in ("/pause", "/weight_info", "/update_weights", "/", "/v1", "/V1/models", "/health/x", "/healthx",
                      "/v1/../pause", "/v1/..%2fpause", "/v1/%2e%2e/pause", "//pause", "/v1/./../pause",
-                     "/pause?/v1/", "/pause#/v1/", "/pause/v1/"):  # fmt: skip
+                     "/pause?/v1/", "/pause#/v1/", "/pause/v1/", "/metrics", "/status/x"):  # fmt: skip
             assert raw(port, path, header) in (400, 404), path
         assert process.poll() is None
         assert [each.stat().st_mode & 0o077 for each in tmp_path.rglob("token.conf")] == [0]
@@ -311,6 +319,15 @@ def test_the_files_of_the_site_cache_agree():
     assert size < int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi"))
     known = {*re.findall(r"\$\{?([A-Z_]{6,})", (folder / "start.sh").read_text())}
     assert {*environment, *composed["environment"]} <= known
+
+
+@needs_nginx
+def test_without_a_token_for_nudges_nobody_nudges(tmp_path):
+    with guarded(tmp_path, nudge_token="") as (port, _):
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+            assert client.get(f"http://127.0.0.1:{port}/health").status_code == 401
+        for sent in ("", "Bearer ", "Bearer [^ -~]", f"Bearer {TOKEN}", "Bearer x"):
+            assert raw(port, "/nudge", f"Authorization: {sent}") == 401
 
 
 @needs_nginx

@@ -42,6 +42,7 @@ HELP = {
     "replica/fetch_seconds": "How long the last pull took to fetch",
     "replica/decode_seconds": "How long the last pull took to decode and check",
     "replica/apply_seconds": "How long the last pull took to write the weights",
+    "replica/served_seconds": "How long after its publication the last version was served, by both machines' clocks",
     "replica/pause_seconds": "How long the engine was paused for the last update",
 }
 COUNTERS = {"publish/published", "publish/failed", "replica/pulls", "replica/faults"}

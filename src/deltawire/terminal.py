@@ -7,12 +7,14 @@ through `say` or a drawing, which remove terminal control characters; JSON has i
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from secrets import token_hex
 from typing import Any, NoReturn
 
 import click
@@ -25,6 +27,9 @@ FAILURE, MISMATCH = 1, 3
 
 # Where a command keeps its --format and --quiet, in click's context.
 FORMAT, QUIET = "deltawire.format", "deltawire.quiet"
+
+# No column of a table is cut below this.
+LEAST_COLUMN = 8
 
 Hints = list[tuple[type[errors.DeltawireError], str]]
 
@@ -110,9 +115,48 @@ def plain(text: object) -> str:
     return "".join(each if each.isprintable() else " " for each in redacted(str(text)))
 
 
+# Between these is a word in a colour. Untrusted text cannot have them: nobody knows them.
+_START, _END = f"\x02{token_hex(8)}", "\x03"
+_COLOURED = re.compile(f"{_START}([a-z_]+) (.*?){_END}")
+
+
+class Tinted(str):
+    """A word with a colour, as a cell of a table. Without colours, and in JSON, it is the word."""
+
+    colour: str
+
+    def __new__(cls, text: str, colour: str) -> "Tinted":
+        word = super().__new__(cls, text)
+        word.colour = colour
+        return word
+
+
+def _line(text: str, width: int | None = None) -> str:
+    """A line for a terminal, cut to a width: plain but for the colours of `Tinted` cells."""
+    done, left = "", sys.maxsize if width is None else width
+    # In turns: what lies before, a colour, the word in it.
+    *parts, last = _COLOURED.split(text)
+    for before, colour, word in [*zip(parts[::3], parts[1::3], parts[2::3], strict=True), (last, "", "")]:
+        before, word = plain(before)[:left], plain(word)[: max(left - len(plain(before)), 0)]
+        left -= len(before) + len(word)
+        done += before + (click.style(word, fg=colour) if word and _has_colours() else word)
+    return done
+
+
+def _has_colours() -> bool:
+    """Whether colours are wanted: https://no-color.org."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines for people."""
-    click.echo("\n".join(map(plain, text.split("\n"))), err=err)
+    """Print lines for people. Click leaves colours out where they do not go to a terminal."""
+    click.echo("\n".join(map(_line, text.split("\n"))), err=err)
+
+
+def hint(text: str) -> None:
+    """Name the next command, to someone at a terminal."""
+    if not is_quiet() and not wants_json() and sys.stderr.isatty():
+        say(f"next: {text}", err=True)
 
 
 def wants_json() -> bool:
@@ -204,7 +248,7 @@ class Drawing:
 
     def draw(self, text: str) -> None:
         columns, rows = shutil.get_terminal_size()
-        lines = [plain(line)[: columns - 1] for line in text.split("\n")]
+        lines = [_line(line, columns - 1) for line in text.split("\n")]
         if len(lines) >= rows:
             kept = max(rows - 2, 0)
             lines[kept:] = [f"... and {len(lines) - kept} more lines"]
@@ -214,14 +258,27 @@ class Drawing:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A text table; the first column is aligned to the left, the others to the right."""
-    rows = [[plain(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    first, *others = widths
+    """A text table; the first column is aligned to the left, the others to the right.
+
+    On a terminal it fits the width: the widest columns are cut.
+    """
+    texts = [[plain(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(header))]
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - 1 - 2 * (len(widths) - 1)
+        while sum(widths) > room and max(widths) > LEAST_COLUMN:
+            widths[widths.index(max(widths))] -= 1
     lines = []
-    for row in [header, ["-" * width for width in widths], *rows]:
-        cells = [row[0].ljust(first), *map(str.rjust, row[1:], others)]
-        lines.append("  ".join(cells).rstrip())
+    for row, cells in zip([header, *rows], texts, strict=True):
+        done = []
+        for i, (cell, text) in enumerate(zip(row, cells, strict=True)):
+            fitted = text if len(text) <= widths[i] else f"{text[: widths[i] - 1]}…"
+            padding = " " * (widths[i] - len(fitted))
+            if isinstance(cell, Tinted):
+                fitted = f"{_START}{cell.colour} {fitted}{_END}"
+            done.append(padding + fitted if i else fitted + padding)
+        lines.append("  ".join(done).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from deltawire.pages.dashboard import application, event_stream
 from deltawire.pages.feed import Feed
 from deltawire.run.run import Run
 from deltawire.store import open_store
+from deltawire_demo.eventlog import EventLog
 from support.chains import Hooked, make_run, make_weights
 from support.pages import log_file, read_all
 from support.waiting import PATIENCE
@@ -157,21 +158,30 @@ async def events_until_tick(feed, last_id):
     return found
 
 
-def test_the_stream_resumes_and_starts_over():
+def test_there_is_no_state_before_the_first_poll():
+    url, _ = make_run(1)
+    assert [name for name, _, _ in events_of(Feed(url), "")] == ["reset", "tick"]
+
+
+def test_the_stream_resumes_and_starts_over(tmp_path):
     url, _ = make_run(4)
-    feed = read_all(Feed(url))
+    log = log_file(tmp_path, *({"event": "note", "text": f"{number}"} for number in range(4)))
+    feed = read_all(Feed(url, events=EventLog(log)))
 
     first = events_of(feed, "")
-    assert [name for name, _, _ in first] == ["reset", "state", "records", "tick"]
-    assert len(first[2][2]["records"]) == 4
+    assert [name for name, _, _ in first] == ["reset", "state", "notes", "tick"]
+    assert len(first[2][2]["notes"]) == 4
     last_id = first[2][1]
     again = events_of(feed, last_id)
     assert [name for name, _, _ in again] == ["state", "tick"], "nothing twice"
     with Publisher(url, make_weights(3)) as publisher:
         publisher.publish().wait(PATIENCE)
+    log_file(tmp_path, {"event": "note", "text": "one more"})
+    stamp = feed.stamp
     read_all(feed)
     more = events_of(feed, last_id)
-    assert [record["version"] for name, _, data in more if name == "records" for record in data["records"]] == [4]
+    assert [note["text"] for name, _, data in more if name == "notes" for note in data["notes"]] == ["one more"]
+    assert more[-1][2]["stamp"] > stamp, "the page knows that its charts have changed"
     for other in ("00000000:3", "nonsense", ":", f"{feed.epoch}:x"):
         assert len(events_of(feed, other)) >= 3
 

@@ -106,6 +106,20 @@ def test_numbers_are_in_the_log_and_go_to_trackers(tmp_path):
     assert trainer.callback_handler.callbacks.count(callback) == 1
 
 
+def test_a_reward_that_the_trainer_logs_is_the_versions(tmp_path):
+    from deltawire.trainers.transformers import DeltawireCallback
+
+    class Rewards(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            state.log_history[-1]["reward"] = state.global_step / 10
+
+    callback = DeltawireCallback(tmp_path / "run", queue_size=9)
+    train(make_model(), [callback, Rewards()], tmp_path / "out", steps=4)
+    run = callback.publisher.run
+    rewards = {manifest.step: manifest.metadata.get("reward") for manifest in map(run.manifest, run.versions())}
+    assert rewards == {0: None, 1: None, 2: None, 3: 0.2, 4: 0.2}, "logged every second step, after its version"
+
+
 def test_a_first_anchor_that_fails_is_made_up_for_with_its_files(tmp_path):
     from deltawire.trainers.transformers import DeltawireCallback
 

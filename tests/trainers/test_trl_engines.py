@@ -329,7 +329,7 @@ def test_engines_refuse_what_the_trainer_did_not_sign(tmp_path):
 
 def test_its_numbers_are_in_the_trainers_log():
     pytest.importorskip("transformers")
-    seen, state = {}, SimpleNamespace(global_step=7, log_history=[{"loss": 1.0}])
+    seen, state = {}, SimpleNamespace(global_step=7, log_history=[{"loss": 1.0, "reward": 0.25}])
     tracker = SimpleNamespace(on_log=lambda *_, logs, **__: seen.update(logs))
     host = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[tracker]), state=state)
     with training(engines=[Server()], max_lag=0) as trainer:
@@ -338,7 +338,8 @@ def test_its_numbers_are_in_the_trainers_log():
         logs = {"loss": 1.0}
         for callback in host.callback_handler.callbacks:
             callback.on_log(None, state, None, logs=logs)
-        assert trainer.transfer.publisher.run.manifest(0).step == 7
+        manifest = trainer.transfer.publisher.run.manifest(0)
+        assert (manifest.step, manifest.metadata) == (7, {"sync": 1, "reward": 0.25})
     for each in (seen, logs, state.log_history[-1]):
         assert (each["loss"], each["deltawire/engines/version_min"], each["deltawire/transfer/syncs"]) == (1.0, 0, 1)
 

@@ -1,15 +1,22 @@
 #!/bin/bash
-# Runs nginx with nginx.conf, letting through who sends API_TOKEN.
+# Runs nginx with nginx.conf, letting through who sends API_TOKEN; and nudges of the agent with DELTAWIRE_TOKEN, if that is set.
 set -euo pipefail
-# The token becomes part of a regular expression: plain strings are compared without regard to case there.
-if [[ ! ${API_TOKEN:-} =~ ^[A-Za-z0-9_-]{16,200}$ ]]; then
-  echo "API_TOKEN is to be 16 to 200 characters out of A-Z a-z 0-9 _ -" >&2
-  exit 2
-fi
+# Tokens become part of a regular expression: plain strings are compared without regard to case there.
+for name in API_TOKEN DELTAWIRE_TOKEN; do
+  if [[ ! ${!name:-} =~ ^[A-Za-z0-9_-]{16,200}$ && ($name = API_TOKEN || ${!name:-}) ]]; then
+    echo "$name is to be 16 to 200 characters out of A-Z a-z 0-9 _ -" >&2
+    exit 2
+  fi
+done
 umask 077
 folder=$(mktemp -d)
 cp "$(dirname "$0")/nginx.conf" "$folder/nginx.conf"
+# As a bearer token; or as the password of the user "key" in a URL, for clients that know no other way, such as TRL.
+basic=$(printf 'key:%s' "$API_TOKEN" | base64 --wrap=0 | sed 's/[+]/[+]/g')
 # shellcheck disable=SC2016  # the names are for nginx
-printf 'map $http_authorization $known { default 0; "~^Bearer %s$" 1; }\n' "$API_TOKEN" > "$folder/token.conf"
-unset API_TOKEN
+{
+  printf 'map $http_authorization $known { default 0; "~^Bearer %s$" 1; "~^Basic %s$" 1; }\n' "$API_TOKEN" "$basic"
+  printf 'map $http_authorization $nudges { default 0; "~^Bearer %s$" 1; }\n' "${DELTAWIRE_TOKEN:-[^ -~]}"
+} > "$folder/token.conf"
+unset API_TOKEN DELTAWIRE_TOKEN
 exec nginx -p "$folder" -c nginx.conf

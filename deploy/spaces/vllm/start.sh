@@ -25,7 +25,8 @@ done
 # Without API_TOKEN and the credentials of the store: a server of models has no use for them. The agent changes weights
 # with a token that both read from a file of this user.
 # shellcheck disable=SC2086  # VLLM_ARGS holds several options
-env --unset=API_TOKEN --unset=HF_TOKEN --unset=AWS_SECRET_ACCESS_KEY \
+env --unset=API_TOKEN --unset=HF_TOKEN --unset=AWS_ACCESS_KEY_ID --unset=AWS_SECRET_ACCESS_KEY \
+  --unset=AWS_SESSION_TOKEN --unset=DELTAWIRE_TOKEN \
   vllm serve "$mirror" --served-model-name "${MODEL_NAME:-policy}" --host 127.0.0.1 --port 8000 \
   --weight-transfer-config '{"backend": "deltawire"}' \
   --worker-extension-cls deltawire.engines.vllm.worker.WorkerExtension \

@@ -10,6 +10,7 @@ import click
 from deltawire import __version__
 from deltawire.cli.attach import attach_command
 from deltawire.cli.chain import info_command, ls_command, route_command, status_command
+from deltawire.cli.completion import completion_command
 from deltawire.cli.demo import demo_command
 from deltawire.cli.estimate import estimate_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
@@ -27,7 +28,8 @@ SECTIONS = {
         keygen_command,
     ],
     "Files": [diff_command, apply_command, inspect_command],
-    "Trying it out": [hello_command, demo_command, explain_command, estimate_command, warmup_command],
+    "Trying it out": [hello_command, demo_command, explain_command, estimate_command],
+    "This machine": [warmup_command, completion_command],
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import click
 import deltawire
 from deltawire import errors, terminal
 from deltawire.cli import options
+from deltawire.cli.pages import places
 from deltawire.run.plain import json_fields
 
 if TYPE_CHECKING:
@@ -36,10 +37,11 @@ def ls_command(url: str, limit: int, public_key: str | None) -> None:
     The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas. `all` is what the
     version has in the store with these and the documents.
     """
-    from deltawire.run.fleet import heartbeat_rows, version_row
+    from deltawire.run.fleet import version_row
     from deltawire.run.uploads import find_uploads
 
-    with options.open_run(url, public_key) as run:
+    store, log = places(url)
+    with options.open_run(store, public_key) as run:
         now, extra, found = time.time(), extra_hops(run), find_uploads(run.store)
         versions = sorted(extra)
         latest = versions[-1] if versions else None
@@ -49,7 +51,7 @@ def ls_command(url: str, limit: int, public_key: str | None) -> None:
             for each in map(run.manifest, versions[-limit:])
         ]  # fmt: skip
         data = {"run": run.id, "num_versions": len(versions), "versions": rows, "store": found.as_dict(),
-                "replicas": heartbeat_rows(run, latest)}  # fmt: skip
+                "replicas": replicas_of(run, log, latest)}  # fmt: skip
     terminal.show(data, lambda: ls_text(data))
 
 
@@ -198,6 +200,10 @@ def route_command(url: str, have: int | None, folder: Path | None, version: int 
     """Show the route of a pull: the hops that it would fetch, without fetching them."""
     if have is not None and folder is not None:
         raise click.UsageError("give --from or --to, not both")
+    show_route(url, have, folder, version, public_key)
+
+
+def show_route(url: str, have: int | None, folder: Path | None, version: int | None, public_key: str | None) -> None:
     with options.open_run(url, public_key) as run:
         if folder is not None:
             have = version_in(folder, run)
@@ -264,16 +270,19 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
     elsewhere each change prints it again, with --format json a JSON object on one line.
     """
     options.only_with("--watch", watch, "poll")
-    with options.open_run(url, public_key) as run:
-        data = {**fleet(run, url), "store": stored(run)}
+    store, log = places(url)
+    with options.open_run(store, public_key) as run:
+        data = {**fleet(run, url, log), "store": stored(run)}
         if not watch:
             terminal.show(data, lambda: fleet_text(data))
+            if not data["replicas"]:
+                terminal.hint(f"start a replica with: deltawire watch {url} --to mirror/")
             return
         with terminal.handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
-            follow(run, data, poll)
+            follow(run, data, log, poll)
 
 
-def follow(run: "Run", data: dict[str, Any], poll_seconds: float) -> None:
+def follow(run: "Run", data: dict[str, Any], log: Path | None, poll_seconds: float) -> None:
     """Redraw the fleet, or print it when it changes."""
     drawing, shown, fault = terminal.Drawing(), None, None
     due = time.monotonic() + STORE_SECONDS
@@ -288,7 +297,7 @@ def follow(run: "Run", data: dict[str, Any], poll_seconds: float) -> None:
             shown = lasting
         time.sleep(poll_seconds)
         try:
-            data, fault = {**data, **fleet(run, data["url"], data["version"])}, None
+            data, fault = {**data, **fleet(run, data["url"], log, data["version"])}, None
             if time.monotonic() >= due:
                 data["store"], due = stored(run), time.monotonic() + STORE_SECONDS
         except errors.StoreError as error:
@@ -303,19 +312,34 @@ def stored(run: "Run") -> dict[str, Any]:
     return find_uploads(run.store).as_dict()
 
 
-def fleet(run: "Run", url: str, known: int | None = None) -> dict[str, Any]:
+def fleet(run: "Run", url: str, log: Path | None, known: int | None = None) -> dict[str, Any]:
     """A run and its replicas; the newest version is `known` or a later one."""
-    from deltawire.run.fleet import HEALTHS, heartbeat_rows
+    from deltawire.run.fleet import HEALTHS
 
     version = run.latest(after=-1 if known is None else known - 1)
     about: dict[str, Any] = {"step": None, "metadata": {}, "created": None, "age_seconds": None}
     if version is not None:
         about = json_fields(run.manifest(version), "step", "metadata", "created")
         about["age_seconds"] = max(time.time() - about["created"], 0.0)
-    rows = heartbeat_rows(run, version)
+    rows = replicas_of(run, log, version)
     counts = {health: sum(row["health"] == health for row in rows) for health in reversed(HEALTHS)}
     summary = {"replicas": len(rows), **counts}
     return {"run": run.id, "url": url, "version": version, **about, "replicas": rows, "summary": summary}
+
+
+def replicas_of(run: "Run", log: Path | None, latest: int | None) -> list[dict[str, Any]]:
+    """The replicas as the dashboard shows them, from heartbeats and from the event log of a demo."""
+    from deltawire.pages.followers import Heartbeats, replica_rows
+    from deltawire_demo.eventlog import EventLog
+
+    beats, logged = Heartbeats(run.store), EventLog(log or Path())
+    beats.look()
+    while log is not None and logged.read() is not None and logged.has_more:
+        pass
+    now = time.time()
+    rows = replica_rows(beats.beats, logged.parts, latest, now)
+    ages = [None if (heard := row.pop("heard")) is None else max(now - heard, 0.0) for row in rows]
+    return [{**row, "age_seconds": age} for row, age in zip(rows, ages, strict=True)]
 
 
 def without_ages(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,7 +363,8 @@ def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [
         [
             row["name"], *("-" if row[key] is None else str(row[key]) for key in ("engine", "version", "lag")),
-            terminal.pause_text(row["pause_seconds"]), terminal.age_text(row["age_seconds"]), health_text(row),
+            terminal.pause_text(row["pause_seconds"]),
+            "-" if row["age_seconds"] is None else terminal.age_text(row["age_seconds"]), health_cell(row),
         ]
         for row in rows
     ]  # fmt: skip
@@ -354,7 +379,14 @@ def newest_text(data: Mapping[str, Any]) -> str:
     return f"version {data['version']}{step}, {terminal.age_text(data['age_seconds'])} ago{metadata}"
 
 
+COLOURS = {"ok": "green", "dead": "red", "fault": "red", "silent": "red", "stopped": "bright_black"}
+
+
+def health_cell(row: Mapping[str, Any]) -> terminal.Tinted:
+    return terminal.Tinted(health_text(row), COLOURS.get(row["health"], "yellow"))
+
+
 def health_text(row: Mapping[str, Any]) -> str:
-    if row["health"] in ("silent", "dead"):
+    if row["health"] in ("silent", "dead") and row["detail"].startswith("no heartbeat"):
         return f"{row['health']}: no heartbeat for {terminal.age_text(row['age_seconds'])}"
     return f"{row['health']}: {row['detail']}" if row["detail"] else str(row["health"])

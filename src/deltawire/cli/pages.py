@@ -22,6 +22,7 @@ MOST_LIMIT = 1000
 @click.argument("url")
 @click.option("--events", type=PATH, help="The event log of a demo, for rewards and faults.  [default: events.jsonl "
               "next to the store, if URL is a demo's folder or its store]")  # fmt: skip
+@click.option("--compare", metavar="URL", help="Draw the charts of another run beside it.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on. There is no login: "
               "anyone who can reach it sees the run.")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port to listen on.  [default: a free port]")
@@ -36,10 +37,10 @@ MOST_LIMIT = 1000
 @public_key_option
 @output_options
 def dashboard_command(
-    url: str, events: Path | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool, every: float,
-    after: int | None, limit: int, public_key: str | None,
+    url: str, events: Path | None, compare: str | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool,
+    every: float, after: int | None, limit: int, public_key: str | None,
 ) -> None:  # fmt: skip
-    """Show a run in the browser: versions, replicas, the chain, the contents of a delta.
+    """Show a run in the browser: six charts, alerts, replicas, versions, the contents of a delta.
 
     It only reads the store. A store that does not respond, or has no run yet, is polled until it does. URL may be the
     folder of a demo. Ctrl-C ends it. With --format json the current state is printed once, with next_after for the next
@@ -47,15 +48,18 @@ def dashboard_command(
     """
     is_json = wants_json()
     only_with("--format json", is_json, "after", "limit")
-    only_with(
-        "the page, and there is none with --format json", not is_json, "host", "port", "allow_host", "opens", "every"
-    )
+    page_only = ("compare", "host", "port", "allow_host", "opens", "every")
+    only_with("the page, and there is none with --format json", not is_json, *page_only)
     from deltawire_demo.eventlog import EventLog
 
     with speaking_errors(url):
-        store, found = places(url)
-        path = events or found
-        log = None if path is None else EventLog(path)
+
+        def place(url: str, path: Path | None = None) -> tuple[str, EventLog | None]:
+            store, found = places(url)
+            path = path or found
+            return store, None if path is None else EventLog(path)
+
+        store, log = place(url, events)
         if is_json:
             from deltawire.pages.feed import snapshot
 
@@ -65,7 +69,11 @@ def dashboard_command(
         from deltawire.pages.feed import Feed
 
         feed = Feed(store, public_key=public_key, events=log)
-        dashboard = Dashboard(feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host)
+        other = None if compare is None else place(compare)
+        compared = None if other is None else Feed(other[0], events=other[1])
+        dashboard = Dashboard(
+            feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host, compared=compared
+        )
         with handling_signals(lambda *_: dashboard.stop()):
             say(dashboard.url)
             if not is_quiet():

@@ -3,8 +3,9 @@
 import json
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +47,7 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @click.option("--anchor", is_flag=True, help="Upload all weights, not a delta.")
 @click.option("--as", "recipe", type=click.Choice(["fp8_per_block"]), help="Publish codes and scales: the matrices "
               "called ..._proj.weight as FP8 with a scale for each 128 x 128 block, as vLLM makes them.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Find what would be uploaded, and write nothing.")
 @click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto", show_default=True,
               help="How deltas are encoded; see deltawire diff.")  # fmt: skip
 @options.sign_key_option
@@ -54,7 +56,8 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @options.output_options
 def publish_command(
     checkpoint: Path, url: str, name: str | None, step: int | None, metadata: Sequence[tuple[str, Any]],
-    base: str | None, anchor: bool, recipe: str | None, encoding: str, sign_key: Path | None, max_file_bytes: int,
+    base: str | None, anchor: bool, recipe: str | None, dry_run: bool, encoding: str, sign_key: Path | None,
+    max_file_bytes: int,
     threads: int | None,
 ) -> None:  # fmt: skip
     """Publish a checkpoint as the next version of a run.
@@ -68,10 +71,11 @@ def publish_command(
         if recipe is not None:
             checkpoint = stack.enter_context(quantized_checkpoint(checkpoint, recipe))
         weights, store = deltawire.Checkpoint(checkpoint), deltawire.open_store(url)
+        counting = (DryStore if dry_run else CountingStore)(store, bar)
         with (
             base_weights(store, base, anchor, sign_key) as before,
             deltawire.Publisher(
-                cast("Store", CountingStore(store, bar)), weights, run=name, base=before, encoding=encoding,
+                cast("Store", counting), weights, run=name, base=before, encoding=encoding,
                 sign_with=sign_key, max_file_bytes=max_file_bytes, threads=threads,
             ) as publisher,
         ):  # fmt: skip
@@ -91,8 +95,13 @@ def publish_command(
         "ratio": round(full_bytes / max(hop.num_bytes, 1), 2),
         "objects": len(hop.objects),
         "seconds": round(time.perf_counter() - started, 3),
+        **({"dry_run": True} if dry_run else {}),
     }
     terminal.show(data, lambda: published_text(data))
+    if dry_run:
+        terminal.hint("nothing was written; publish it with the same command without --dry-run")
+    elif manifest.version == 0:
+        terminal.hint(f"follow it with: deltawire watch {url} --to mirror/")
 
 
 @contextmanager
@@ -159,6 +168,32 @@ class CountingStore:
         self._bar(self._sent)
 
 
+class DryStore(CountingStore):
+    """A store whose objects can be read, and which writes nothing; documents that were written are there to read."""
+
+    def __init__(self, store: "Store", bar: terminal.ByteBar) -> None:
+        super().__init__(store, bar)
+        self._written: dict[str, bytes] = {}
+
+    def put(self, key: str, data: "Buffer | Pieces") -> None:
+        if isinstance(data, bytes | memoryview):
+            self._written[key] = bytes(data)
+        else:
+            deque(data, maxlen=0)
+
+    def create(self, key: str, data: bytes) -> None:
+        with suppress(errors.ObjectMissing):
+            if key in self._written or self._store.stat(key):
+                raise errors.Conflict(f"{key} exists in {self._store.url}", key=key)
+        self._written[key] = data
+
+    def get(self, key: str, **limits: int) -> bytes:
+        return self._written[key] if key in self._written else self._store.get(key, **limits)
+
+    def delete(self, keys: "Iterable[str]") -> None:
+        pass
+
+
 class _Counted:
     def __init__(self, pieces: "Iterable[Buffer]", count: Any) -> None:
         self._pieces, self._count = pieces, count
@@ -173,7 +208,7 @@ def published_text(data: Mapping[str, Any]) -> str:
     smaller = f", {data['ratio']:.1f} times smaller than all weights" if data["kind"] == "delta" else ", all weights"
     step = "" if data["step"] is None else f", step {data['step']}"
     return terminal.pairs_text([
-        ("version", f"{data['version']} of run {data['run']}{step}"),
+        ("would be" if "dry_run" in data else "version", f"{data['version']} of run {data['run']}{step}"),
         ("changed", terminal.changed_text(data["changed"], data["total"])),
         ("payload", f"{terminal.size_text(data['bytes'])}{smaller}"),
         ("uploaded", f"{terminal.size_text(data['all_bytes'])} in all"),
@@ -186,6 +221,7 @@ def published_text(data: Mapping[str, Any]) -> str:
 @click.argument("url")
 @click.option("--to", "folder", type=options.PATH, required=True, help="The folder to create or to update.")
 @click.option("--version", type=click.IntRange(0), help="The version to pull (trl: the step).  [default: the newest]")
+@click.option("--dry-run", is_flag=True, help="Only show what would be fetched, like route.")
 @options.base_option
 @options.run_option
 @options.public_key_option
@@ -193,8 +229,8 @@ def published_text(data: Mapping[str, Any]) -> str:
               help="The layout of the store; trl: that of TRL's delta sync.")  # fmt: skip
 @options.output_options
 def pull_command(
-    url: str, folder: Path, version: int | None, base: Path | None, run_id: str | None, public_key: str | None,
-    layout: str,
+    url: str, folder: Path, version: int | None, dry_run: bool, base: Path | None, run_id: str | None,
+    public_key: str | None, layout: str,
 ) -> None:  # fmt: skip
     """Bring a folder to a version of a run.
 
@@ -204,8 +240,13 @@ def pull_command(
 
     ours = layout == "deltawire"
     options.only_with(
-        "--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id", "base"
+        "--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id", "base", "dry_run"
     )
+    if dry_run:
+        from deltawire.cli.chain import show_route
+
+        options.only_with("a pull, and --dry-run fetches nothing", False, "base", "run_id")
+        return show_route(url, None, folder, version, public_key)
     with terminal.speaking_errors(url):
         if not ours:
             return pull_from_trl(url, folder, version)
@@ -221,7 +262,8 @@ def pull_command(
     if data["faults"]:
         faults = terminal.count_text(data["faults"], "fault")
         terminal.say(f"warning: took another route after {faults}; see: deltawire verify {url}", err=True)
-    return terminal.show(data, lambda: pulled_text(data))
+    terminal.show(data, lambda: pulled_text(data))
+    return terminal.hint(f"keep it current with: deltawire watch {url} --to {folder}")
 
 
 def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
@@ -326,3 +368,4 @@ def keygen_command(output: Path) -> None:
         public = generate_key(output)
     data = {"private_key": str(output), "public_key": public}
     terminal.show(data, lambda: f"private key  {output}\npublic key   {public}")
+    terminal.hint(f"sign with: deltawire publish CHECKPOINT --to URL --sign-key {output}")

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from deltawire.maintain.gc import GcPlan
 
 
+NOTHING = "nothing to add: the chain has all its skip deltas"
+
+
 @click.command("gc")
 @click.argument("url")
 @click.option("--keep-anchors", type=click.IntRange(1), default=2, show_default=True,
               help="Keep the newest anchors and everything that builds on them.")  # fmt: skip
-@click.option("--plan", "only_plan", is_flag=True, help="Only show what would be removed.")
+@click.option("--plan", "--dry-run", "only_plan", is_flag=True, help="Only show what would be removed.")
 @click.option("--grace", type=click.FloatRange(0), default=3600.0, show_default=True,
               help="Keep unreferenced uploads that are younger, in seconds.")  # fmt: skip
 @click.option("--live", type=click.FloatRange(0), default=600.0, show_default=True,
@@ -50,6 +53,8 @@ def gc_command(
         if removes:
             collect(run, found.removals)
     terminal.show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan))
+    if only_plan and found.removals:
+        terminal.hint(f"remove them with: deltawire gc {url} --yes")
 
 
 def gc_text(found: "GcPlan", only_plan: bool) -> str:
@@ -68,18 +73,26 @@ def gc_text(found: "GcPlan", only_plan: bool) -> str:
 @click.command("compact")
 @click.argument("url")
 @click.option("--anchor", is_flag=True, help="Add an anchor at the newest version too.")
+@click.option("--dry-run", is_flag=True, help="Only list the deltas that are missing.")
 @options.sign_key_option
 @options.threads_option
 @options.output_options
-def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int | None) -> None:
+def compact_command(url: str, anchor: bool, dry_run: bool, sign_key: Path | None, threads: int | None) -> None:
     """Add the skip deltas that a run lacks, and the deltas from its anchors.
 
     With them, replicas that are far behind or new fetch less. Publishers add them on their own; runs that were
     published one version at a time, or with single deltas alone, lack them. Needs twice the model's size in memory,
     and as much on disk as the model has.
     """
-    from deltawire.maintain.compact import compact
+    from deltawire.maintain.compact import compact, missing_hops
 
+    if dry_run:
+        with options.open_run(url) as run:
+            hops = run.hops()
+            pairs = missing_hops(hops) if any(hop.base is None for hop in hops) else []
+        wanted = [{"version": version, "base": base} for version, base in pairs]
+        would = terminal.table(["would add", "to version"], [[f"delta from {base}", str(to)] for to, base in pairs])
+        return terminal.show({"run": run.id, "would_add": wanted}, lambda: would if pairs else NOTHING)
     with (
         options.open_run(url, sign_key=sign_key) as run,
         terminal.progress_bar("compact", max((run.latest() or 0), 1)) as bar,
@@ -88,7 +101,7 @@ def compact_command(url: str, anchor: bool, sign_key: Path | None, threads: int 
     rows = [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in made]
     data: dict[str, Any] = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}
     text = f"added {terminal.size_text(data['bytes'])}\n\n{hops_table(rows)}"
-    terminal.show(data, lambda: text if made else "nothing to add: the chain has all its skip deltas")
+    return terminal.show(data, lambda: text if made else NOTHING)
 
 
 def audit_run(url: str, version: int | None, deep: bool, public_key: str | None, threads: int | None) -> None:

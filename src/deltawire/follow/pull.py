@@ -17,6 +17,8 @@ class Pull:
         fetch_seconds: Time to download.
         decode_seconds: Time to decode and check.
         apply_seconds: Time to write to the target.
+        served_seconds: Time from the version's publication to the end of the pull, by the clocks of both machines; None
+            if the weights were there already.
     """
 
     version: int
@@ -28,6 +30,7 @@ class Pull:
     fetch_seconds: float
     decode_seconds: float
     apply_seconds: float
+    served_seconds: float | None = None
 
     @property
     def seconds(self) -> float:

@@ -285,6 +285,7 @@ class Replica(AbstractContextManager["Replica"]):
             fetch_seconds=fetch_seconds,
             decode_seconds=applied - started - fetch_seconds,
             apply_seconds=time.perf_counter() - applied,
+            served_seconds=max(time.time() - manifest.created, 0.0) if route.hops else None,
         )
 
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
@@ -435,7 +436,8 @@ class Replica(AbstractContextManager["Replica"]):
         values |= {"pulls": self.num_pulls, "faults": self.num_faults}
         if pulled is not None:
             values |= {"bytes": pulled.num_bytes, "changed": pulled.num_changed}
-            values |= {name: getattr(pulled, name) for name in ("fetch_seconds", "decode_seconds", "apply_seconds")}
+            times = ("fetch_seconds", "decode_seconds", "apply_seconds", "served_seconds")
+            values |= {name: getattr(pulled, name) for name in times}
             values["pause_seconds"] = self.target.about().get("pause_seconds")
         return {f"deltawire/replica/{name}": value for name, value in values.items() if value is not None}
 

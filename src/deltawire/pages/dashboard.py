@@ -1,9 +1,11 @@
 """The dashboard of a run: a page that is kept up to date by server-sent events, and the same data as JSON.
 
     GET /                     the page
-    GET /api/events           the state whenever it changes, and records as they are read; resumes at Last-Event-ID
-    GET /api/state            the store, the replicas, how much was read
-    GET /api/versions         a page of versions: ?after=VERSION&limit=N
+    GET /api/events           the state whenever it changes, and notes as they are read; resumes at Last-Event-ID
+    GET /api/state            the store, the replicas, alerts, how much was read
+    GET /api/series           the lines of the charts: ?axis=time|step&from=X&to=X&last=SECONDS&columns=N
+    GET /api/versions         a page of versions: ?after=VERSION&limit=N&kind=KIND&up_to=VERSION
+    GET /api/versions.csv     all versions; /api/replicas.csv all samples of replicas
     GET /api/steps            a page of training steps from the event log: ?after=STEP&limit=N
     GET /api/chain            a page of the hops, and what gc would remove: ?after=VERSION&limit=N
     GET /api/anatomy/VERSION  the contents of a delta; ?base=VERSION for a skip delta
@@ -12,9 +14,12 @@ It only reads, and has no login: anyone who can reach it can see it.
 """
 
 import asyncio
+import csv
+import io
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +27,9 @@ from deltawire.errors import DeltawireError, MissingDependency, ObjectMissing, S
 from deltawire.hosts import answered_hosts, listen, web_server
 from deltawire.pages.anatomy import Anatomies, Chain
 from deltawire.pages.feed import Feed, Polling
+from deltawire.pages.series import Samples
 from deltawire.pages.versions import Window
+from deltawire.run.fleet import REPORTED
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -30,7 +37,11 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 DEFAULT_LIMIT, MOST_LIMIT = 200, 1000
-RECORDS_PER_EVENT = 500
+NOTES_PER_EVENT = 500
+LEAST_COLUMNS, MOST_COLUMNS = 10, 1000
+KINDS = ("anchor", "delta", "damaged")
+CSV_FIELDS = ("version", "step", "created", "kind", "base", "bytes", "all_bytes", "full_bytes", "changed", "total",
+              *REPORTED)  # fmt: skip
 LISTEN_SECONDS, TICK_SECONDS = 0.1, 1.0
 
 HEADERS = {
@@ -42,7 +53,9 @@ HEADERS = {
 }
 
 
-def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]) -> "Starlette":
+def application(
+    feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str], compared: Feed | None = None
+) -> "Starlette":
     """The web application, which accepts requests for `hosts` only."""
     try:
         import uvicorn  # noqa: F401
@@ -73,15 +86,28 @@ def application(feed: Feed, is_stopping: Callable[[], bool], *, hosts: list[str]
     def anatomy(request: Request) -> dict[str, Any]:
         return anatomies.of(request.path_params["version"], whole(request, "base", None))
 
+    def versions(request: Request) -> dict[str, Any]:
+        kind = request.query_params.get("kind") or None
+        if kind not in (None, *KINDS):
+            raise ValueError(f"kind is one of {', '.join(KINDS)}")
+        return feed.versions(window_of(request), kind, whole(request, "up_to", None))
+
+    def download(name: str, lines: Callable[[], Iterable[Sequence[Any]]]) -> Callable[[Request], Response]:
+        disposition = {"Content-Disposition": f'attachment; filename="{name}"'}
+        return lambda _: StreamingResponse(csv_of(lines()), media_type="text/csv", headers=disposition)
+
     async def events(request: Request) -> Response:
-        stream = event_stream(feed, request.headers.get("last-event-id", ""), is_stopping)
+        stream = event_stream(feed, request.headers.get("last-event-id", ""), is_stopping, compared)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app = Starlette(routes=[
         Route("/", lambda _: FileResponse(STATIC / "dashboard" / "index.html")),
         Route("/api/events", events),
         Route("/api/state", answered(lambda _: {"now": time.time(), "answered": feed.answered, **feed.state()})),
-        Route("/api/versions", answered(lambda request: feed.versions(window_of(request)))),
+        Route("/api/series", answered(lambda request: series(request, feed, compared))),
+        Route("/api/versions", answered(versions)),
+        Route("/api/versions.csv", download("versions.csv", lambda: version_lines(feed))),
+        Route("/api/replicas.csv", download("replicas.csv", lambda: sample_lines(feed))),
         Route("/api/steps", answered(lambda request: feed.steps(window_of(request)))),
         Route("/api/chain", answered(lambda request: chain.page(window_of(request)))),
         Route("/api/anatomy/{version:int}", answered(anatomy)),
@@ -125,8 +151,70 @@ def window_of(request: "Request") -> Window:
     return whole(request, "after", None), limit
 
 
-async def event_stream(feed: Feed, last_id: str, is_stopping: Callable[[], bool]) -> AsyncIterator[str]:
-    """Server-sent events. Their ids count the records that were sent; with another epoch the page starts over."""
+def real(request: "Request", name: str, default: float) -> float:
+    text = request.query_params.get(name, "")
+    try:
+        value = float(text[:40]) if text else default
+    except ValueError:
+        value = float("nan")
+    if not isfinite(value):
+        raise ValueError(f"{name} is a number, not {text[:40]!r}")
+    return value
+
+
+def series(request: "Request", feed: Feed, compared: Feed | None) -> dict[str, Any]:
+    """The lines of the charts within a range, those of a second run marked with `run` 1."""
+    axis, columns, now = request.query_params.get("axis") or "time", whole(request, "columns", 300) or 0, time.time()
+    if axis not in ("time", "step"):
+        raise ValueError("axis is time or step")
+    if not LEAST_COLUMNS <= columns <= MOST_COLUMNS:
+        raise ValueError(f"columns is a number from {LEAST_COLUMNS} to {MOST_COLUMNS}")
+    feeds = [feed] if compared is None else [feed, compared]
+    stamp, runs = stamp_of(feed, compared), [each.charts() for each in feeds]
+    lows, highs = zip(*(each.whole(axis, now) for each in runs), strict=True)
+    low, high = min(lows), max(highs)
+    if last := real(request, "last", 0):
+        low = max(runs[0].since(axis, runs[0].origin + runs[0].whole("time", now)[1] - last), low)
+    start, end = real(request, "from", low), real(request, "to", high)
+    charts: dict[str, list[dict[str, Any]]] = {}
+    for number, each in enumerate(runs):
+        for name, lines in each.lines(axis, start, max(end, start), columns, now).items():
+            charts.setdefault(name, []).extend({**line, "run": number} for line in lines)
+    return {
+        "axis": axis, "origin": runs[0].origin, "whole": [min(lows), high], "range": [start, end], "stamp": stamp,
+        "runs": [each.state().get("run") for each in feeds], "charts": charts,
+    }  # fmt: skip
+
+
+def stamp_of(feed: Feed, compared: Feed | None) -> int:
+    return feed.stamp + (0 if compared is None else compared.stamp)
+
+
+def csv_of(lines: Iterable[Sequence[Any]]) -> Iterator[str]:
+    """Lines of CSV. Untrusted text that a spreadsheet would compute is quoted."""
+    for line in lines:
+        out = io.StringIO()
+        csv.writer(out).writerow([f"'{cell}" if str(cell)[:1] in ("=", "+", "-", "@") else cell for cell in line])
+        yield out.getvalue()
+
+
+def version_lines(feed: Feed) -> Iterator[Sequence[Any]]:
+    yield CSV_FIELDS
+    for _, row in sorted(feed.rows().items()):
+        yield [row[name] for name in CSV_FIELDS]
+
+
+def sample_lines(feed: Feed) -> Iterator[Sequence[Any]]:
+    yield ("replica", "engine", *Samples.NAMES)
+    for name, samples in list(feed.samples.of.items()):
+        for sample in samples[:]:
+            yield (name, feed.samples.engines.get(name), *sample)
+
+
+async def event_stream(
+    feed: Feed, last_id: str, is_stopping: Callable[[], bool], compared: Feed | None = None
+) -> AsyncIterator[str]:
+    """Server-sent events. Their ids count the notes that were sent; with another epoch the page starts over."""
     epoch, _, position = last_id.partition(":")
     sent = int(position) if position.isascii() and position.isdigit() else 0
     if epoch != feed.epoch:
@@ -134,20 +222,22 @@ async def event_stream(feed: Feed, last_id: str, is_stopping: Callable[[], bool]
     revision, ticked = -1, 0.0
     yield "retry: 1000\n\n"
     while not is_stopping():
-        now, count, records = feed.records(sent, RECORDS_PER_EVENT)
+        now, count, notes = feed.new_notes(sent, NOTES_PER_EVENT)
         if now != epoch:
             epoch, sent, revision = now, 0, -1
             yield event("reset", {"epoch": epoch}, f"{epoch}:0")
             continue
-        if feed.revision != revision:
+        # Before the first poll has ended there is none.
+        if feed.revision != revision and (state := feed.state()):
             revision = feed.revision
-            yield event("state", feed.state())
-        if records:
-            sent += len(records)
-            yield event("records", {"records": records}, f"{epoch}:{sent}")
+            yield event("state", state)
+        if notes:
+            sent += len(notes)
+            yield event("notes", {"notes": notes}, f"{epoch}:{sent}")
         if time.monotonic() - ticked >= TICK_SECONDS:
             ticked = time.monotonic()
-            yield event("tick", {"now": time.time(), "answered": feed.answered, "late": feed.is_late})
+            stamp = stamp_of(feed, compared)
+            yield event("tick", {"now": time.time(), "answered": feed.answered, "late": feed.is_late, "stamp": stamp})
         # Between full messages other requests get their turn.
         await asyncio.sleep(0 if sent < count else LISTEN_SECONDS)
 
@@ -166,13 +256,15 @@ class Dashboard:
         port: int = 0,
         every_seconds: float = 1.0,
         allowed_hosts: Sequence[str] = (),
+        compared: Feed | None = None,
     ) -> None:
         self._stopping = False
-        app = application(feed, lambda: self._stopping, hosts=answered_hosts(host, allowed_hosts))
+        hosts = answered_hosts(host, allowed_hosts)
+        app = application(feed, lambda: self._stopping, hosts=hosts, compared=compared)
         self._listening = listen(host, port)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
-        self._polling = Polling(feed, every_seconds)
+        self._polling = [Polling(each, every_seconds) for each in (feed, compared) if each is not None]
         self._server = web_server(app, grace_seconds=2)
 
     def run(self) -> None:
@@ -180,7 +272,8 @@ class Dashboard:
         try:
             self._server.run([self._listening])
         finally:
-            self._polling.close()
+            for each in self._polling:
+                each.close()
 
     def stop(self) -> None:
         """End `run`; also from another thread, or from a signal handler."""

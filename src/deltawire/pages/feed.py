@@ -1,8 +1,9 @@
 """Polls a run into plain data: what the dashboard shows, as a page and as JSON.
 
-There are two kinds of data. The state is small and sent whole whenever it changes: the store, the replicas, how much
-was read. Records (a version, a step, a note) are only ever appended, in the order in which they were read, so a client
-that has the first N asks for the rest. Nothing is ever written to the store.
+There are three kinds of data. The state is small and sent whole whenever it changes: the store, the replicas, alerts,
+how much was read. Notes are only ever appended, in the order in which they were read, so a client that has the first N
+asks for the rest. Versions, steps and samples of replicas may be very many: a client asks for a page of them, or for
+charts. Nothing is ever written to the store.
 """
 
 import threading
@@ -13,9 +14,11 @@ from secrets import token_hex
 from typing import Any
 
 from deltawire.errors import DeltawireError, ObjectMissing
-from deltawire.pages.followers import Heartbeats, Log, replica_row
+from deltawire.pages.alerts import alerts_of
+from deltawire.pages.followers import Heartbeats, Log, replica_rows
+from deltawire.pages.series import FIELDS, Charts, Columns, Samples
 from deltawire.pages.versions import Versions, Window, page_of
-from deltawire.run.fleet import HEALTHS, printable, worst_first
+from deltawire.run.fleet import HEALTHS, printable
 from deltawire.run.run import Run
 from deltawire.store import Store, open_store
 
@@ -23,6 +26,9 @@ from deltawire.store import Store, open_store
 READ_SECONDS = 0.2
 
 LATE_SECONDS = 8.0
+
+# So many of the newest versions say how often one comes.
+FEW = 32
 
 Record = dict[str, Any]
 
@@ -50,6 +56,8 @@ class Feed:
         """How often the store is polled."""
         self.revision = 0
         """Counts the changes of the state."""
+        self.stamp = 0
+        """Counts the changes of what charts show."""
         self._begin()
 
     def _begin(self) -> None:
@@ -60,8 +68,11 @@ class Feed:
             self._beats = Heartbeats(self.store)
             self._log.restart()
             self._faults: dict[str, str | None] = {}
-            self._records: list[Record] = []
-            self._steps: list[Record] = []
+            self._notes: list[Record] = []
+            self._steps: dict[int, Record] = {}
+            self._version_numbers = Columns(*FIELDS)
+            self._step_numbers = Columns("step", "time", "reward", "staleness")
+            self.samples = Samples()
             self._state: dict[str, Any] = {}
 
     def poll(self) -> bool:
@@ -81,7 +92,7 @@ class Feed:
             self._since = time.time()
         self.failure = failure
         self._update_state()
-        return self._log.has_more or (failure is None and bool(self._versions.num_pending))
+        return self._log.has_more or (failure is None and self._versions.has_more)
 
     def _read_store(self) -> None:
         if not self._run.exists():
@@ -92,7 +103,12 @@ class Feed:
             self._restart()
             return
         self._beats.look()
-        self._add([{"kind": "version", **row} for row in self._versions.read(READ_SECONDS)])
+        rows = self._versions.read(READ_SECONDS)
+        with self._lock:
+            for row in rows:
+                numbers = {"time": row["created"], "delta_bytes": row["bytes"] if row["kind"] == "delta" else None}
+                self._version_numbers.put(row["version"], {**row, **numbers})
+            self.stamp += bool(rows)
         self._note_faults()
 
     def _restart(self) -> None:
@@ -110,18 +126,21 @@ class Feed:
 
     def _add(self, records: list[Record]) -> None:
         with self._lock:
-            self._records += records
             for record in records:
+                if record["kind"] == "step":
+                    self._steps[record["step"]] = record
+                    self._step_numbers.put(record["step"], record)
+                    continue
+                self._notes.append(record)
                 if record["kind"] == "resumed":
-                    self._steps = [each for each in self._steps if each["step"] <= record["step"]]
-                elif record["kind"] == "step":
-                    self._steps.append(record)
+                    self._steps = {step: each for step, each in self._steps.items() if step <= record["step"]}
+                    self._step_numbers.drop_after(record["step"])
+            self.stamp += bool(records)
 
     def _update_state(self) -> None:
         versions, beats, parts, now = self._versions, self._beats.beats, self._log.parts, time.time()
-        rows = worst_first(
-            replica_row(name, beats.get(name), parts.get(name), versions.latest, now) for name in {*beats, *parts}
-        )
+        rows = replica_rows(beats, parts, versions.latest, now)
+        newest = [versions.rows[each] for each in range(versions.latest or 0, -1, -1)[:FEW] if each in versions.rows]
         state = {
             "epoch": self.epoch,
             "run": self._run.known_id,
@@ -137,12 +156,18 @@ class Feed:
                 "found": versions.num_found,
                 "read": len(versions.rows),
                 "damaged": versions.num_damaged,
+                "anchors": versions.num_anchors,
             },
+            "bytes": {"delta_bytes": versions.delta_bytes, "all_bytes": versions.all_bytes},
+            "newest": newest[0] if newest else None,
+            "newest_delta": next((row for row in newest if row["kind"] == "delta"), None),
             "replicas": rows,
             "summary": {health: sum(row["health"] == health for row in rows) for health in HEALTHS},
+            "alerts": alerts_of(rows, newest, versions.num_damaged, now),
             "log": self._log.about(),
         }
         with self._lock:
+            self.stamp += self.samples.add(rows, versions.latest, versions.rows, now)
             if state != self._state:
                 self._state = state
                 self.revision += 1
@@ -157,27 +182,41 @@ class Feed:
         with self._lock:
             return self._state
 
-    def records(self, start: int, limit: int) -> tuple[str, int, list[Record]]:
-        """The epoch, how many records there are, and some of them."""
+    def charts(self) -> Charts:
         with self._lock:
-            return self.epoch, len(self._records), self._records[start : start + limit]
+            return Charts(self._version_numbers, self._step_numbers, self.samples, self._state.get("replicas", []))
 
-    def versions(self, window: Window) -> dict[str, Any]:
-        versions = self._versions
+    def new_notes(self, start: int, limit: int) -> tuple[str, int, list[Record]]:
+        """The epoch, how many notes there are, and some of them in the order in which they were read."""
+        with self._lock:
+            return self.epoch, len(self._notes), self._notes[start : start + limit]
+
+    def rows(self, kind: str | None = None, up_to: int | None = None) -> dict[int, Record]:
+        """The versions that were read: of one kind, and not later than one. An anchor may come besides a delta."""
         # The polling thread adds rows meanwhile; copying a dict is one step.
-        page = page_of("versions", versions.rows.copy(), window, versions.latest)
-        return {**page, "unread": versions.num_pending}
+        rows = self._versions.rows.copy()
+        if kind is None and up_to is None:
+            return rows
+        return {
+            version: row for version, row in rows.items()
+            if (up_to is None or version <= up_to)
+            and (kind in (None, row["kind"]) or (kind == "anchor" and row["further_anchor"]))
+        }  # fmt: skip
+
+    def versions(self, window: Window, kind: str | None = None, up_to: int | None = None) -> dict[str, Any]:
+        rows, versions = self.rows(kind, up_to), self._versions
+        last = versions.latest if len(rows) == len(versions.rows) else None
+        return {**page_of("versions", rows, window, last), "matching": len(rows), "unread": versions.num_pending}
 
     def steps(self, window: Window) -> dict[str, Any]:
         with self._lock:
-            known = {record["step"]: record for record in self._steps}
+            known = self._steps.copy()
         return page_of("steps", known, window)
 
     def notes(self, limit: int) -> list[Record]:
         """The newest faults and other notes, in order."""
         with self._lock:
-            found = [record for record in self._records if record["kind"] in ("note", "resumed")]
-        return sorted(found, key=lambda record: float(record["time"]))[-limit:]
+            return sorted(self._notes, key=lambda record: float(record["time"]))[-limit:]
 
     def close(self) -> None:
         self._versions.close()

@@ -88,6 +88,14 @@ class Heartbeats:
         self.beats = found
 
 
+def replica_rows(
+    beats: Mapping[str, Beat], parts: Mapping[str, LoggedPart], latest: int | None, now: float
+) -> list[fleet.Row]:
+    """The rows of the fleet view, the worst first."""
+    names = {*beats, *parts}
+    return fleet.worst_first(replica_row(name, beats.get(name), parts.get(name), latest, now) for name in names)
+
+
 def replica_row(name: str, beat: Beat | None, part: LoggedPart | None, latest: int | None, now: float) -> fleet.Row:
     """The row of the fleet view. An event in the log that is newer than the last heartbeat takes precedence."""
     fields = {} if beat is None else beat.fields

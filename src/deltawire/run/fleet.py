@@ -7,15 +7,17 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
+from deltawire.run.heartbeat import LIVE_SECONDS
 from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.plain import json_fields
-from deltawire.run.run import Run
 
 Row = dict[str, Any]
 
 # Four heartbeats. A replica sends none during a pull, and gets longer.
 SILENT_SECONDS = 60.0
+
+# Numbers of the training loop that a version's metadata may have, for charts: publish(metadata={"reward": 0.7}).
+REPORTED = ("reward", "staleness", "token_gap_seconds")
 
 HEALTHS = ("dead", "fault", "silent", "starting", "updating", "behind", "ok", "stopped")
 """Worst first."""
@@ -31,6 +33,7 @@ def version_row(manifest: Manifest) -> Row:
         "full_bytes": full,
         "ratio": hop.num_bytes / full if full else None,
         "density": hop.num_changed / manifest.num_elements if manifest.num_elements else None,
+        **{name: number(manifest.metadata.get(name)) for name in REPORTED},
         "error": None,
     }
 
@@ -53,6 +56,7 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
         "version": version,
         "lag": None if version is None or latest is None else max(latest - version, 0),
         "pause_seconds": number(beat.get("pause_seconds")),
+        "served_seconds": number(pull.get("served_seconds")),
         "pull_seconds": None if None in times else sum(filter(None, times)),
         "age_seconds": age_seconds,
         "error": str(beat["error"]) if beat.get("error") else None,
@@ -69,11 +73,6 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
     elif (version is None or row["lag"]) and latest is not None:
         health = "updating" if beat.get("using") else "behind"
     return {**row, "health": health, "detail": detail}
-
-
-def heartbeat_rows(run: Run, latest: int | None) -> list[Row]:
-    """A row for each replica that has a heartbeat in the store, the worst first."""
-    return worst_first(replica_row(beat["name"], beat, beat["age_seconds"], latest) for beat in read_heartbeats(run))
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:

@@ -13,6 +13,7 @@ from deltawire.publish.publication import Publication
 from deltawire.publish.publisher import Publisher
 from deltawire.publish.sharded.publisher import ShardedPublisher
 from deltawire.publish.sources import check_whole, is_sharded
+from deltawire.run.fleet import REPORTED, number
 from deltawire.store import Store
 
 try:
@@ -100,7 +101,14 @@ class DeltawireCallback(NumbersCallback):
 
     def _publish(self, state: Any) -> None:
         if self.publisher is not None:
-            self.last = self.publisher.publish(step=state.global_step, metadata={"epoch": state.epoch})
+            metadata = {"epoch": state.epoch, **reported(state)}
+            self.last = self.publisher.publish(step=state.global_step, metadata=metadata)
+
+
+def reported(state: Any) -> dict[str, float]:
+    """What the dashboard draws of the Trainer's last logs, such as the reward."""
+    logs = [log for log in state.log_history[-3:] if isinstance(log, dict)]
+    return {name: value for log in logs for name in REPORTED if (value := number(log.get(name))) is not None}
 
 
 def _extra_files(model: Any, processor: Any, folder: Path) -> list[Path]:

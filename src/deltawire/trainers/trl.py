@@ -94,6 +94,7 @@ class DeltawireTransfer:
             raise ValueError("timeout and poll_seconds are positive numbers of seconds")
         # TRL calls nothing on ranks other than 0, so nothing is opened here.
         self._store, self._dtype, self._step = store, dtype, step
+        self._reported: Callable[[], dict[str, float]] = dict
         self._engines, self._max_lag, self._timeout = named(engines), max_lag, timeout
         self._mirrors, self._poll_seconds = mirrors, poll_seconds
         self._frozen = frozen or {}
@@ -143,10 +144,11 @@ class DeltawireTransfer:
         return None if serving.version is None else self.num_syncs - self._sync_of.get(serving.version, 0)
 
     def attach(self, trainer: Any) -> None:
-        """Add the metrics to the trainer's logs, and its `global_step` to each version."""
-        from deltawire.trainers.transformers import NumbersCallback
+        """Add the metrics to the trainer's logs, and its `global_step` and last logged reward to each version."""
+        from deltawire.trainers.transformers import NumbersCallback, reported
 
         NumbersCallback(self.metrics).go_first(trainer)
+        self._reported = lambda: reported(trainer.state)
         if self._step is None:
             self._step = lambda: int(trainer.state.global_step)
 
@@ -283,7 +285,7 @@ class DeltawireTransfer:
 
     def _next_version(self, publisher: Publisher) -> None:
         step = None if self._step is None else self._step()
-        metadata = {"sync": self.num_syncs}
+        metadata = {"sync": self.num_syncs, **self._reported()}
         try:
             self.last = publisher.publish(step=step, metadata=metadata)
         except (UnknownParameter, ShapeMismatch):

@@ -21,18 +21,21 @@ export class Anatomy {
       this.fetch(this.version, event.target.value);
     });
     this.follow.addEventListener("change", () => this.render());
+    byId("anatomy-panel").addEventListener("toggle", () => this.render());
   }
 
   // Somebody wants this version.
   choose(version) {
     if (version === null || !Number.isInteger(version)) return;
     this.follow.checked = false;
+    byId("anatomy-panel").open = true;
     this.fetch(version, "");
   }
 
   render() {
     if (!this.follow.checked || !this.model.state?.store.ok) return;
-    const newest = this.model.rows().findLast((row) => row.kind === "delta");
+    if (!byId("anatomy-panel").open) return;
+    const newest = this.model.state.newest_delta;
     if (!newest) {
       if (this.version === null) say("anatomy-facts", "There is no delta yet.");
       return;

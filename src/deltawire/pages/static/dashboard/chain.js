@@ -17,6 +17,7 @@ export class Chain {
     redrawing(this.canvas, () => this.resized());
     byId("chain-older").addEventListener("click", () => this.turn(-1));
     byId("chain-newer").addEventListener("click", () => this.turn(1));
+    byId("chain-panel").addEventListener("toggle", () => this.render());
   }
 
   // How many versions fit.
@@ -44,7 +45,7 @@ export class Chain {
 
   render() {
     const latest = this.model.state?.store.ok ? this.model.state.counts.latest : null;
-    if (latest === null || (latest === this.known && this.page)) return;
+    if (!byId("chain-panel").open || latest === null || (latest === this.known && this.page)) return;
     this.ask(false);
   }
 

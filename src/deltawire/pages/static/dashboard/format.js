@@ -35,7 +35,18 @@ export function plural(value, noun) {
 
 export function milliseconds(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds >= 100) return `${count(Math.round(seconds))} s`;
   return seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(1)} ms`;
+}
+
+export function short(value) {
+  return Math.abs(value) >= 1000 ? count(Math.round(value)) : String(Number(value.toPrecision(3)));
+}
+
+// Since the start of a run.
+export function elapsed(seconds) {
+  const [hours, rest] = [Math.floor(seconds / 3600), Math.floor(seconds % 3600)];
+  return `${hours}:${String(Math.floor(rest / 60)).padStart(2, "0")}:${String(rest % 60).padStart(2, "0")}`;
 }
 
 export function age(seconds) {

@@ -5,7 +5,7 @@ export function listen(handlers) {
 
   function open() {
     source = new EventSource("/api/events");
-    for (const name of ["reset", "state", "records", "tick"]) {
+    for (const name of ["reset", "state", "notes", "tick"]) {
       source.addEventListener(name, (event) => handlers[name](JSON.parse(event.data)));
     }
     source.onopen = () => handlers.connected(true);

@@ -65,8 +65,7 @@ export class Summary {
 
   figures() {
     const { state } = this.model;
-    const last = this.model.latest();
-    const delta = this.model.rows().findLast((row) => row.kind === "delta");
+    const { newest: last, newest_delta: delta, bytes } = state;
     const rows = state.replicas.filter((row) => row.health !== "stopped");
     const lags = rows.map((row) => row.lag).filter((lag) => lag !== null);
     const pauses = state.replicas.filter((row) => row.pause_seconds !== null);
@@ -77,6 +76,7 @@ export class Summary {
       figure("Version", latest ?? "–", last && [last.step === null ? "" : `step ${last.step}, `, ago(last.created, " ago")]),
       figure("Last delta", size(delta?.bytes), delta && [`${ofFull(delta.ratio)} of ${size(delta.full_bytes)}`]),
       figure("Changed", percent(delta?.density), delta && [`of ${weights(delta.total)} weights`]),
+      figure("Uploaded in all", last ? size(bytes.all_bytes) : "–", last && [`${size(bytes.delta_bytes)} of it deltas`]),
       figure("Replicas", rows.length, [trouble.length ? trouble.map((each) => `${state.summary[each]} ${each}`).join(", ")
         : rows.length ? `${state.summary.ok} current` : state.summary.stopped ? `${state.summary.stopped} stopped` : "none seen"],
       trouble.length ? "bad" : ""),

@@ -9,13 +9,16 @@ from safetensors.torch import load_file, save_file
 
 from deltawire.engines import conformance
 from deltawire.engines.layout import Piece
+from deltawire.engines.memory import HostMemory, Item, SplitMemory
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.published import quantize_checkpoint, quantized
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
 from deltawire.engines.staged import PieceChange
 from deltawire.engines.vllm.quantized import layers
 from deltawire.errors import EngineRejected, ObjectMissing, UnsupportedFormat
-from deltawire.tensors.digest import Digest
+from deltawire.tensors.digest import Digest, tensor_key
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.workers import SERIAL
 from support.command_line import told
 from support.quantized_module import QuantizedEngine, harness_of
 
@@ -337,3 +340,30 @@ def test_scales_that_several_workers_agree_on_are_refused():
                 list(layers(model))
         else:
             assert len(list(layers(model))) == 1
+
+
+def test_storages_on_two_devices_are_changed_as_one(monkeypatch):
+    """As with weights in host memory and codes on a GPU; here both are in host memory."""
+    flats = {"far": torch.zeros(64, dtype=torch.bfloat16), "near": torch.zeros(64, dtype=torch.bfloat16)}
+    split = SplitMemory(flats, SERIAL)
+    monkeypatch.setattr(split, "_is_host", {"far": False, "near": True})
+    monkeypatch.setattr(split, "_parts", {kind: HostMemory(flats, SERIAL) for kind in (False, True)})
+    key = tensor_key("w", DTYPES["BF16"], (64,))
+    pieces = [Piece("w", name, 1, 64, 0, 64, (0, 64, 1)) for name in ("near", "far", "near")]
+    items = []
+    for number, piece in enumerate(pieces):
+        index = np.arange(number, 64, 3, dtype=np.uint32)
+        change = PieceChange(number, index, np.zeros(len(index), np.uint16), np.full(len(index), number + 1, np.uint16))
+        items.append(Item(number, piece, key, split.part(piece).take(change)))
+    planned = split.put(items, writes=False)
+    assert [each.num_unexpected for each in planned] == [0, 0, 0]
+    assert split.put(items) == planned
+    bits = {name: flat.view(torch.int16).tolist() for name, flat in flats.items()}
+    assert bits["near"] == [(1, 0, 3)[i % 3] for i in range(64)]
+    assert bits["far"] == [(0, 2, 0)[i % 3] for i in range(64)]
+    assert split.digest(pieces[1], key) == HostMemory(flats, SERIAL).digest(pieces[1], key)
+    split.drop()
+    assert split.put(items, undo=True) != planned
+    assert not any(flat.any() for flat in flats.values())
+    with pytest.raises(TypeError):
+        split.take(change)

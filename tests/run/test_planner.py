@@ -115,6 +115,7 @@ def test_long_deltas_are_due_when_routes_get_long_or_large():
     assert due(64, sixteens[1:])  # no other way leads there
     singles = [ListedHop(version, version - 1, 1000) for version in range(1, 5)]
     assert [version for version in (1, 2, 3, 4) if due(version, singles, skips=(9,))] == [2, 3, 4]
+    assert [version for version in (1, 2, 3, 4) if due(version, singles, skips=(9,), most_deltas=10)] == [3, 4]
     assert not due(3, [*singles, ListedHop(2, 0, 1500)], skips=(9,))  # an anchor then
 
 

@@ -13,11 +13,12 @@ SKIPS = (4, 16)
 # The most deltas on a route. Where skip deltas would need more, one from the anchor is written.
 MOST_DELTAS = 9
 
-# When the deltas since the anchor reach this fraction of its size, one from the anchor is written: a new replica
-# fetches 1.2 times the model at most. If the last of these was not much smaller, an anchor when it pays, a little
-# earlier at versions where skip deltas start, so that a new replica needs few hops.
-LONG_PAYS, MOST_LONG = 0.2, 0.15
+# When the deltas since the anchor reach this fraction of its size, one from the anchor is written or, if the last of
+# these was not much smaller, an anchor; a little earlier at versions where skip deltas start, so that a new replica
+# needs few hops. With routes of MOST_DELTAS one from the anchor comes earlier, so that a new replica fetches 1.2 times
+# the model at most, although the sizes of skip deltas that are still to come are estimated.
 ANCHOR_PAYS, ANCHOR_PAYS_ALIGNED, ALIGNED = 0.25, 0.2, 16
+LONG_PAYS, MOST_LONG = 0.19, 0.15
 
 # A delta over n versions takes n^-0.3 of the single deltas that it spans: 0.83, 0.67, 0.53 over 2, 4, 8 recorded steps.
 OVERLAP = -0.3
@@ -183,7 +184,8 @@ def long_is_due(
     is_long = version % max(skips) == 0 and len(since.hops) + longest_tail(skips) > most_deltas
     full = max((hop.num_bytes for hop in hops if hop.base is None), default=0)
     paid = max((hop.num_bytes for hop in hops if hop.base == base), default=0)
-    is_large = since.num_bytes >= LONG_PAYS * full > 0 and paid < MOST_LONG * full
+    limit = LONG_PAYS if most_deltas <= MOST_DELTAS else pays_at(version)
+    is_large = since.num_bytes >= limit * full > 0 and paid < MOST_LONG * full
     return len(since.hops) > 1 and (is_long or is_large)
 
 

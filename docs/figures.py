@@ -178,12 +178,15 @@ def sizes() -> str:
     return table(["encoding", "bytes per change, lr 1e-6"], own)
 
 
+def rounds(model: str, source: str = "mapping") -> list[dict[str, str]]:
+    """Those of a vLLM server with 1 % and eight streams, after the first."""
+    case = {"model": model, "source": source, "requests": "keep", "changed": "0.01", "streams": "8"}
+    return [row for row in read("vllm_gpu.csv")[1] if case.items() <= row.items() and row["round"] != "0"]
+
+
 @cache
 def on_gpu(model: str, column: str, source: str = "mapping") -> float:
-    """The median of the rounds of a vLLM server with 1 % and eight streams, after the first."""
-    case = {"model": model, "source": source, "requests": "keep", "changed": "0.01", "streams": "8"}
-    rows = [row for row in read("vllm_gpu.csv")[1] if case.items() <= row.items() and row["round"] != "0"]
-    return median(float(row[column]) for row in rows)
+    return median(float(row[column]) for row in rounds(model, source))
 
 
 @cache
@@ -251,7 +254,8 @@ def models() -> str:
     for model, (text, name) in MEASURED.items():
         whole = 2 * weights_of(model)
         delta = on_gpu(model, "bytes")
-        reload = duration(on_gpu(model, "pause_ms", "vLLM reload") / 1000) if model == "0.6b" else "-"
+        reloads = rounds(model, "vLLM reload")
+        reload = duration(on_gpu(model, "pause_ms", "vLLM reload") / 1000) if reloads else "-"
         rows.append([
             f"{text}, measured", "1 %", size(whole), size(delta), size(factor * delta),
             duration(float(publishes(name)["blocked_ms"]) / 1000), duration(on_gpu(model, "pause_ms") / 1000), reload,
@@ -304,7 +308,8 @@ def report_runs() -> str:
 def report_ways() -> str:
     """Ways to change a server's weights, in the same server."""
     rows = []
-    for model, source in (("0.6b", "mapping"), ("0.6b", "vLLM patches"), ("0.6b", "vLLM reload"), ("8b", "mapping")):
+    sources = ("mapping", "vLLM patches", "vLLM reload")
+    for model, source in ((m, s) for m in MEASURED for s in sources if rounds(m, s)):
         rows.append([
             f"vLLM on an H200, {MEASURED[model][0]}", "deltawire" if source == "mapping" else source,
             size(on_gpu(model, "bytes", source)), duration(on_gpu(model, "pause_ms", source) / 1000, 3),

@@ -370,7 +370,7 @@ def test_the_site_in_a_browser(site, open_page):
         server.server_close()
 
 
-# Sentences of a kind that may only be said with a figure from the results: shares of weights, sizes of deltas, times. That
+# Sentences that may only be said with a figure from the results: shares of weights, sizes of deltas, times. That
 # a benchmark changes 1 % is a condition.
 CLAIM = re.compile(
     r"(?<![\d.])(?!1 %)[\d.]+ % of (?:the|all|its) weights|1/\d+ of (?:the |all )?weights"

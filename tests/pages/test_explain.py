@@ -300,6 +300,23 @@ def test_files_land_under_their_names(explain):
             totals.append(int(info(page, "bucket")["bucketBytes"]))
             press(page, "bucket", "ArrowRight")
         assert int(info(page, "bucket")["version"]) == 8
+        page.set_viewport_size({"width": 390, "height": 844})
+        shown = [item for item in page.locator("#bucket .files code").all() if item.is_visible()]
+        assert [item.inner_text() for item in shown] == names[-9:], "the latest, next to what replicas do"
+        # On the way to version 3: its delta alone is no version, and then its manifest is there.
+        for part, manifest in ((0.5, False), (0.8, True)):
+            page.evaluate(
+                """(at) => {
+                    const range = document.querySelector("#bucket .toolbar input");
+                    range.value = Math.round(1000 * at);
+                    range.dispatchEvent(new Event("input"));
+                }""",
+                (3 + part) / 9,
+            )
+            there = page.locator("#bucket .files .there code").evaluate_all("all => all.map((e) => e.textContent)")
+            assert ("manifests/00000003.json" in there) == manifest
+            assert any(key.startswith("deltas/00000003") for key in there)
+            assert info(page, "bucket")["version"] == ("3" if manifest else "2")
     assert states[0] == ["run.json"]
     assert states[-1] == names
     assert states[1] == names[:3]

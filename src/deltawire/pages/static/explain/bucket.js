@@ -7,6 +7,8 @@ const VERSIONS = 8;
 // The empty bucket, the anchor, eight deltas.
 const FRAMES = VERSIONS + 2;
 const ANCHOR_SIDE = 40;
+// How many files a narrow page shows.
+const LATEST = 9;
 
 const kindOf = (hop) => (hop.base === null ? "anchor" : hop.version - hop.base > 1 ? "skip" : "delta");
 const nameOf = (hop) => (hop.base === null ? `anchor ${hop.version}` : `${hop.base} → ${hop.version}`);
@@ -90,15 +92,19 @@ export function bucket(section, data, settings) {
   function draw(position) {
     if (!width) return;
     const at = position * (FRAMES - 1);
-    const version = Math.floor(at + 1e-6) - 1;
-    const part = at - version - 1 < 1e-6 ? 0 : at - version - 1;
-    // The files of the next version come one after the other, its manifest last.
-    const next = rows.filter(({ file }) => file.version === version + 1);
+    const done = Math.floor(at + 1e-6) - 1;
+    const part = at - done - 1 < 1e-6 ? 0 : at - done - 1;
+    // The files of the next version come one after the other; it exists when its manifest does.
+    const next = rows.filter(({ file }) => file.version === done + 1);
     const coming = new Set(next.slice(0, Math.floor(part * (next.length + 1))));
-    const present = rows.filter((row) => row.file.version <= version || coming.has(row));
+    const present = rows.filter((row) => row.file.version <= done || coming.has(row));
+    const manifest = `manifests/${String(done + 1).padStart(8, "0")}.json`;
+    const version = [...coming].some(({ file }) => file.key === manifest) ? done + 1 : done;
     for (const row of rows) {
+      const behind = present.length - 1 - present.indexOf(row);
       row.item.classList.toggle("there", present.includes(row));
-      row.item.classList.toggle("new", row.file.version === version + (part ? 1 : 0) && present.includes(row));
+      row.item.classList.toggle("earlier", present.includes(row) && behind >= LATEST);
+      row.item.classList.toggle("new", row.file.version === done + (part ? 1 : 0) && present.includes(row));
     }
     const { joins } = settings.values;
     const following = followLinks(version);

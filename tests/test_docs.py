@@ -417,6 +417,12 @@ def test_readme_first_screen():
         assert f"\n## {title}\n" in text
 
 
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == deltawire.__version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= cited.keys()
+
+
 @pytest.mark.process
 def test_the_moving_picture_is_of_the_recorded_run(tmp_path):
     """`benchmarks/hello_picture.py` draws the same from the events again."""

@@ -22,7 +22,7 @@ function known({ recordings, tensors, measured }) {
         8.191e9,
         weightsText,
       ],
-      density: ["Weights changed in a step", densities.sort((a, b) => a - b), run.density, percentText],
+      density: ["Changed in a step", densities.sort((a, b) => a - b), run.density, percentText],
       gbits: ["Bandwidth", [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 25, 50, 100, 200, 400], 10, gbitsText],
       replicas: ["Replicas", [1, 2, 4, 8, 16, 32, 64], 8, String],
       stepSeconds: ["Training step", [1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600], 60, secondsText],

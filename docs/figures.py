@@ -124,7 +124,7 @@ def whole_runs() -> dict[str, str]:
         step = settled(lr)
         found |= {
             f"density-{name}": percent(step["density"]), f"ratio-{name}": f"1/{1 / step['ratio_to_full']:.0f}",
-            f"whole-run-bytes-{name}": short(step["bytes_per_change"], 2), f"first-{name}": percent(step["first"], 1),
+            f"first-{name}": percent(step["first"], 1),
         }  # fmt: skip
     weights = re.search(r"(\d+) weights", read("grpo.csv")[0]["model"])
     assert weights
@@ -140,26 +140,22 @@ def recorded() -> dict[str, Any]:
 def recordings() -> dict[str, str]:
     """The tensors that encodings are compared on."""
     found = {}
-    for name in ("rl-lr1e-6", "rl-lr3e-6"):
+    for name in recorded()["recordings"]:
         rows = recorded()["recordings"][name]["sizes"]
-        own = {row["encoding"]: row for row in read("codec_size.csv")[1] if row["recording"] == name}
-        lr = name.removeprefix("rl-lr")
-        found |= {
-            f"slices-{lr}": percent(sum(row["changed"] for row in rows) / sum(row["weights"] for row in rows)),
-            f"slices-changes-{lr}": f"{int(own['context']['changed']):,}",
-            f"context-{lr}": f"{float(own['context']['bytes_per_change']):.2f}",
-            f"gap-{lr}": f"{float(own['gap']['bytes_per_change']):.2f}",
-        }
-        others = [float(row["bytes_per_change"]) for row in own.values() if row["used_by"] != "deltawire"]
-        found |= {f"peers-least-{lr}": f"{min(others):.2f}", f"peers-most-{lr}": f"{max(others):.0f}"}
+        share = sum(row["changed"] for row in rows) / sum(row["weights"] for row in rows)
+        found[f"slices-{name.removeprefix('rl-lr')}"] = percent(share)
+    notes, rows = read("codec_size.csv")
+    sizes = {row["encoding"]: row for row in rows if row["recording"] == "rl-lr1e-6"}
+    others = [float(row["bytes_per_change"]) for row in sizes.values() if row["used_by"] != "deltawire"]
     classes = recorded()["recordings"]["rl-lr1e-6"]["classes"][0]
-    changed = classes["changed"]
-    commit = read("codec_size.csv")[0]["commit"].removesuffix("-dirty")
     return found | {
-        "position-context": short(classes["context"]["positions"] / changed, 2),
-        "position-gap": f"{classes['gap']['positions'] / changed:.0f}",
-        "codec-commit": commit,
-    }
+        "slices-changes-1e-6": f"{int(sizes['context']['changed']):,}",
+        "context-1e-6": f"{float(sizes['context']['bytes_per_change']):.2f}",
+        "peers-least-1e-6": f"{min(others):.2f}", "peers-most-1e-6": f"{max(others):.0f}",
+        "position-context": short(classes["context"]["positions"] / classes["changed"], 2),
+        "position-gap": f"{classes['gap']['positions'] / classes['changed']:.0f}",
+        "codec-commit": notes["commit"].removesuffix("-dirty"),
+    }  # fmt: skip
 
 
 NAMES = {
@@ -200,8 +196,8 @@ def servers() -> dict[str, str]:
     cpu = {row["mode"]: row for row in rows}
     gpu = read("vllm_gpu.csv")[0]
     found = {
-        "cpu-weights": f"{int(notes['weights']) / 1e6:.1f} M", "cpu-density": percent(float(notes["density"])),
-        "vllm": gpu["vllm"], "gpu": gpu["gpu"].removeprefix("NVIDIA "), "full-8b": size(2 * weights_of("8b")),
+        "cpu-weights": f"{int(notes['weights']) / 1e6:.1f} M",
+        "vllm": gpu["vllm"], "sglang": read("sglang_gpu.csv")[0]["sglang"], "full-8b": size(2 * weights_of("8b")),
     }  # fmt: skip
     for mode, name in (("deltawire", "cpu-pause"), ("patch API", "cpu-patches"), ("reload", "cpu-reload")):
         found[name] = f"{float(cpu[mode]['pause_ms']):.0f} ms"
@@ -210,10 +206,7 @@ def servers() -> dict[str, str]:
             f"pause-{model}": duration(on_gpu(model, "pause_ms") / 1000),
             f"served-{model}": duration(on_gpu(model, "served_s")),
             f"blocked-{model}": duration(float(publishes(name)["blocked_ms"]) / 1000),
-            f"device-memory-{model}": percent(float(publishes(name)["extra_memory"])),
-            f"staging-{model}": f"{on_gpu(model, 'staging_mb'):.0f} MB",
         }
-    found["reload-0.6b"] = duration(on_gpu("0.6b", "pause_ms", "vLLM reload") / 1000)
     return found
 
 
@@ -224,12 +217,10 @@ def weights_of(model: str) -> int:
 
 def chains() -> dict[str, str]:
     """From a trainer to a replica, and all that is uploaded."""
-    loopback, slow = read("chain.csv")[1]
     publish = read("publish.csv")[1][0]
     fleet = uploads()
     return {
-        "chain-weights": f"{int(loopback['weights']) / 1e6:.0f} M",
-        "chain-loopback": f"{float(loopback['times_faster']):.0f}", "chain-slow": f"{float(slow['times_faster']):.0f}",
+        "chain-weights": f"{int(read('chain.csv')[1][0]['weights']) / 1e6:.0f} M",
         "blocking": publish["ratio_to_flatnonzero"], "publisher-memory": percent(float(publish["memory_beyond"])),
         "uploads-all": short(float(fleet["all_to_single"])), "uploads-weights": f"{int(fleet['weights']) / 1e6:.0f} M",
         "uploads-steps": fleet["steps"], "uploads-scratch": short(float(scratch()["scratch_models"])),
@@ -315,6 +306,15 @@ def report_ways() -> str:
             size(on_gpu(model, "bytes", source)), duration(on_gpu(model, "pause_ms", source) / 1000, 3),
             duration(on_gpu(model, "gap_ms", source) / 1000, 3), duration(on_gpu(model, "served_s", source), 3),
         ])  # fmt: skip
+    sglang, ways = read("sglang_gpu.csv")
+    for mode, name in (("patch", "deltawire"), ("disk", "SGLang's reload of a folder")):
+        own = [row for row in ways if (row["model"], row["mode"]) == ("0.6b", mode) and not row["event"]]
+        if mode == "patch":
+            own = [row for row in own if row["requests"] == "keep" and row["round"] != "0"]
+        pause, gap, sent = (median(float(row[each]) for row in own) for each in ("pause_ms", "gap_ms", "bytes"))
+        served = duration(median(float(row["served_s"]) for row in own), 3)
+        server = f"SGLang {sglang['sglang']} on an H200, 0.6 B"
+        rows.append([server, name, size(sent), duration(pause / 1000, 3), duration(gap / 1000, 3), served])
     notes, ways = read("vllm.csv")
     for row in ways:
         served = duration(float(row["publish_to_served_ms"]) / 1000, 3) if row["publish_to_served_ms"] else "-"

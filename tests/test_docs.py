@@ -393,6 +393,11 @@ def test_figures_are_those_of_the_results(page):
     assert CLAIM.findall(said) == [], "say it with a figure: docs/figures.py"
 
 
+def test_every_figure_is_said_somewhere():
+    said = {name for page in figures.pages() for name, _ in figures.MARKED.findall(page.read_text())}
+    assert said == figures.figures().keys()
+
+
 def test_a_wrong_figure_is_noticed():
     said = "At lr 1e-6 <!--=density-1e-6-->1.6 %<!--/--> of the weights change."
     assert figures.marked(said) == said

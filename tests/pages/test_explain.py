@@ -256,6 +256,11 @@ def test_a_slow_line_and_a_fast_one(explain):
         slow = info(page, "tokens")
         assert float(slow["fullSeconds"]) == pytest.approx(2 * 8.191e9 / (0.1e9 / 8) + stop)
         assert "times sooner" in page.inner_text("#tokens [data-status]")
+        press(page, "tokens", "Home", "ArrowRight")
+        stopped = page.locator("#tokens .way.stopped").evaluate_all("all => all.map((each) => ({...each.dataset}))")
+        assert [way["way"] for way in stopped] == ["full"]
+        assert float(stopped[0]["idle"]) == pytest.approx(float(slow["fullSeconds"]) / 2), "in the middle of it"
+        press(page, "tokens", "End")
         page.evaluate("location.hash = '#tokens?gbits=0.1&full=checkpoint'")
         assert float(info(page, "tokens")["fullSeconds"]) > 1.99 * float(slow["fullSeconds"])
         page.evaluate("location.hash = '#tokens?gbits=400'")

@@ -24,6 +24,10 @@ export function idleSpans(cost, input, way, until) {
   return spans;
 }
 
+/** How much time the scene shows. */
+const untilOf = (cost, input) =>
+  Math.min(CYCLES * (input.stepSeconds + cost.fullSeconds), MOST_PAUSES * deltaPeriod(cost, input));
+
 export const idleUntil = (spans, time) =>
   spans.reduce((sum, [from, to]) => sum + Math.max(0, Math.min(to, time) - from), 0);
 
@@ -84,8 +88,7 @@ export function tokens(section, { measured }, settings) {
     if (!width) return;
     const input = settings.values;
     const cost = costs(measured, input);
-    const cycle = input.stepSeconds + cost.fullSeconds;
-    const until = Math.min(CYCLES * cycle, MOST_PAUSES * deltaPeriod(cost, input));
+    const until = untilOf(cost, input);
     const now = position * until;
     const wide = width < 700 ? width : Math.floor((width - 28) / 2);
     const count = Math.min(input.replicas, MOST_ENGINES);
@@ -189,7 +192,7 @@ export function tokens(section, { measured }, settings) {
     draw,
     stops: () => {
       const cost = costs(measured, settings.values);
-      const until = CYCLES * (settings.values.stepSeconds + cost.fullSeconds);
+      const until = untilOf(cost, settings.values);
       const spans = idleSpans(cost, settings.values, "full", until);
       return [0, ...spans.flatMap(([from, to]) => [(from + to) / 2 / until, to / until])].filter((at) => at <= 1);
     },

@@ -72,6 +72,8 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/engine_split.py
 	$(BIN)/python benchmarks/vllm_updates.py
 	$(BIN)/python benchmarks/polling.py
+	$(BIN)/python benchmarks/hello_picture.py --record
+	$(BIN)/python benchmarks/explain_data.py
 	$(BIN)/python benchmarks/estimate_data.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/charts.py

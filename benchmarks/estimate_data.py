@@ -33,19 +33,30 @@ def straight(points):
     return {"start": digits(max(one - slope * low, 0.0)), "per_weight": digits(slope)}
 
 
+def whole_runs(recorded):
+    """What a step changes in a whole model at two learning rates, as the data of `deltawire explain` has it."""
+    return recorded["measured"]["runs"]
+
+
 def density_of_lr(recorded):
-    """The share of weights that a step changes: a power of the learning rate, through the recorded runs."""
-    points = []
-    for recording in recorded["recordings"].values():
-        rows = recording["sizes"]
-        points.append((recording["lr"], statistics.mean(row["changed"] / row["weights"] for row in rows)))
-    rows = read_csv("grpo.csv")
-    for lr in sorted({row["lr"] for row in rows}):
-        own = [float(row["density"]) for row in rows if row["lr"] == lr]
-        points.append((float(lr), statistics.median(own[len(own) // 2 :])))
+    """The share of weights that a step changes: a power of the learning rate, through the runs of whole models."""
+    points = [(run["lr"], run["density"]) for run in whole_runs(recorded)]
     x, y = [math.log(lr / 1e-6) for lr, _ in points], [math.log(density) for _, density in points]
     slope, start = statistics.linear_regression(x, y)
     return {"at_1e-6": digits(math.exp(start)), "power": digits(slope)}
+
+
+def codec(recorded):
+    """Bytes per change and times by density; at the densities of whole runs, the bytes that those had."""
+    names = ("density", "bytes_per_change", "encode_ratio", "decode_ratio")
+    table = [{name: float(row[name]) for name in names} for row in read_csv("density.csv")]
+    for run in whole_runs(recorded):
+        above = next(i for i, row in enumerate(table) if row["density"] > run["density"])
+        low, high = table[above - 1], table[above]
+        part = math.log(run["density"] / low["density"]) / math.log(high["density"] / low["density"])
+        between = {name: digits(low[name] + part * (high[name] - low[name])) for name in names[2:]}
+        table.insert(above, {"density": run["density"], "bytes_per_change": run["bytes_per_change"]} | between)
+    return table
 
 
 def span_power(recorded, demos):
@@ -143,13 +154,9 @@ def make():
     singles = [hop["bytes"] for hop in hops if hop["base"] is not None and hop["base"] == hop["version"] - 1]
     encoded = [row["context"] for recording in recorded["recordings"].values() for row in recording["sizes"]]
     documents = [demo["uploads"]["documents"] for demo in demos]
-    table = [
-        {name: float(row[name]) for name in ("density", "bytes_per_change", "encode_ratio", "decode_ratio")}
-        for row in read_csv("density.csv")
-    ]
     values = {
         "density_of_lr": (density_of_lr(recorded), "grpo.csv, recorded.json"),
-        "codec": (table, "density.csv"),
+        "codec": (codec(recorded), "density.csv, grpo.csv"),
         "span_power": (span_power(recorded, demos), "recorded.json, demo.json"),
         "tensor_bytes": (round((sum(singles) - sum(encoded)) / len(singles) / 6), "recorded.json"),
         "document_bytes": (

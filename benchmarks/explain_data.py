@@ -9,6 +9,7 @@ that is not in this file or computed from it.
 import argparse
 import base64
 import json
+import re
 import statistics
 import sys
 from itertools import groupby
@@ -43,6 +44,8 @@ FIELD = COLUMNS * COLUMNS
 ENCODINGS = ("coo", "gap", "context")
 # Where the second anchor of the figure lies. By itself a publisher writes one when the deltas weigh a quarter of it.
 SECOND_ANCHOR = 5
+# The first steps of a run change more.
+SETTLED = 10
 
 
 def as_text(array):
@@ -135,6 +138,25 @@ def classes_of(step, workers):
     }  # fmt: skip
 
 
+def files_of(store):
+    """Every object of a run by its name and size, in the order in which versions come to exist: manifests are last.
+
+    An upload's part of a name is random; here it is a number, so that the same inputs give the same names. Documents
+    have times in them and so no size of their own.
+    """
+    found = []
+    for stat in store.list(""):
+        numbers = re.findall(r"(?<!\d)\d{8}(?!\d)", stat.key)
+        version = int(numbers[0]) if numbers else -1
+        extra = version > 0 and ((len(numbers) > 1 and version - int(numbers[1]) > 1) or "anchor" in stat.key)
+        found.append((version, extra, stat.key.startswith("manifests/"), stat.key, stat.num_bytes))
+    files = []
+    for number, (version, _, _, key, num_bytes) in enumerate(sorted(found)):
+        name = re.sub(r"-[0-9a-f]{12}(?=[./])", f"-{(number + 1) * 0x9E3779B97F4B % (1 << 48):012x}", key)
+        files.append({"key": name, "version": version, "bytes": None if key.endswith(".json") else num_bytes})
+    return files
+
+
 def bucket_of(recording):
     """Publish a recording to a store in memory: what lies in it then, and what a replica that comes late fetches."""
     steps = [{each.tensor: each for each in tensors} for _, _, tensors in by_step(recording)]
@@ -172,6 +194,7 @@ def bucket_of(recording):
         "weights": sum(len(each.old) for each in steps[0].values()),
         "hops": [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in hops],
         "plans": plans,
+        "files": files_of(Run(store).store),
     }
 
 
@@ -179,6 +202,20 @@ def notes_of(name):
     """The lines at the head of a CSV: the command, the machine and the like."""
     lines = (RESULTS / name).read_text().splitlines()
     return dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+
+
+def whole_runs():
+    """What a step changes in a whole model, by learning rate: the medians of the GRPO runs from step 10 on."""
+    rows = read_csv("grpo.csv")
+    found = []
+    for lr in sorted({row["lr"] for row in rows}, key=float):
+        own = [row for row in rows if row["lr"] == lr and int(row["step"]) >= SETTLED]
+        density, per_change, ratio = (
+            statistics.median(float(row[name]) for row in own)
+            for name in ("density", "bytes_per_change", "ratio_to_full")
+        )
+        found.append({"lr": float(lr), "density": density, "bytes_per_change": per_change, "ratio": ratio})
+    return found
 
 
 def measured():
@@ -196,7 +233,8 @@ def measured():
 
     vllm, notes = {row["mode"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
     on_gpu = read_csv("vllm_gpu.csv")
-    demo = json.loads((RESULTS / "demo.json").read_text())["runs"][0]
+    split = read_csv("engine_split.csv")[0]
+    fleet = next(row for row in reversed(read_csv("fleet_bytes.csv")) if row["choice"] == "now")
 
     def median(column, model, source="mapping"):
         """Of the rounds with 1 % and eight streams, after the first."""
@@ -228,15 +266,18 @@ def measured():
                 "seconds": median("pause_ms", "0.6b", "vLLM reload") / 1000,
             },
         },
+        "split": {
+            name: float(split[f"{name}, ns a change"]) / 1e9 for name in ("split", "save")
+        },
+        "uploads": {
+            "all_to_single": float(fleet["all_to_single"]), "weights": int(fleet["weights"]),
+            "steps": int(fleet["steps"]),
+        },
         "density": [
             {name: float(row[name]) for name in ("density", "bytes_per_change", "encode_ratio", "decode_ratio")}
             for row in read_csv("density.csv")
         ],
-        "demo": {
-            "weights": demo["full_bytes"] // 2, "density": demo["density"], "step_seconds": demo["step_seconds"],
-            "blocked": demo["publish_blocked_seconds"], "bytes": demo["payload_bytes"], "steps": demo["steps"],
-            "pauses": [each["pause_seconds"] for each in demo["replicas"]],
-        },
+        "runs": whole_runs(),
     }  # fmt: skip
 
 

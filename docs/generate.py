@@ -1,18 +1,19 @@
 """Writes the parts of the documentation that come from the program and from the benchmarks: `make docs`."""
 
-import csv
 import re
 from pathlib import Path
 from statistics import median
 
+import figures
 import rooms
 from click.testing import CliRunner
+from figures import RESULTS, read
+from figures import table as markdown_table
 
 from deltawire.cli import main
 from deltawire.metrics import COUNTERS, HELP
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks" / "results"
 
 CLI_HEAD = """# Command line
 
@@ -87,7 +88,9 @@ Made by `make bench` and `make docs` from the CSVs in `benchmarks/results`. {con
 ## Size
 
 Bytes sent per changed weight, over six tensors and eight steps of two [recorded RL runs](../benchmarks/data/README.md);
-all tensor data counted, headers not (ours takes under 300 bytes per changed tensor; peers' are not counted either).
+all tensor data counted, headers not (ours takes under 300 bytes per changed tensor; peers' are not counted either). Of
+these tensors <!--=slices-1e-6--><!--/--> and <!--=slices-3e-6--><!--/--> change in a step; of a whole
+model <!--=density-1e-6--><!--/--> and <!--=density-3e-6--><!--/-->, [further down](#a-grpo-run-step-by-step).
 
 {sizes}
 
@@ -113,9 +116,9 @@ multiple of one of them. In the last three rows weights change to random pattern
 ## Density
 
 16 M normal weights (deviation 0.02) and normal updates of growing size, cast to bf16; `auto`, one thread, times as
-multiples of `np.flatnonzero(old != new)` on the same weights. Recorded RL steps at lr 1e-6 (1.1 % changed) lie between
-updates of 1e-7 and 1e-6. Nothing falls back to `dense` here: even where 99.6 % of the weights change, their steps are
-smaller than their values.
+multiples of `np.flatnonzero(old != new)` on the same weights. RL steps at lr 1e-6 change <!--=density-1e-6--><!--/-->
+and lie between updates of 1e-7 and 1e-6. Nothing falls back to `dense` here: even where 99.6 % of the weights change,
+their steps are smaller than their values.
 
 {density}
 
@@ -141,8 +144,9 @@ Measuring live weights again takes {check_percent} % of the time where {check_we
 - **On a fast, shared network** (NVLink, 400 Gb/s InfiniBand) broadcasting all weights takes a second or two for models
   of hundreds of gigabytes; a delta saves bytes that were not the bottleneck.
 - **At high learning rates** most weights change. A delta is then 2 to 10 times smaller than the weights rather than
-  100, and coding it takes several times longer. RL learning rates (1e-6 to 3e-6) change 1 to 4 % a step, the first
-  steps of a run 4 to 13 %.
+  100, and coding it takes several times longer. At lr 1e-6 a step
+  changes <!--=density-1e-6--><!--/-->, at 3e-6 <!--=density-3e-6--><!--/-->, and the first step of a
+  run <!--=first-1e-6--><!--/--> and <!--=first-3e-6--><!--/-->.
 - **fp32 weights** change nearly everywhere at every step. Publish bf16.
 - **Tiny tensors**: norms and biases cost 200 to 300 bytes of header each, more than their payload.
 """
@@ -242,18 +246,6 @@ def metrics_page() -> str:
         return markdown_table(["name", "type", "meaning"], rows)
 
     return METRICS.format(publish=part("publish/"), replica=part("replica/"))
-
-
-def read(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """A CSV's notes (command, machine, commit) and rows."""
-    lines = (RESULTS / name).read_text().splitlines()
-    notes = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    return notes, list(csv.DictReader(line for line in lines if not line.startswith("# ")))
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def grpo_section() -> str:
@@ -420,13 +412,15 @@ def architecture_page() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The generated pages and what they must say."""
-    return {
+    """The generated pages, and those with figures in them, and what they must say."""
+    made = {
         DOCS / "cli.md": cli_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "performance.md": performance_page(),
         DOCS.parent / "ARCHITECTURE.md": architecture_page(),
     }
+    written = {path: path.read_text() for path in figures.pages() if path not in made}
+    return {path: figures.marked(text) for path, text in (made | written).items() if path in made or "<!--=" in text}
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
 
+import figures
 import nbformat
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ from deltawire.engines.torch import TorchEngine
 from deltawire.metrics import registry
 from support import ROOT
 
-DOCS, TESTS = ROOT / "docs", ROOT / "tests"
+DOCS, TESTS, RESULTS = ROOT / "docs", ROOT / "tests", ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- (?P<word>[a-z ]+)(?:: (?P<what>[^\n]*))? -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
@@ -369,15 +370,75 @@ def test_the_site_in_a_browser(site, open_page):
         server.server_close()
 
 
+# Sentences that may only be said with a figure from the results: shares of weights, sizes of deltas, times. That
+# a benchmark changes 1 % is a condition.
+CLAIM = re.compile(
+    r"(?<![\d.])(?!1 %)[\d.]+ % of (?:the|all|its) weights|1/\d+ of (?:the |all )?weights"
+    r"|\d\.\d+ bytes (?:per|for each|a) change"
+    r"|pauses? (?:of|for) [\d.]+ m?s\b|[\d.]+ ms with a|[\d.]+ times faster"
+)
+# Generated as a whole; dated decisions; what others say of themselves, and what a store or a protocol allows.
+FREE = ("performance.md", "cli.md", "CHANGELOG.md", "LOG.md", "soak.md", "soak_engines.md", "mutants.md")
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_figures_are_those_of_the_results(page):
+    text = page.read_text()
+    assert figures.marked(text) == text, f"{page.name} says another number than benchmarks/results: run make docs"
+    # In Markdown a line that begins with a comment is no part of a paragraph.
+    assert page.suffix == ".html" or not re.search(r"^ *<!--=[\w.-]+-->[^\n]", text, re.MULTILINE)
+    if page.name in FREE or page.parent.name == "decisions":
+        return
+    said = figures.MARKED.sub("", re.sub(r"^```.*?^```$|^\|[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL))
+    assert CLAIM.findall(said) == [], "say it with a figure: docs/figures.py"
+
+
+def test_every_figure_is_said_somewhere():
+    said = {name for page in figures.pages() for name, _ in figures.MARKED.findall(page.read_text())}
+    assert said == figures.figures().keys()
+
+
+def test_a_wrong_figure_is_noticed():
+    said = "At lr 1e-6 <!--=density-1e-6-->1.6 %<!--/--> of the weights change."
+    assert figures.marked(said) == said
+    assert figures.marked(said.replace("1.6", "1.1")) == said
+    assert CLAIM.search("that is 1.1 % of the weights, or 1/200 of all weights")
+
+
 def test_readme_first_screen():
-    """One sentence, one chart for both themes, six bullets, the two commands, an example."""
+    """One sentence, one moving picture for both themes, the table of sizes; then how to try it; short as a whole."""
     text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 120
     first = text.split("\n## ")[0]
     assert first.count("<picture>") == 1
-    assert first.count("prefers-color-scheme: dark") == 1
-    bullets = re.findall(r"^- \*\*(.*?)\*\*", first, re.MULTILINE)
-    assert len(bullets) == 6
-    assert "exact" in bullets[0]
-    assert re.search(r"^make demo .*\nmake test ", first, re.MULTILINE)
-    assert re.search(r"[0-9a-f]{7}", first[first.index("</picture>") :])
-    assert "`make test`" in text
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', first)
+    assert len(pictures) == 2
+    for path in pictures:
+        assert (ROOT / path).stat().st_size < 500_000
+        assert "@keyframes" in (ROOT / path).read_text()
+    assert {"measured", "computed"} <= set(re.findall(r"^\| [\d.]+ B, (\w+) \|", first, re.MULTILINE))
+    assert re.search(r"^make demo .*\nmake test ", text, re.MULTILINE)
+    for title in ("Try it in a minute", "What was tested on what", "When not to use it"):
+        assert f"\n## {title}\n" in text
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == deltawire.__version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= cited.keys()
+
+
+@pytest.mark.process
+def test_the_moving_picture_is_of_the_recorded_run(tmp_path):
+    """`benchmarks/hello_picture.py` draws the same from the events again."""
+    names = ("hello.jsonl", "hello-light.svg", "hello-dark.svg")
+    before = [(RESULTS / name).read_bytes() for name in names]
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import hello_picture, pathlib\n"
+        "for theme in hello_picture.THEMES: (pathlib.Path(sys.argv[2]) / f'hello-{theme}.svg').write_text("
+        "hello_picture.draw(theme))"
+    )
+    subprocess.run([sys.executable, "-c", code, ROOT / "benchmarks", tmp_path], check=True)
+    assert [(tmp_path / name).read_bytes() for name in names[1:]] == before[1:]
+    events = [json.loads(line) for line in before[0].decode().splitlines()[1:]]
+    assert len({event["sha256"] for event in events if "sha256" in event}) == 1

@@ -19,7 +19,9 @@ from playwright.sync_api import Page, sync_playwright
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from support.browser import FLAGS, THEMES, WIDTHS
+from support.browser import FLAGS, THEMES
+
+WIDTHS = (390, 1440)
 
 
 class Shot(NamedTuple):
@@ -90,14 +92,21 @@ def press(selector: str, *keys: str) -> Callable[[Page], None]:
     return prepare
 
 
+SCENES = ("weight", "packets", "tokens", "bucket")
 JOBS = [
     Job("explain", explain, "body[data-ready]", [
-        Shot("page"),
-        Shot("1-timeline", "#timeline"),
-        Shot("2-ulp", "#ulp"),
-        Shot("3-bucket", "#bucket"),
-        Shot("4-sync", "#sync", press("#sync", "Home", *["ArrowRight"] * 3)),
-        Shot("4-sync-full", "#sync", lambda page: page.click("#sync button:text-is('Full weights')")),
+        Shot("page", prepare=lambda page: [press(f"#{scene}", "End")(page) for scene in SCENES]),
+        Shot("1-weight-close", "#weight", press("#weight", "Home", *["ArrowRight"] * 4)),
+        Shot("1-weight", "#weight", press("#weight", "End")),
+        Shot("2-packets-way", "#packets", press("#packets", "Home", *["ArrowRight"] * 3)),
+        Shot("2-packets", "#packets", press("#packets", "End")),
+        Shot("2-packets-inside", "#packets", lambda page: page.click("#packets [data-inside] > summary")),
+        Shot("3-tokens-stopped", "#tokens", press("#tokens", "Home", *["ArrowRight"] * 3)),
+        Shot("3-tokens", "#tokens", press("#tokens", "End")),
+        Shot("3-tokens-yours", "#tokens", lambda page: page.locator("#tokens summary").evaluate_all(
+            "all => all.forEach((each) => each.click())")),
+        Shot("4-bucket-way", "#bucket", press("#bucket", "Home", *["ArrowRight"] * 4)),
+        Shot("4-bucket", "#bucket", press("#bucket", "End")),
     ]),
     Job("dashboard", dashboard, "#anatomy-body:not([hidden])", [
         Shot("page", prepare=lambda page: page.wait_for_selector("#chain-table tbody tr")),

@@ -1,64 +1,20 @@
-"""`deltawire explain` in a real browser: its arithmetic, and its figures."""
+"""`deltawire explain` in a real browser: its arithmetic, and what its scenes show."""
 
 import base64
-import json
-import re
-from contextlib import contextmanager
+from statistics import median
 
 import ml_dtypes
 import numpy as np
 import pytest
+from generate import read
 
-from deltawire.pages.explain import serve, single_file, url_of
-from support import ROOT
-from support.browser import LOOKS, fits, serious_problems
-from support.pages import in_a_thread
+from deltawire.run.keys import read_document_key, read_object_key
+from support.explain import RECORDED, info, press, slide, unfold
 from support.recorded import recorded_steps
 
-FIGURES = ("timeline", "ulp", "bucket", "sync")
-RECORDED = json.loads((ROOT / "src/deltawire/pages/static/explain/recorded.json").read_text())
-LR3 = RECORDED["recordings"]["rl-lr3e-6"]
-
-
-@pytest.fixture(scope="module")
-def url():
-    with in_a_thread(serve()) as server:
-        yield url_of(server)
-
-
-@pytest.fixture
-def explain(open_page, url):
-    """The page, complete; options as those of `open_page`."""
-
-    @contextmanager
-    def opened(address=url, **options):
-        with open_page(address, **options) as page:
-            page.wait_for_selector("body[data-ready]")
-            yield page
-
-    return opened
-
-
-def info(page, figure):
-    return page.evaluate("id => ({...document.getElementById(id).dataset})", figure)
-
-
-def slide(page, figure, name, index):
-    """Move a slider to one of its values."""
-    page.evaluate(
-        """([figure, name, index]) => {
-            const range = document.querySelector(`#${figure} [data-input=${name}] input`);
-            range.value = index;
-            range.dispatchEvent(new Event("input"));
-        }""",
-        [figure, name, index],
-    )
-
-
-def press(page, figure, *keys):
-    page.focus(f"#{figure}")
-    for key in keys:
-        page.keyboard.press(key)
+LR1 = RECORDED["recordings"]["rl-lr1e-6"]
+MEASURED = RECORDED["measured"]
+RUN = MEASURED["runs"][0]
 
 
 # Arithmetic: the same in JavaScript and here
@@ -101,83 +57,20 @@ def test_rounding_to_bf16_is_that_of_ml_dtypes(explain):
     assert strange == []
 
 
-def signs(first, count):
-    """The hash of update.js, in 32-bit arithmetic."""
-    x = np.arange(first, first + count, dtype=np.uint32)
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return np.where((x ^ (x >> 16)) & 1, np.float32(1), np.float32(-1))
-
-
-def rule(lr, steps):
-    """How many weights change in the last of some steps, and since the start, by the rule that the page states."""
-    last = since = 0
-    for number, name in enumerate(RECORDED["tensors"]):
-        start = np.frombuffer(base64.b64decode(LR3["field"]["base"][name]), "<u2").view(ml_dtypes.bfloat16)
-        master, before, now = start.astype(np.float32), start, start
-        for _ in range(steps):
-            master = master + signs(number * len(start), len(start)) * np.float32(lr)
-            before, now = now, master.astype(ml_dtypes.bfloat16)
-        last += int(np.count_nonzero(before.view(np.uint16) != now.view(np.uint16)))
-        since += int(np.count_nonzero(start.view(np.uint16) != now.view(np.uint16)))
-    return last, since
-
-
-def test_the_share_that_snaps_back_is_exact(explain):
-    rates = [float(f"{digit}e{power}") for power in range(-8, -3) for digit in range(1, 10)] + [1e-3]
-    counts = []
-    with explain() as page:
-        press(page, "ulp", "Home", "ArrowRight")
-        for lr in (3e-6, 1e-8, 1e-6, 5e-5, 1e-3):
-            slide(page, "ulp", "lr", rates.index(lr))
-            now = info(page, "ulp")
-            assert (float(now["lr"]), int(now["step"]), int(now["weights"])) == (lr, 1, 16384)
-            assert (int(now["changed"]), int(now["since"])) == rule(lr, 1)
-            counts.append(int(now["changed"]))
-        slide(page, "ulp", "lr", rates.index(3e-6))
-        press(page, "ulp", *["ArrowRight"] * 6)
-        now = info(page, "ulp")
-        assert (int(now["changed"]), int(now["since"])) == rule(3e-6, 7)
-        share = page.inner_text("#ulp [data-share]")
-    assert share == f"{100 * (1 - rule(3e-6, 7)[0] / 16384):.3g} %"
-    assert len(set(counts)) == len(counts)
-
-
-def test_the_weight_on_the_line_snaps_back_until_it_does_not(explain):
-    with explain() as page:
-        press(page, "ulp", "Home", "ArrowRight")
-        first = info(page, "ulp")
-        assert first["cast"] == first["start"]
-        assert "snaps back" in page.inner_text("#ulp [data-facts]")
-        press(page, "ulp", "ArrowRight")
-        second = info(page, "ulp")
-        assert abs(int(second["cast"]) - int(second["start"])) == 1
-        page.click("#ulp button:text-is('large')")
-        last = info(page, "ulp")
-        assert last["cast"] == last["start"] != first["start"]
-
-
-def test_recorded_cells_are_lit_as_recorded(explain):
-    with explain() as page:
-        page.locator("#ulp select").nth(1).select_option("rl-lr3e-6")
-        press(page, "ulp", "Home", *["ArrowRight"] * 3)
-        lit = int(info(page, "ulp")["lit"])
-    (step,) = (each for each in recorded_steps("rl-lr3e-6") if each.number == 2 and "embed" in each.tensor)
-    assert lit == np.count_nonzero(step.old[:4096] != step.new[:4096]) > 50
-
-
 def test_classes_and_gaps_of_the_field(explain):
-    (step,) = (each for each in recorded_steps("rl-lr1e-6") if each.number == 7 and "embed" in each.tensor)
+    (step,) = (each for each in recorded_steps("rl-lr1e-6") if each.number == 0 and "embed" in each.tensor)
     old, new = step.old[:4096], step.new[:4096]
-    about = RECORDED["recordings"]["rl-lr1e-6"]["classes"][0]
+    about = LR1["classes"][0]
     group = 11
     classes = np.clip(((old >> 7) & 255).astype(int) - about["first"], 0, 15)
     changed = (old != new)[classes == group]
     gaps = np.diff(np.flatnonzero(changed), prepend=-1) - 1
     with explain() as page:
-        slide(page, "bucket", "class", 1 + group)
+        unfold(page)
+        press(page, "packets", "End")
+        slide(page, "packets", "class", 1 + group)
         inside = page.evaluate("({...document.querySelector('[data-inside]').dataset})")
-        code = page.locator("#bucket .codes li").first.inner_text().split()
+        code = page.locator("#packets .codes li").first.inner_text().split()
     assert int(inside["members"]) == len(changed)
     assert int(inside["changed"]) == changed.sum() > 0
     assert [int(gap) for gap in inside["gaps"].split()] == gaps.tolist()
@@ -186,74 +79,193 @@ def test_classes_and_gaps_of_the_field(explain):
     assert code == [str(gaps[0]), "0" * (gaps[0] >> parameter) + "1" + remainder]
 
 
-# Figures
+# Scenes
+
+RATES = [float(f"{digit}e{power}") for power in range(-8, -3) for digit in range(1, 10)] + [1e-3]
+
+
+def steps_until_change(bits, lr):
+    """In numpy's arithmetic: how many steps of lr away from zero until bf16 sees another weight."""
+    start = np.uint16(bits)
+    master = start.view(ml_dtypes.bfloat16).astype(np.float32)
+    step = np.float32(-lr if bits & 0x8000 else lr)
+    for number in range(1, 401):
+        master = np.float32(master + step)
+        if master.astype(ml_dtypes.bfloat16).view(np.uint16) != start:
+            return str(number)
+    return ""
+
+
+def test_the_weight_changes_when_arithmetic_says_so(explain):
+    seen = set()
+    with explain() as page:
+        unfold(page)
+        press(page, "weight", "Home")
+        for size in ("typical", "small", "large"):
+            page.locator("#weight [data-input=size] select").select_option(size)
+            for lr in (1e-6, 1e-8, 3e-6, 1e-4):
+                slide(page, "weight", "lr", RATES.index(lr))
+                now = info(page, "weight")
+                assert now["flips"] == steps_until_change(int(now["start"]), lr)
+                seen.add(now["flips"])
+        page.locator("#weight [data-input=size] select").select_option("typical")
+        slide(page, "weight", "lr", RATES.index(1e-6))
+        press(page, "weight", "Home", *["ArrowRight"] * 4)
+        before = info(page, "weight")
+        assert before["cast"] == before["start"]
+        assert page.locator("#weight .served.lit").count() == 0
+        assert page.locator("#weight .low.lit").count() > 0
+        press(page, "weight", "ArrowRight")
+        after = info(page, "weight")
+        changed = int(after["cast"]) ^ int(after["start"])
+        assert after["step"] == after["flips"]
+        assert page.locator("#weight .served.lit").count() == changed.bit_count() > 0
+    assert len(seen) > 5
+
+
+def test_cells_are_lit_as_recorded(explain):
+    with explain() as page:
+        for recording in ("rl-lr1e-6", "rl-lr3e-6"):
+            page.evaluate(f"location.hash = '#weight?recording={recording}'")
+            press(page, "weight", "Home", *["ArrowRight"] * 8)
+            now = info(page, "weight")
+            (step,) = (each for each in recorded_steps(recording) if each.number == 2 and "embed" in each.tensor)
+            assert now["recorded"] == "3"
+            assert int(now["lit"]) == np.count_nonzero(step.old[:4096] != step.new[:4096]) > 20
+            assert f"{now['lit']} of these 4,096 weights" in page.inner_text("#weight [data-status]")
+
+
+def test_density_and_ratio_are_those_of_the_whole_run(explain):
+    rows = [row for row in read("grpo.csv")[1] if float(row["lr"]) == 1e-6 and int(row["step"]) >= 10]
+    density, ratio = (median(float(row[name]) for row in rows) for name in ("density", "ratio_to_full"))
+    with explain() as page:
+        assert page.inner_text("#weight [data-share]") == f"{100 * density:.3g} %"
+        assert page.inner_text("#packets [data-share]") == f"1/{1 / ratio:.0f}"
+        unfold(page)
+        assert page.locator("#packets [data-input=density] output").inner_text() == f"{100 * density:.3g} %"
+
+
+def test_areas_are_bytes(explain):
+    with explain() as page:
+        press(page, "packets", "Home")
+        widths = page.evaluate(
+            "[...document.querySelectorAll('#packets .packet')].map((e) => +e.getAttribute('width'))"
+        )
+        now = info(page, "packets")
+        assert (widths[0] / widths[1]) ** 2 == pytest.approx(float(now["fullBytes"]) / float(now["deltaBytes"]))
+        assert float(now["fullBytes"]) == 2 * 8.191e9
+        assert float(now["deltaBytes"]) == pytest.approx(8.191e9 * RUN["density"] * RUN["bytes_per_change"])
+        press(page, "packets", "End")
+        assert page.get_attribute("#packets .landed", "d").count("z") == int(info(page, "packets")["arrived"])
+        assert int(info(page, "packets")["arrived"]) == int(float(now["fullBytes"]) / float(now["deltaBytes"]))
+        uploaded = MEASURED["uploads"]["all_to_single"] * float(now["deltaBytes"])
+        assert f"{uploaded / 1e6:.3g} MB a step" in page.inner_text("#packets [data-uploaded]")
+
+
+def phases(page):
+    return page.evaluate(
+        """Object.fromEntries([...document.querySelectorAll("#tokens [data-phase]")].map(
+            (each) => [each.dataset.phase, Number(each.dataset.seconds)]))"""
+    )
 
 
 def test_times_are_the_measured_ones_where_they_were_measured(explain):
     with explain() as page:
-        page.click("#sync button:has-text('As measured')")
-        seconds = page.evaluate(
-            """Object.fromEntries([...document.querySelectorAll("[data-phase]")].map(
-                (each) => [each.dataset.phase, Number(each.dataset.seconds)]))"""
-        )
+        unfold(page)
+        press(page, "tokens", "End")
+        page.click("#tokens button:has-text('128 M on two cores')")
+        seconds = phases(page)
         checks = page.evaluate(
             """async () => (await import("explain/cost")).checks(
                 (await (await fetch("recorded.json")).json()).measured)"""
         )
-    chain, vllm = RECORDED["measured"]["chain"]["loopback"], RECORDED["measured"]["vllm"]
+    chain, vllm = MEASURED["chain"]["loopback"], MEASURED["vllm"]
     for ours, theirs in (("diff", "diff"), ("encode", "encode"), ("commit", "commit"), ("verify and decode", "decode")):
         assert seconds[ours] == pytest.approx(chain["phases"][theirs])
     write = vllm["write"] * (128e6 * 0.0115) / (vllm["weights"] * vllm["density"])
     assert seconds["pause and write"] == pytest.approx(vllm["pause"] - vllm["write"] + write)
+    row = read("engine_split.csv")[1][0]
+    staged = sum(float(row[f"{name}, ns a change"]) for name in ("split", "save"))
+    assert seconds["stage"] == pytest.approx(128e6 * 0.0115 * staged / 1e9)
+    assert len(checks) == 6
     for name, computed, measured in checks:
         assert computed == pytest.approx(measured, rel=0.05), name
 
 
 def test_the_gpu_times_go_through_the_measured_models(explain):
-    with explain() as page:
-
-        def seconds(*names):
-            return [float(page.get_attribute(f"#sync [data-phase='{name}']", "data-seconds")) for name in names]
-
-        small, large = RECORDED["measured"]["gpu"]["models"]
-        page.click("#sync button:has-text('0.6 B weights')")
-        assert seconds("diff") == pytest.approx([small["blocked"]], rel=1e-3)
-        # At the density that was measured.
-        page.click("#sync button:has-text('8 B weights')")
+    small, large = MEASURED["gpu"]["models"]
+    with explain(link="#tokens?density=0.01&weights=596050000") as page:
+        press(page, "tokens", "End")
+        assert phases(page)["diff"] == pytest.approx(small["blocked"], rel=1e-3)
+    with explain(link="#tokens?density=0.01") as page:
+        press(page, "tokens", "End")
+        seconds = phases(page)
         expected = [large["blocked"], large["encode"], large["apply"] - large["pause"], large["pause"]]
-        assert seconds("diff", "encode", "verify and decode", "pause and write") == pytest.approx(expected, rel=1e-3)
+        names = ("diff", "encode", "verify, decode and stage", "pause and write")
+        assert [seconds[name] for name in names] == pytest.approx(expected, rel=1e-3)
+        assert "stage" not in seconds
+    with explain(link="#tokens?density=0.01&weights=405000000000") as page:
+        press(page, "tokens", "End")
+        assert phases(page)["pause and write"] == pytest.approx(large["pause"], rel=1e-3), "on many devices"
 
 
-def test_timeline_follows_the_reader(explain):
+def test_idle_time_of_an_hour(explain):
+    """Every version's pause counts, however many a picture shows."""
     with explain() as page:
-        before = info(page, "timeline")
-        stop = RECORDED["measured"]["gpu"]["reload"]["stop"]
-        assert float(before["fullSeconds"]) == pytest.approx(2 * 8.191e9 / (10e9 / 8) + stop)
-        assert float(before["pauseSeconds"]) < 0.1
-        slide(page, "timeline", "gbits", 1)
-        slow = info(page, "timeline")
+        press(page, "tokens", "End")
+        for link, step, replicas in (("", 60, 8), ("?replicas=64&stepSeconds=5", 5, 64)):
+            page.evaluate(f"location.hash = '#tokens{link}'")
+            now = info(page, "tokens")
+            seconds = phases(page)
+            pause, full = seconds["pause and write"], seconds["pause"] + seconds["broadcast"]
+            # A version each step, as none of the parts takes longer.
+            assert float(now["hourDelta"]) == pytest.approx(3600 * replicas * pause / (step + seconds["diff"]))
+            assert float(now["hourFull"]) == pytest.approx(3600 * replicas * full / (step + full))
+
+
+def test_tokens_stop_in_red(explain):
+    with explain() as page:
+
+        def boxes():
+            """The colour of the first engine of each way, and whether it says that it is stopped."""
+            return page.evaluate(
+                """[...document.querySelectorAll("#tokens .way")].map((way) => [way.classList.contains("stopped"),
+                    [...way.querySelector("canvas").getContext("2d").getImageData(4, 16, 1, 1).data].slice(0, 3)])"""
+            )
+
+        press(page, "tokens", "Home")
+        serving = boxes()
+        press(page, "tokens", "ArrowRight")
+        (full, red), (delta, green) = boxes()
+        assert (full, delta) == (True, False)
+        assert red[0] > 2 * red[1]
+        assert green == serving[1][1] == serving[0][1]
+        assert green[1] > 2 * green[0]
+        press(page, "tokens", "End")
+        ways = page.evaluate("[...document.querySelectorAll('#tokens .way')].map((each) => ({...each.dataset}))")
+        pauses = page.evaluate("[...document.querySelectorAll('#tokens [data-pause]')].map((e) => +e.dataset.pause)")
+        assert [way["versions"] for way in ways] == ["3", "3"]
+        assert [float(way["idle"]) for way in ways] == pytest.approx([3 * each for each in pauses])
+        assert pauses[0] > 100 * pauses[1]
+
+
+def test_a_slow_line_and_a_fast_one(explain):
+    stop = MEASURED["gpu"]["reload"]["stop"]
+    with explain(link="#tokens?gbits=0.1") as page:
+        press(page, "tokens", "End")
+        slow = info(page, "tokens")
         assert float(slow["fullSeconds"]) == pytest.approx(2 * 8.191e9 / (0.1e9 / 8) + stop)
-        assert slow["pauseSeconds"] == before["pauseSeconds"]
-        shares = page.evaluate("[...document.querySelectorAll('#timeline [data-idle]')].map(e => +e.dataset.idle)")
-        assert shares[0] > 0.9
-        assert shares[1] < 0.01
-        page.locator("#timeline [data-input=full] select").select_option("checkpoint")
-        assert float(info(page, "timeline")["fullSeconds"]) > 1.99 * float(slow["fullSeconds"])
-        assert page.locator("#sync [data-input=gbits] output").inner_text() == "100 Mbit/s"
-        page.locator("#timeline [data-input=full] select").select_option("broadcast")
-        page.click("#timeline button:has-text('400 Gbit/s')")
-        assert float(info(page, "timeline")["fullSeconds"]) < 0.5
-
-
-def test_timeline_steps_through_its_events(explain):
-    with explain() as page:
-        press(page, "timeline", "Home")
-        assert page.locator("#timeline [data-versions]").all_inner_texts() == ["0", "0"]
-        press(page, "timeline", "ArrowRight", "ArrowRight")
-        assert page.locator("#timeline [data-versions]").all_inner_texts() == ["1", "1"]
-        press(page, "timeline", "End")
-        assert page.locator("#timeline [data-versions]").all_inner_texts() == ["3", "3"]
-        assert page.locator("#timeline .way[data-way=full] rect.idle").count() == 3
+        assert "times sooner" in page.inner_text("#tokens [data-status]")
+        press(page, "tokens", "Home", "ArrowRight")
+        stopped = page.locator("#tokens .way.stopped").evaluate_all("all => all.map((each) => ({...each.dataset}))")
+        assert [way["way"] for way in stopped] == ["full"]
+        assert float(stopped[0]["idle"]) == pytest.approx(float(slow["fullSeconds"]) / 2), "in the middle of it"
+        press(page, "tokens", "End")
+        page.evaluate("location.hash = '#tokens?gbits=0.1&full=checkpoint'")
+        assert float(info(page, "tokens")["fullSeconds"]) > 1.99 * float(slow["fullSeconds"])
+        page.evaluate("location.hash = '#tokens?gbits=400'")
+        assert float(info(page, "tokens")["fullSeconds"]) < 0.5
+        assert "served sooner in full" in page.inner_text("#tokens [data-status]")
 
 
 def test_late_replica_takes_the_planned_route(explain):
@@ -264,9 +276,10 @@ def test_late_replica_takes_the_planned_route(explain):
     ]
     sizes = {
         f"anchor {hop['version']}" if hop["base"] is None else f"{hop['base']} → {hop['version']}": hop["bytes"]
-        for hop in RECORDED["recordings"]["rl-lr1e-6"]["bucket"]["hops"]
+        for hop in LR1["bucket"]["hops"]
     }
     with explain() as page:
+        unfold(page)
         for skips, anchors, expected in cases:
             page.set_checked("#bucket label:has-text('skip deltas') input", skips)
             page.set_checked("#bucket label:has-text('second anchor') input", anchors)
@@ -280,149 +293,39 @@ def test_late_replica_takes_the_planned_route(explain):
         assert info(page, "bucket")["late"] == ""
 
 
-def test_bucket_has_ten_states(explain):
+def test_files_land_under_their_names(explain):
+    """Each version brings its files and then its manifest, under keys of a run."""
+    names = [file["key"] for file in LR1["bucket"]["files"] if "00000005-" not in file["key"] or "from" in file["key"]]
+    names = [name for name in names if not name.endswith(".anchor.json")]
     with explain() as page:
         press(page, "bucket", "Home")
-        seen = []
-        for _ in range(12):
-            seen.append(info(page, "bucket"))
+        states, totals = [], []
+        for _ in range(10):
+            states.append(page.locator("#bucket .files .there code").all_inner_texts())
+            totals.append(int(info(page, "bucket")["bucketBytes"]))
             press(page, "bucket", "ArrowRight")
-        bars = page.evaluate("[...document.querySelectorAll('[data-encoding]')].map(e => +e.dataset.bytes)")
-    assert [int(each["version"]) for each in seen[:10]] == list(range(-1, 9))
-    assert seen[10] == seen[9]
-    totals = [int(each["bucketBytes"]) for each in seen[:10]]
-    assert totals == sorted(set(totals))
-    assert bars[0] == 6
-    assert bars[0] > 4 * bars[1] > 4 * bars[2]
-
-
-def test_sync_switches_ways_and_replicas(explain):
-    with explain() as page:
-        assert page.locator("#sync .box.serving").count() == 2
-        page.click("#sync button:text-is('8')")
-        assert page.locator("#sync .box.serving").count() == 8
-        names = []
-        for _ in range(9):
-            names.append(info(page, "sync")["phase"])
-            press(page, "sync", "ArrowRight")
-        assert names == [
-            "diff", "encode", "upload", "commit", "fetch", "verify and decode", "stage", "pause and write", "resume",
-        ]  # fmt: skip
-        press(page, "sync", "ArrowLeft")
-        assert page.locator("#sync .box.stopped").count() == 8
-        delta = float(info(page, "sync")["pause"])
-        page.click("#sync button:text-is('Full weights')")
-        assert page.get_attribute("#sync button:text-is('Full weights')", "aria-pressed") == "true"
-        assert page.locator("#sync .box.stopped").count() == 9, "the trainer waits too"
-        assert float(info(page, "sync")["pause"]) > 100 * delta
-        press(page, "sync", "End")
-        assert page.locator("#sync .box.stopped").count() == 0
-
-
-def wait_until(page, condition):
-    """The page's policy forbids what Playwright waits with."""
-    page.evaluate(
-        f"new Promise((done) => {{ const look = () => {condition} ? done() : requestAnimationFrame(look); look(); }})"
-    )
-
-
-@pytest.mark.parametrize("figure", FIGURES)
-def test_play_pause_and_keys(explain, figure):
-    position = f"Number(document.getElementById('{figure}').dataset.position)"
-    with explain() as page:
-        press(page, figure, "Home")
-        assert page.evaluate(position) == 0
-        page.keyboard.press("Space")
-        assert info(page, figure)["playing"] == "true"
-        assert page.inner_text(f"#{figure} .play") == "Pause"
-        wait_until(page, f"{position} > 0.02")
-        assert page.get_attribute(f"#{figure} [data-status]", "aria-live") == "off"
-        page.keyboard.press("Space")
-        stopped = page.evaluate(position)
-        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        assert info(page, figure)["playing"] == "false"
-        assert page.evaluate(position) == stopped
-        assert page.get_attribute(f"#{figure} [data-status]", "aria-live") == "polite"
-        page.keyboard.press("ArrowRight")
-        assert page.evaluate(position) > stopped
-        page.keyboard.press("End")
-        page.click(f"#{figure} .play")
-        wait_until(page, f"{position} > 0 && {position} < 0.9")
-        page.click(f"#{figure} [aria-label='Step back']")
-        assert info(page, figure)["playing"] == "false"
-
-
-def test_keys_of_a_control_stay_its_own(explain):
-    with explain() as page:
-        before = info(page, "ulp")
-        page.focus("#ulp [data-input=lr] input")
-        page.keyboard.press("ArrowRight")
-        after = info(page, "ulp")
-    assert (float(after["lr"]), after["position"]) == (4e-6, before["position"])
-
-
-def test_less_motion_leaves_steps_only(explain):
-    with explain(reduced_motion="reduce") as page:
-        for figure in FIGURES:
-            press(page, figure, "Home", "Space")
-            assert info(page, figure)["playing"] == "false"
-            assert page.locator(f"#{figure} .play").is_disabled()
-            assert page.locator(f"#{figure} .still").is_visible()
-            page.keyboard.press("ArrowRight")
-            assert float(info(page, figure)["position"]) > 0
-        assert page.evaluate("document.getAnimations().length") == 0
-    with explain() as page:
-        assert not page.locator("#sync .still").is_visible()
-
-
-@pytest.mark.parametrize(("width", "theme"), LOOKS)
-def test_every_width_and_theme(explain, width, theme):
-    with explain(width=width, theme=theme) as page:
-        for figure in FIGURES:
-            press(page, figure, "Home", "ArrowRight", "ArrowRight")
-            label = page.locator(f"#{figure} [role=img]").first.get_attribute("aria-label")
-            assert len(label) > 20
-        page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
-        assert fits(page)
-        assert serious_problems(page) == []
-        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (ground == "rgb(255, 255, 255)") == (theme == "light")
-
-
-def test_print_has_tables_and_no_controls(explain):
-    with explain() as page:
-        assert not page.locator("#timeline .numbers table").first.is_visible()
-        page.emulate_media(media="print")
-        for figure in FIGURES:
-            assert page.locator(f"#{figure} .numbers table").first.is_visible()
-            assert not page.locator(f"#{figure} .toolbar").is_visible()
-            assert page.locator(f"#{figure} [role=img]").first.is_visible()
-
-
-def test_without_scripts_there_is_text(chromium, url):
-    context = chromium.new_context(java_script_enabled=False)
-    page = context.new_page()
-    page.goto(url)
-    assert "need JavaScript" in page.inner_text("noscript")
-    context.close()
-
-
-# One file
-
-
-def test_single_file_works_from_a_folder(explain, tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(single_file())
-    with explain(path.as_uri()) as page:
-        assert (
-            page.evaluate("performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length")
-            == 0
-        )
-        for figure in FIGURES:
-            press(page, figure, "Home")
-            first = page.inner_html(f"#{figure} [role=img] >> nth=0") + page.inner_text(f"#{figure} [data-status]")
-            press(page, figure, "ArrowRight", "ArrowRight")
-            assert (
-                page.inner_html(f"#{figure} [role=img] >> nth=0") + page.inner_text(f"#{figure} [data-status]") != first
+        assert int(info(page, "bucket")["version"]) == 8
+        page.set_viewport_size({"width": 390, "height": 844})
+        shown = [item for item in page.locator("#bucket .files code").all() if item.is_visible()]
+        assert [item.inner_text() for item in shown] == names[-9:], "the latest, next to what replicas do"
+        # On the way to version 3: its delta alone is no version, and then its manifest is there.
+        for part, manifest in ((0.5, False), (0.8, True)):
+            page.evaluate(
+                """(at) => {
+                    const range = document.querySelector("#bucket .toolbar input");
+                    range.value = Math.round(1000 * at);
+                    range.dispatchEvent(new Event("input"));
+                }""",
+                (3 + part) / 9,
             )
-    assert not re.search(r'(?:src|href)="(?!data:|#)', path.read_text())
+            there = page.locator("#bucket .files .there code").evaluate_all("all => all.map((e) => e.textContent)")
+            assert ("manifests/00000003.json" in there) == manifest
+            assert any(key.startswith("deltas/00000003") for key in there)
+            assert info(page, "bucket")["version"] == ("3" if manifest else "2")
+    assert states[0] == ["run.json"]
+    assert states[-1] == names
+    assert states[1] == names[:3]
+    assert totals == sorted(set(totals))
+    for version, shown in enumerate(states[1:]):
+        assert f"manifests/{version:08}.json" in shown[-3:], "after its delta"
+        assert all(read_document_key(key) or read_object_key(key) or key == "run.json" for key in shown)

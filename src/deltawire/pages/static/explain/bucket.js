@@ -1,262 +1,157 @@
-// Figure 3, upper part: what lies in the bucket after each version, and what two replicas take out of it.
+// Scene 4: files land in the bucket under their names, and two replicas take what they need out of it.
 
-import { bytesText, choice, h, onWidth, picture, s, scientific, slider, table, tick } from "explain/dom";
-import { inside } from "explain/inside";
+import { bytesText, h, onWidth, picture, s } from "explain/dom";
 import { Player } from "explain/player";
 
 const VERSIONS = 8;
 // The empty bucket, the anchor, eight deltas.
 const FRAMES = VERSIONS + 2;
-const ANCHOR_SIDE = 64;
-const ROWS = { anchors: 0, deltas: 84, skips: 132, axis: 178, follows: 206, late: 256, height: 304 };
+const ANCHOR_SIDE = 40;
+// How many files a narrow page shows.
+const LATEST = 9;
 
 const kindOf = (hop) => (hop.base === null ? "anchor" : hop.version - hop.base > 1 ? "skip" : "delta");
 const nameOf = (hop) => (hop.base === null ? `anchor ${hop.version}` : `${hop.base} → ${hop.version}`);
-const sum = (hops) => hops.reduce((total, hop) => total + hop.bytes, 0);
+const sum = (list) => list.reduce((total, each) => total + (each.bytes ?? 0), 0);
 
-export function bucket(section, data) {
-  const names = Object.keys(data.recordings);
-  const state = { recording: names[0], joins: 6, skips: true, anchors: false };
+/** What a file is, by its name. */
+function fileKind({ key, version }) {
+  const base = /from-(\d{8})/.exec(key);
+  const kind = base ? (version - Number(base[1]) > 1 ? "skip" : "delta") : /anchor/.test(key) ? "anchor" : "";
+  return { kind, extra: kind === "skip" || (kind === "anchor" && version > 0), document: key.endsWith(".json") };
+}
+
+export function bucket(section, data, settings) {
   const stage = section.querySelector("[data-stage]");
+  const list = section.querySelector("[data-files]");
   let width = 0;
-  const field = inside(section, data);
+  let rows = [];
 
-  const hops = () =>
-    data.recordings[state.recording].bucket.hops.filter(
-      (hop) =>
-        (state.skips || kindOf(hop) !== "skip") && (state.anchors || kindOf(hop) !== "anchor" || hop.version === 0),
-    );
+  const recorded = () => data.recordings[settings.values.recording].bucket;
+  const allowed = (kind, extra) => !extra || (kind === "skip" ? settings.values.skips : settings.values.anchors);
 
   /** What the replica that joins late fetches, as deltawire's own planner chose: the way in, then each delta. */
   function lateLinks(version) {
-    const { hops: all, plans } = data.recordings[state.recording].bucket;
-    if (version < state.joins) return [];
-    const joined = plans[`skips=${Number(state.skips)} anchors=${Number(state.anchors)}`][state.joins].map(
-      (i) => all[i],
-    );
-    return [
-      ...joined,
-      ...all.filter((hop) => kindOf(hop) === "delta" && hop.version > state.joins && hop.version <= version),
-    ];
+    const { joins, skips, anchors } = settings.values;
+    const { hops, plans } = recorded();
+    if (version < joins) return [];
+    const joined = plans[`skips=${Number(skips)} anchors=${Number(anchors)}`][joins].map((i) => hops[i]);
+    const since = hops.filter((hop) => hop.version > joins && hop.version <= version);
+    return [...joined, ...since.filter((hop) => kindOf(hop) === "delta")];
   }
 
   const followLinks = (version) =>
-    data.recordings[state.recording].bucket.hops.filter(
-      (hop) => hop.version <= version && (kindOf(hop) === "delta" || hop.version === 0),
+    recorded().hops.filter((hop) => hop.version <= version && (kindOf(hop) === "delta" || hop.version === 0));
+
+  function listFiles() {
+    const { files } = recorded();
+    const largest = Math.max(...files.map((file) => file.bytes ?? 0));
+    rows = files
+      .map((file) => ({ ...file, ...fileKind(file) }))
+      .filter((file) => allowed(file.kind, file.extra))
+      .map((file) => {
+        const box = h("span", { class: `size ${file.kind}` });
+        if (file.bytes) box.style.width = box.style.height = `${ANCHOR_SIDE * Math.sqrt(file.bytes / largest)}px`;
+        const item = h(
+          "li",
+          { class: file.document ? "document" : "" },
+          h("span", { class: "icon" }, file.bytes ? box : ""),
+          h("code", null, file.key),
+          h("span", { class: "number" }, file.bytes ? bytesText(file.bytes) : ""),
+        );
+        return { file, item };
+      });
+    list.replaceChildren(...rows.map(({ item }) => item));
+  }
+
+  /** A rail of versions with what a replica took. */
+  function rail(taken, y, text) {
+    const x = (number) => 12 + (number * (width - 24)) / VERSIONS;
+    const last = taken.at(-1);
+    return s(
+      "g",
+      { class: "replica" },
+      s("text", { class: "title", x: 0, y: y - 34 }, text),
+      s("line", { class: "rail", x1: x(0), x2: x(VERSIONS), y1: y, y2: y }),
+      Array.from({ length: VERSIONS + 1 }, (_, i) =>
+        s("text", { class: "axis", x: x(i), y: y + 24, "text-anchor": "middle" }, i),
+      ),
+      taken.map((hop) =>
+        kindOf(hop) === "anchor"
+          ? s("circle", { class: "anchor", cx: x(hop.version), cy: y, r: 6 })
+          : s("path", {
+              class: kindOf(hop),
+              d: `M ${x(hop.base)} ${y} Q ${(x(hop.base) + x(hop.version)) / 2} ${y - 26} ${x(hop.version)} ${y}`,
+            }),
+      ),
+      last ? s("circle", { class: "here", cx: x(last.version), cy: y, r: 9 }) : null,
+      last ? s("text", { class: "in", x: x(last.version), y: y + 4 }, last.version) : null,
     );
+  }
 
   function draw(position) {
     if (!width) return;
     const at = position * (FRAMES - 1);
-    const frame = Math.floor(at + 1e-6);
-    const part = at - frame < 1e-6 ? 0 : at - frame;
-    const version = frame - 1;
-    const present = hops().filter((hop) => hop.version <= version);
-    const landing = part ? hops().filter((hop) => hop.version === version + 1) : [];
-    const narrow = width < 600;
-    const left = narrow ? 0 : 120;
-    const column = (width - left - (narrow ? 30 : 60)) / VERSIONS;
-    const x = (number) => left + (narrow ? 14 : 24) + number * column;
-    const side = (hop) => ANCHOR_SIDE * Math.sqrt(hop.bytes / hops()[0].bytes);
-    const row = (text, y) => s("text", { class: "lane", x: 0, y: y + 4 }, text);
-
-    const object = (hop, fall) => {
-      const size = side(hop);
-      const kind = kindOf(hop);
-      const top =
-        kind === "anchor"
-          ? ROWS.anchors + 8 + ANCHOR_SIDE - size
-          : (kind === "delta" ? ROWS.deltas : ROWS.skips) + 12 - size / 2;
-      const y = top - (1 - fall) * 30;
-      const start = kind === "anchor" ? x(hop.version) - 8 : x(hop.version) - size / 2;
-      return s(
-        "g",
-        { class: kind, opacity: fall },
-        kind === "skip"
-          ? s("path", { class: "span", d: `M ${x(hop.base)} ${y + size / 2} H ${x(hop.version)}` })
-          : null,
-        s("rect", { x: start, y, width: size, height: size }),
-        kind === "anchor"
-          ? s(
-              "text",
-              { class: "size", x: start + size / 2, y: y + size / 2 + 4, "text-anchor": "middle" },
-              bytesText(hop.bytes),
-            )
-          : null,
-        !narrow && kind === "delta"
-          ? s(
-              "text",
-              { class: "axis", x: x(hop.version), y: ROWS.deltas + 31, "text-anchor": "middle" },
-              bytesText(hop.bytes),
-            )
-          : null,
-        !narrow && kind === "skip"
-          ? s(
-              "text",
-              { class: "axis", x: (x(hop.base) + x(hop.version)) / 2, y: ROWS.skips + 5, "text-anchor": "middle" },
-              `${nameOf(hop)}: ${bytesText(hop.bytes)}`,
-            )
-          : null,
-      );
-    };
-
-    const replica = (taken, y, text, label) => {
-      const last = taken.at(-1);
-      const marks = taken.map((hop) => {
-        const kind = kindOf(hop);
-        return kind === "anchor"
-          ? s("circle", { class: "anchor", cx: x(hop.version), cy: y, r: 5 })
-          : s("path", {
-              class: kind,
-              d: `M ${x(hop.base)} ${y} Q ${(x(hop.base) + x(hop.version)) / 2} ${y - 22} ${x(hop.version)} ${y}`,
-            });
-      });
-      return s(
-        "g",
-        { class: "replica" },
-        narrow ? null : row(label, y),
-        s("line", { class: "rail", x1: x(0), x2: x(VERSIONS), y1: y, y2: y }),
-        marks,
-        last ? s("circle", { class: "here", cx: x(last.version), cy: y, r: 8 }) : null,
-        last ? s("text", { class: "in", x: x(last.version), y: y + 4 }, last.version) : null,
-        s("text", { class: "axis", x: x(0), y: y + 24 }, text),
-      );
-    };
-
-    const shown = Math.max(version, -1);
-    const following = followLinks(shown);
-    const late = lateLinks(shown);
-    const label =
+    const done = Math.floor(at + 1e-6) - 1;
+    const part = at - done - 1 < 1e-6 ? 0 : at - done - 1;
+    // The files of the next version come one after the other; it exists when its manifest does.
+    const next = rows.filter(({ file }) => file.version === done + 1);
+    const coming = new Set(next.slice(0, Math.floor(part * (next.length + 1))));
+    const present = rows.filter((row) => row.file.version <= done || coming.has(row));
+    const manifest = `manifests/${String(done + 1).padStart(8, "0")}.json`;
+    const version = [...coming].some(({ file }) => file.key === manifest) ? done + 1 : done;
+    for (const row of rows) {
+      const behind = present.length - 1 - present.indexOf(row);
+      row.item.classList.toggle("there", present.includes(row));
+      row.item.classList.toggle("earlier", present.includes(row) && behind >= LATEST);
+      row.item.classList.toggle("new", row.file.version === done + (part ? 1 : 0) && present.includes(row));
+    }
+    const { joins } = settings.values;
+    const following = followLinks(version);
+    const late = lateLinks(version);
+    const fetched = (some) => `${some.length} file${some.length === 1 ? "" : "s"}, ${bytesText(sum(some))}`;
+    const whole = recorded().hops[0].bytes;
+    const files = present.map(({ file }) => file);
+    const words =
       version < 0
         ? "An empty bucket."
-        : `Version ${version}: the bucket holds ${present.length} ` +
-          `object${present.length === 1 ? "" : "s"}, ${bytesText(sum(present))}. ` +
-          `Replica A has fetched ${bytesText(sum(following))}; B ` +
-          (late.length ? `has fetched ${late.map(nameOf).join(", ")}: ${bytesText(sum(late))}.` : "has not joined.");
-    const deltas = present.filter((hop) => kindOf(hop) === "delta");
-    const objects = (list) => `${list.length} object${list.length === 1 ? "" : "s"}, ${bytesText(sum(list))}`;
-    const many = deltas.length ? Math.round(hops()[0].bytes / (sum(deltas) / deltas.length)) : 0;
+        : `Version ${version} exists: its manifest is there, and was written last. The bucket holds ` +
+          `${bytesText(sum(files))} of weights in ${files.filter((file) => !file.document).length} files. ` +
+          (version > 0 ? `All weights at every version would be ${bytesText((version + 1) * whole)}.` : "");
+    const ofLate = late.length ? `B joined at version ${joins}: ${fetched(late)}` : `B will join at version ${joins}`;
     stage.replaceChildren(
       picture(
         width,
-        ROWS.height,
-        label,
-        s("rect", {
-          class: "bucket",
-          x: left ? left - 8 : 0,
-          y: 0.5,
-          width: width - (left ? left - 8 : 0) - 1,
-          height: ROWS.axis - 14,
-          rx: 8,
-        }),
-        narrow
-          ? null
-          : [row("anchors", ROWS.anchors + 44), row("deltas", ROWS.deltas + 12), row("skip deltas", ROWS.skips + 12)],
-        many && width > 340 && !state.anchors
-          ? s(
-              "text",
-              { class: "axis", x: x(0) + ANCHOR_SIDE + 8, y: ROWS.anchors + 44 },
-              `weighs as much as ${many} deltas`,
-            )
-          : null,
-        present.map((hop) => object(hop, 1)),
-        landing.map((hop) => object(hop, part)),
-        Array.from({ length: VERSIONS + 1 }, (_, i) =>
-          s(
-            "text",
-            {
-              class: i === version ? "axis strong" : "axis",
-              x: x(i),
-              y: ROWS.axis + 4,
-              "text-anchor": "middle",
-            },
-            narrow ? i : `v${i}`,
-          ),
-        ),
-        replica(
-          following,
-          ROWS.follows + 16,
-          `${narrow ? "A follows: " : ""}fetched ${objects(following)}`,
-          "A follows",
-        ),
-        replica(
-          late,
-          ROWS.late + 16,
-          (narrow ? "B " : "") +
-            (late.length ? `joined at v${state.joins}: fetched ${objects(late)}` : `will join at v${state.joins}`),
-          "B joins late",
-        ),
+        190,
+        `${words} A has fetched ${fetched(following)}; ${ofLate}.`,
+        rail(following, 52, `Replica A follows: ${fetched(following)}`),
+        rail(late, 150, ofLate),
       ),
     );
+    section.querySelector("[data-status]").textContent = words;
     Object.assign(section.dataset, {
       version,
-      bucketBytes: sum(present),
+      bucketBytes: sum(files),
       late: late.map(nameOf).join(", "),
       lateBytes: sum(late),
       followBytes: sum(following),
     });
-    section.querySelector("[data-status]").textContent = `${label} ${
-      version > 0
-        ? `All weights at each version would have been ${bytesText((version + 1) * hops()[0].bytes)} for each replica.`
-        : ""
-    }`;
-    field.show(state.recording, Math.max(version, 1));
-    const rows = hops().map((hop) => [
-      nameOf(hop),
-      kindOf(hop) === "skip" ? "skip delta" : kindOf(hop),
-      bytesText(hop.bytes),
-    ]);
-    section
-      .querySelector("[data-numbers]")
-      .replaceChildren(table("What lies in the bucket in the end", ["Object", "Kind", "Bytes"], rows));
   }
 
-  const again = () => player.show();
-  const joins = slider(
-    "B joins at version",
-    Array.from({ length: VERSIONS }, (_, i) => i + 1),
-    state.joins,
-    String,
-    (value) => {
-      state.joins = value;
-      again();
-    },
-  );
-  joins.dataset.input = "joins";
-  section.querySelector("[data-controls]").append(
-    choice(
-      "Recording",
-      names.map((name) => [name, `learning rate ${scientific(data.recordings[name].lr)}`]),
-      state.recording,
-      (value) => {
-        state.recording = value;
-        again();
-      },
-    ),
-    joins,
-    h(
-      "div",
-      { class: "ticks" },
-      tick("skip deltas", state.skips, (on) => {
-        state.skips = on;
-        again();
-      }),
-      tick("a second anchor at version 5", state.anchors, (on) => {
-        state.anchors = on;
-        again();
-      }),
-    ),
-  );
   const player = new Player(section, {
-    seconds: 10,
-    start: 1,
+    seconds: 14,
     draw,
     stops: () => Array.from({ length: FRAMES }, (_, i) => i / (FRAMES - 1)),
   });
-  onWidth(stage, (now) => {
-    width = now;
-    field.resize(now);
+  settings.panel(section, ["recording", "joins", "skips", "anchors"]);
+  settings.listeners.push(() => {
+    listFiles();
     player.show();
   });
-  player.show();
+  listFiles();
+  player.once(stage);
+  onWidth(stage, (now) => {
+    width = now;
+    player.show();
+  });
 }

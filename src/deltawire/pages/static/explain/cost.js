@@ -15,7 +15,7 @@ export function atDensity(rows, column, density) {
 }
 
 /** What the measurements say, in the units that the formulas need. */
-export function rates({ chain, vllm, gpu, density }) {
+export function rates({ chain, vllm, gpu, density, split, runs }) {
   const { loopback } = chain;
   const oneWay = loopback.delta_bytes / 2;
   const bytesPerSecond = loopback.full_bytes / loopback.full_seconds;
@@ -24,18 +24,26 @@ export function rates({ chain, vllm, gpu, density }) {
   const [small, large] = gpu.models;
   const slope = (of) => (of(large) - of(small)) / (large.weights - small.weights);
   const line = (of) => ({ slope: slope(of), start: of(small) - slope(of) * small.weights });
+  const requestUp = loopback.phases.upload - oneWay / bytesPerSecond;
+  const requestDown = loopback.phases.fetch - oneWay / bytesPerSecond;
+  const requests = requestUp + requestDown + loopback.phases.commit;
+  const stage = split.split + split.save;
   return {
     bytesPerSecond,
-    requestUp: loopback.phases.upload - oneWay / bytesPerSecond,
-    requestDown: loopback.phases.fetch - oneWay / bytesPerSecond,
+    requestUp,
+    requestDown,
     pauseRequests: vllm.pause - vllm.write,
+    stage,
     // What is left of the time from publish to served, when all that was measured apart is taken away.
-    stage: vllm.served - vllm.pause - (sum * vllm.weights) / loopback.weights,
+    rest: vllm.served - vllm.pause - (sum * vllm.weights) / loopback.weights - stage * vllm.weights * vllm.density,
+    gpuRest: line((each) => Math.max(each.served - each.blocked - each.encode - each.apply - requests, 0)),
     gpuDiff: line((each) => each.blocked),
     gpuEncode: line((each) => each.encode),
     gpuDecode: line((each) => each.apply - each.pause),
     gpuPause: line((each) => each.pause),
     density,
+    // Whole runs say more about bytes than weights that were made up for density.csv.
+    sizes: [...density, ...runs].sort((a, b) => a.density - b.density),
   };
 }
 
@@ -49,7 +57,7 @@ export function costs(measured, input) {
   const onCpu = machine === "cpu";
   const line = (gbits * 1e9) / 8;
   const size = weightsText(weights);
-  const perChange = atDensity(rate.density, "bytes_per_change", density);
+  const perChange = atDensity(rate.sizes, "bytes_per_change", density);
   const deltaBytes = weights * density * perChange;
   const fullBytes = 2 * weights;
 
@@ -76,14 +84,16 @@ export function costs(measured, input) {
     };
   };
   // By two models that were measured at one density: what depends on changes is like that of a larger or smaller model.
-  const onGpu = (name, where, { slope, start }, as = weights) => ({
+  // A model that is larger than both lies on several devices.
+  const onDevice = Math.min(weights, gpu.models[1].weights);
+  const onGpu = (name, where, { slope, start }, as = onDevice) => ({
     name,
     where,
     seconds: Math.max(start + slope * as, 0),
     source: "vllm_gpu.csv",
     formula: `${secondsText(start)} + ${secondsText(slope * 1e9)} × ${trim(as / 1e9)} B, by two models`,
   });
-  const byChanges = (weights * density) / gpu.density;
+  const byChanges = (onDevice * density) / gpu.density;
   const plain = (name, where, seconds, by, of, source) => ({
     name,
     where,
@@ -110,16 +120,21 @@ export function costs(measured, input) {
   const fetch = transfer("fetch", deltaBytes, rate.requestDown);
   const decode = onCpu
     ? scaled("verify and decode", "replica", phases.decode, "decode_ratio")
-    : onGpu("verify and decode", "replica", rate.gpuDecode, byChanges);
-  const stage = onCpu
-    ? { ...plain("stage", "replica", rate.stage, weights, vllm.weights, "vllm.csv"), rest: true }
-    : {
-        name: "stage",
-        where: "replica",
-        seconds: 0,
-        formula: "decoded where the weights are: a part of decoding",
-        source: "vllm_gpu.csv",
-      };
+    : onGpu("verify, decode and stage", "replica", rate.gpuDecode, byChanges);
+  const changes = weightsText(weights * density);
+  const stage = onCpu && {
+    name: "stage",
+    where: "replica",
+    seconds: rate.stage * weights * density,
+    formula: `${trim(rate.stage * 1e9)} ns × ${changes} changes`,
+    source: "engine_split.csv",
+  };
+  const rest = {
+    ...(onCpu
+      ? plain("polls and the rest", "replica", rate.rest, weights, vllm.weights, "vllm.csv")
+      : onGpu("polls and the rest", "replica", rate.gpuRest)),
+    rest: true,
+  };
   const write = (vllm.write * weights * density) / (vllm.weights * vllm.density);
   const pause = onCpu
     ? {
@@ -129,10 +144,10 @@ export function costs(measured, input) {
         source: "vllm.csv",
         formula:
           `${secondsText(rate.pauseRequests)} for the requests + ${secondsText(write)} to write ` +
-          `${weightsText(weights * density)} changes`,
+          `${changes} changes`,
       }
     : onGpu("pause and write", "pause", rate.gpuPause, byChanges);
-  const delta = [diff, encode, upload, commit, fetch, decode, stage, pause];
+  const delta = [diff, encode, upload, commit, rest, fetch, decode, stage, pause].filter(Boolean);
 
   const { reload } = gpu;
   const stop = {
@@ -160,7 +175,7 @@ export function costs(measured, input) {
           { ...transfer("fetch", fullBytes, rate.requestDown), where: "pause" },
           onCpu
             ? plain("reload", "pause", vllm.reload, weights, vllm.weights, "vllm.csv")
-            : plain("reload", "pause", reload.seconds - reload.stop, weights, reload.weights, "vllm_gpu.csv"),
+            : plain("reload", "pause", reload.seconds - reload.stop, onDevice, reload.weights, "vllm_gpu.csv"),
         ];
   const total = (list) => list.reduce((sum, phase) => sum + phase.seconds, 0);
   return {
@@ -174,9 +189,18 @@ export function costs(measured, input) {
     pause: pause.seconds,
     publish: encode.seconds + upload.seconds + commit.seconds,
     diff: diff.seconds,
-    pull: fetch.seconds + decode.seconds + stage.seconds,
+    pull: total(delta) - diff.seconds - encode.seconds - upload.seconds - commit.seconds - pause.seconds,
   };
 }
+
+/** How much of the time engines stand still, in the long run: [with all weights, with deltas]. */
+export function idleShares(cost, { stepSeconds }) {
+  return [cost.fullSeconds / (stepSeconds + cost.fullSeconds), cost.pause / deltaPeriod(cost, { stepSeconds })];
+}
+
+/** The time between two versions in an engine: a step, or whatever takes longer; versions in between are left out. */
+export const deltaPeriod = (cost, { stepSeconds }) =>
+  Math.max(stepSeconds + cost.diff, cost.publish, cost.pull + cost.pause);
 
 /** The formulas at the conditions of the recorded runs, next to what was measured there. */
 export function checks(measured) {
@@ -189,12 +213,19 @@ export function checks(measured) {
       machine: "cpu",
       full,
     });
-  const reached = (cost) => cost.delta.slice(0, 6).reduce((sum, phase) => sum + phase.seconds, 0);
+  const apart = ["polls and the rest", "stage", "pause and write"];
+  const reached = (cost) =>
+    cost.delta.reduce((sum, phase) => sum + (apart.includes(phase.name) ? 0 : phase.seconds), 0);
+  const served = (weights, density, machine) =>
+    costs(measured, { weights, density, gbits: 1e3, machine, full: "broadcast" }).deltaSeconds;
+  const { gpu, vllm } = measured;
   const moved = (cost) => cost.full[1].seconds + cost.full[2].seconds;
   return [
     ["delta, loopback", reached(at(loopback, 1e3, "checkpoint")), loopback.delta_seconds - loopback.phases.apply],
     ["delta, 100 Mbit/s", reached(at(slow, 0.1, "checkpoint")), slow.delta_seconds - slow.phases.apply],
     ["all weights, loopback", moved(at(loopback, 1e3, "checkpoint")), loopback.full_seconds],
     ["all weights, 100 Mbit/s", moved(at(slow, 0.1, "checkpoint")), slow.full_seconds],
+    ["served, vLLM on two cores", served(vllm.weights, vllm.density, "cpu"), vllm.served],
+    ["served, vLLM on an H200", served(gpu.models[1].weights, gpu.density, "h200"), gpu.models[1].served],
   ];
 }

@@ -70,7 +70,7 @@ export function table(caption, head, rows) {
       h(
         "tr",
         null,
-        head.map((text) => h("th", { scope: "col" }, text)),
+        head.map((text) => (text ? h("th", { scope: "col" }, text) : h("td"))),
       ),
     ),
     h(
@@ -128,6 +128,7 @@ export const powerText = (exponent) =>
 
 export function secondsText(value) {
   if (value === 0) return "0 s";
+  if (value < 0) return `−${secondsText(-value)}`;
   if (value < 0.9995e-3) return `${trim(value * 1e6)} µs`;
   if (value < 0.9995) return `${trim(value * 1e3)} ms`;
   if (value < 120) return `${trim(value)} s`;

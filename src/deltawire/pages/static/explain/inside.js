@@ -1,4 +1,4 @@
-// Figure 3, lower part: one step's changes in a field of weights, and how `context` writes them down.
+// Inside a packet of scene 2: one step's changes in a field of weights, and how `context` writes them down.
 
 import { exponentOf } from "explain/bf16";
 import { recordedStep } from "explain/data";

@@ -1,23 +1,17 @@
-// Brings the figures to life, one after the other.
+// Brings the scenes to life, one after the other.
 
 import { bucket } from "explain/bucket";
 import { load } from "explain/data";
-import { secondsText, weightsText } from "explain/dom";
-import { Inputs } from "explain/inputs";
-import { sync } from "explain/sync";
-import { timeline } from "explain/timeline";
-import { ulp } from "explain/ulp";
+import { packets } from "explain/packets";
+import { Settings } from "explain/settings";
+import { tokens } from "explain/tokens";
+import { weight } from "explain/weight";
 
 const data = await load();
-const inputs = new Inputs();
-const { demo } = data.measured;
-document.querySelector("[data-demo]").textContent =
-  `the two replicas of the demo (${weightsText(demo.weights)} weights on two ` +
-  `CPU cores, ${demo.steps} steps of ${secondsText(demo.step_seconds)}) last paused for ` +
-  `${demo.pauses.map(secondsText).join(" and ")}`;
-const at = (id) => document.getElementById(id);
-timeline(at("timeline"), data, inputs);
-ulp(at("ulp"), data);
-bucket(at("bucket"), data);
-sync(at("sync"), data, inputs);
+const settings = new Settings(data);
+for (const [id, scene] of Object.entries({ weight, packets, tokens, bucket }))
+  scene(document.getElementById(id), data, settings);
+// A browser knows no element by an address with settings in it.
+const [id, query] = location.hash.slice(1).split("?");
+if (query) document.getElementById(id)?.scrollIntoView();
 document.body.dataset.ready = true;

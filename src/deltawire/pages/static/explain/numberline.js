@@ -1,4 +1,4 @@
-// The line of figure 2: bf16 ticks around one weight, its fp32 master above, and where the cast lands.
+// The line of scene 1: bf16 ticks around one weight, its fp32 master above, and where the cast lands.
 
 import { fromBf16, neighbour, placeOf, toBf16, ulpOf } from "explain/bf16";
 import { picture, s } from "explain/dom";

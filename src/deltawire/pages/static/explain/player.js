@@ -1,20 +1,22 @@
-// Play, pause and steps for a figure: buttons, a position to drag, and keys while the figure has the focus.
+// Play, pause and steps for a scene: buttons, a position to drag, and keys while the scene has the focus.
 //
-// A position runs from 0 to 1. `stops` are those that the keys go to. Where the system asks for less motion nothing
-// moves by itself: playing is off, steps remain.
+// A position runs from 0 to 1; `stops` are those that the keys go to. A scene plays by itself when it is first seen.
+// Where the system asks for less motion nothing moves: playing goes from stop to stop, and only when asked to.
 
 import { h, newId } from "explain/dom";
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const FINE = 1000;
 const CLOSE = 1e-6;
+const REST_SECONDS = 1.2;
 const OWN_KEYS = "input, select, textarea";
 const OWN_SPACE = "input, select, textarea, button, summary, a";
+const players = [];
 
 export class Player {
   /** `draw(position, playing)` shows a position; `stops()` lists the positions of the steps, ascending. */
-  constructor(section, { seconds, stops, draw, start = 0 }) {
-    Object.assign(this, { section, seconds, stops, drawAt: draw, position: start, playing: false });
+  constructor(section, { seconds, stops, draw }) {
+    Object.assign(this, { section, seconds, stops, drawAt: draw, position: 1, playing: false });
     this.status = section.querySelector("[data-status]");
     this.playButton = h("button", { type: "button", class: "play", onclick: () => this.toggle() }, "Play");
     const id = newId();
@@ -26,22 +28,33 @@ export class Player {
       step: 1,
       oninput: () => this.go(this.scrub.value / FINE),
     });
-    this.note = h("span", { class: "soft still" }, "Your system asks for less motion, so use the steps.");
     section
       .querySelector("[data-player]")
       .append(
         this.playButton,
-        h("button", { type: "button", "aria-label": "Step back", onclick: () => this.step(-1) }, "◀ Step"),
-        h("button", { type: "button", "aria-label": "Step forward", onclick: () => this.step(1) }, "Step ▶"),
+        h("button", { type: "button", "aria-label": "Step back", onclick: () => this.step(-1) }, "◀"),
+        h("button", { type: "button", "aria-label": "Step forward", onclick: () => this.step(1) }, "▶"),
         h("label", { for: id, class: "hidden-text" }, "Position"),
         this.scrub,
-        this.note,
       );
     section.addEventListener("keydown", (event) => this.key(event));
-    still.addEventListener("change", () => {
-      this.pause();
-      this.show();
-    });
+    still.addEventListener("change", () => this.pause());
+    players.push(this);
+  }
+
+  /** Play once, by itself, when most of the picture is in view and the reader has not begun. */
+  once(stage) {
+    if (still.matches) return;
+    this.position = 0;
+    const watch = new IntersectionObserver(
+      ([entry]) => {
+        if (!entry.isIntersecting) return;
+        watch.disconnect();
+        if (this.position === 0 && !this.touched) this.play(true);
+      },
+      { threshold: 0.6 },
+    );
+    watch.observe(stage);
   }
 
   key(event) {
@@ -64,21 +77,39 @@ export class Player {
     else this.play();
   }
 
-  play() {
-    if (still.matches) return;
+  play(alone = false) {
+    this.touched ||= !alone;
+    for (const other of players) if (other !== this && other.playing) other.pause();
     if (this.position >= 1 - CLOSE) this.position = 0;
     this.playing = true;
+    this.show();
+    if (still.matches) this.rest();
+    else this.move();
+  }
+
+  move() {
     let last = null;
-    const move = (now) => {
+    const frame = (now) => {
       if (!this.playing) return;
       this.position = Math.min(1, this.position + (last === null ? 0 : (now - last) / 1000 / this.seconds));
       last = now;
       if (this.position >= 1) this.playing = false;
       this.show();
-      if (this.playing) requestAnimationFrame(move);
+      if (this.playing) requestAnimationFrame(frame);
     };
-    this.show();
-    requestAnimationFrame(move);
+    requestAnimationFrame(frame);
+  }
+
+  /** From stop to stop, each shown for a while. */
+  rest() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => {
+      if (!this.playing) return;
+      this.position = this.next(1);
+      this.playing = this.position < 1 - CLOSE;
+      this.show();
+      if (this.playing) this.rest();
+    }, 1000 * REST_SECONDS);
   }
 
   pause() {
@@ -86,18 +117,19 @@ export class Player {
     this.show();
   }
 
-  step(direction) {
+  next(direction) {
     const stops = this.stops();
-    const next =
-      direction > 0
-        ? stops.find((stop) => stop > this.position + CLOSE)
-        : stops.findLast((stop) => stop < this.position - CLOSE);
-    this.go(next ?? (direction > 0 ? 1 : 0));
+    return direction > 0
+      ? (stops.find((stop) => stop > this.position + CLOSE) ?? 1)
+      : (stops.findLast((stop) => stop < this.position - CLOSE) ?? 0);
+  }
+
+  step(direction) {
+    this.go(this.next(direction));
   }
 
   go(position) {
-    this.playing = false;
-    this.position = position;
+    Object.assign(this, { touched: true, playing: false, position });
     this.show();
   }
 
@@ -107,9 +139,8 @@ export class Player {
     this.status.setAttribute("aria-live", playing ? "off" : "polite");
     section.dataset.position = position.toFixed(4);
     section.dataset.playing = playing;
-    this.playButton.textContent = playing ? "Pause" : "Play";
-    this.playButton.disabled = still.matches;
-    this.note.hidden = !still.matches;
+    if (position >= 1 || this.touched) section.dataset.invites = "";
+    this.playButton.textContent = playing ? "Pause" : position >= 1 - CLOSE ? "Again" : "Play";
     this.scrub.value = Math.round(position * FINE);
     this.drawAt(position, playing);
   }

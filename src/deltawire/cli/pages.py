@@ -104,8 +104,8 @@ def places(url: str) -> tuple[str, Path | None]:
 def explain_command(port: int, opens: bool, output: Path | None) -> None:
     """Show in four scenes how deltas work.
 
-    Why few bf16 weights change in a step, what full weights and deltas weigh, when engines stop, and what is in a bucket,
-    drawn from recorded training steps, measured times and your own numbers. Serves the page on this machine
+    Why few bf16 weights change in a step, what full weights and deltas weigh, when engines stop, and what is in a
+    bucket, drawn from recorded training steps, measured times and your own numbers. Serves the page on this machine
     until Ctrl-C and prints its address, or writes it to a file. Nothing is loaded from the network.
     """
     only_with("the page as it is served, not with --output", output is None, "port")

@@ -74,7 +74,7 @@ def test_heartbeats_that_say_odd_things():
     url, _ = make_run(1)
     for number, text in enumerate((b'{"error": true, "version": []}', b"[]", b"{", b'{"version": 1e400}')):
         open_store(url).put(f"replicas/{number}.json", text)
-    assert [row["error"] for row in told("ls", url)["replicas"]] == ["True", None]
+    assert [row["error"] for row in told("ls", url)["replicas"]] == ["True", None, None, None]
     assert CliRunner().invoke(main, ["ls", url], catch_exceptions=False).exit_code == 0
 
 

@@ -70,7 +70,7 @@ class Memory(Protocol):
 
 def memory_of(storages: Mapping[str, torch.Tensor], workers: Workers) -> Memory:
     devices = {flat.device for flat in storages.values()}
-    if len(devices) == 2 and any(device.type == "cpu" for device in devices):
+    if sorted(device.type for device in devices) == ["cpu", "cuda"]:
         return SplitMemory(storages, workers)
     if len(devices) > 1:
         raise EngineRejected(f"the weights are on several devices: {', '.join(sorted(map(str, devices)))}")

@@ -139,7 +139,10 @@ class Feed:
 
     def _update_state(self) -> None:
         versions, beats, parts, now = self._versions, self._beats.beats, self._log.parts, time.time()
-        rows = replica_rows(beats, parts, versions.latest, now)
+        rows = [
+            row | {key: printable(row[key]) for key in ("engine", "address", "error", "detail") if row[key] is not None}
+            for row in replica_rows(beats, parts, versions.latest, now)
+        ]
         newest = [versions.rows[each] for each in range(versions.latest or 0, -1, -1)[:FEW] if each in versions.rows]
         state = {
             "epoch": self.epoch,

@@ -104,7 +104,6 @@ def replica_row(name: str, beat: Beat | None, part: LoggedPart | None, latest: i
     row = fleet.replica_row(name, fields, 0.0 if beat is None else now - beat.stat.modified, latest)
     # It changes by itself, and the page computes it.
     del row["age_seconds"]
-    row |= {key: fleet.printable(row[key]) for key in ("engine", "address", "error", "detail") if row[key] is not None}
     row["heard"] = None if beat is None else beat.stat.modified
     if part is not None and (beat is None or part.since > beat.time) and part.life in ("ended", "starting"):
         health = "dead" if part.life == "ended" else "starting"

@@ -239,16 +239,17 @@ def test_status_as_json(fleet):
     sizes = [file.stat().st_size for file in Path(fleet).rglob("*") if file.is_file()]
     assert (data["store"]["objects"], data["store"]["bytes"]) == (len(sizes), sum(sizes))
     rows = {row["name"]: row for row in data["replicas"]}
-    assert list(rows) == ["bad", "odd", "away", "long-pull", "late", "good"]  # who needs help comes first
+    assert list(rows) == ["bad", "broken", "odd", "away", "long-pull", "late", "good"]  # who needs help comes first
     assert {name: row["health"] for name, row in rows.items()} == {
-        "away": "silent", "bad": "fault", "odd": "fault", "good": "ok", "late": "behind", "long-pull": "updating",
+        "away": "silent", "bad": "fault", "broken": "fault", "odd": "fault", "good": "ok", "late": "behind",
+        "long-pull": "updating",
     }  # fmt: skip
     good = rows["good"]
     assert (good["engine"], good["lag"], good["pause_seconds"]) == ("vllm", 0, 0.0123)
     assert (rows["late"]["lag"], rows["late"]["engine"], rows["late"]["pause_seconds"]) == (3, None, None)
     assert (rows["odd"]["version"], rows["odd"]["lag"], rows["odd"]["pause_seconds"]) == (None, None, None)
     assert {health: number for health, number in data["summary"].items() if number} == {
-        "replicas": 6, "ok": 1, "behind": 1, "updating": 1, "silent": 1, "fault": 2,
+        "replicas": 7, "ok": 1, "behind": 1, "updating": 1, "silent": 1, "fault": 3,
     }  # fmt: skip
 
 
@@ -257,7 +258,7 @@ def test_status_as_a_table(fleet):
     lines = text.splitlines()
     assert lines[0].startswith("run demo: version 4, ")
     assert lines[1].startswith("in store: ")
-    assert lines[2] == "6 replicas: 1 ok, 1 behind, 1 updating, 1 silent, 2 fault"
+    assert lines[2] == "7 replicas: 1 ok, 1 behind, 1 updating, 1 silent, 3 fault"
     assert lines[4].split() == ["replica", "engine", "version", "lag", "pause", "heard", "health"]
     assert any(re.fullmatch(r"good +vllm +4 +0 +12\.3 ms +\d+ s +ok", line) for line in lines)
     assert "silent: no heartbeat for 5 min" in text
@@ -299,7 +300,7 @@ def test_status_goes_on_and_prints_what_changes(fleet):
         second = json.loads(process.stdout.readline())
         assert (second["summary"]["behind"], second["summary"]["ok"]) == (0, 2)
         os.remove(os.path.join(fleet, "replicas", "good.json"))
-        assert json.loads(process.stdout.readline())["summary"]["replicas"] == 5
+        assert json.loads(process.stdout.readline())["summary"]["replicas"] == 6
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE)
         assert (process.returncode, out, err) == (0, "", "")
@@ -308,13 +309,13 @@ def test_status_goes_on_and_prints_what_changes(fleet):
 @pytest.mark.process
 def test_status_draws_in_place_on_a_terminal(fleet):
     with program_in_terminal("status", fleet, "-w", "--poll", 0.05) as (process, read_until):
-        read_until(b"6 replicas")
+        read_until(b"7 replicas")
         beat(fleet, "new", version=4)
-        written = read_until(b"7 replicas")
+        written = read_until(b"8 replicas")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
         assert process.stderr.read() == ""
-    assert b"\x1b[12A\r" in written  # up, over what was there
+    assert b"\x1b[13A\r" in written  # up, over what was there
 
 
 GUIDE = (ROOT / "docs" / "guides" / "agent.md").read_text()

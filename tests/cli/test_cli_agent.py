@@ -300,7 +300,7 @@ def test_status_goes_on_and_prints_what_changes(fleet):
         second = json.loads(process.stdout.readline())
         assert (second["summary"]["behind"], second["summary"]["ok"]) == (0, 2)
         os.remove(os.path.join(fleet, "replicas", "good.json"))
-        assert json.loads(process.stdout.readline())["summary"]["replicas"] == 5
+        assert json.loads(process.stdout.readline())["summary"]["replicas"] == 6
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE)
         assert (process.returncode, out, err) == (0, "", "")
@@ -309,13 +309,13 @@ def test_status_goes_on_and_prints_what_changes(fleet):
 @pytest.mark.process
 def test_status_draws_in_place_on_a_terminal(fleet):
     with program_in_terminal("status", fleet, "-w", "--poll", 0.05) as (process, read_until):
-        read_until(b"6 replicas")
+        read_until(b"7 replicas")
         beat(fleet, "new", version=4)
-        written = read_until(b"7 replicas")
+        written = read_until(b"8 replicas")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
         assert process.stderr.read() == ""
-    assert b"\x1b[12A\r" in written  # up, over what was there
+    assert b"\x1b[13A\r" in written  # up, over what was there
 
 
 GUIDE = (ROOT / "docs" / "guides" / "agent.md").read_text()

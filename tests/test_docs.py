@@ -289,6 +289,9 @@ def test_every_metric_is_documented():
         told = generate_latest(registry(publisher, replica)).decode()
     documented = set(re.findall(r"^\| `(deltawire_\w+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE))
     assert documented == set(re.findall(r"^(deltawire_\w+)\{", told, re.MULTILINE))
+    used = set(re.findall(r"deltawire_\w+", (DOCS.parent / "deploy/monitoring/rules.yaml").read_text()))
+    assert used
+    assert used <= documented
 
 
 @pytest.fixture(scope="module")

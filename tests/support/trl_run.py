@@ -121,8 +121,6 @@ def wordle_trainer(options):
     import trl_wordle
 
     names = {"--model": "model", "--store": "store", "--server": "server", "--env": "env", "--output": "output"}
-    if "agent" in options:
-        names["--agent"] = "agent"
     given = [text for flag, name in names.items() for text in (flag, options[name])]
     parsed = trl_wordle.parse([*given, "--steps", str(options["steps"]), "--games", "8", "--max-lag", "1"])
     return trl_wordle.make_trainer(parsed, **settings(options))

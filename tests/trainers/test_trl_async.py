@@ -5,23 +5,19 @@ import math
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
-import requests
 from safetensors.torch import load_file
 
 from deltawire.run.run import Run
 from deltawire.store import open_store
 from support import ROOT
-from support.proxy import proxied
-from support.servers import BUCKET, free_ports
+from support.servers import BUCKET
 from support.trl_run import save_policy
 from support.vllm_reference import ENVIRONMENT, checksums
 from support.vllm_server import serving
-from support.waiting import PATIENCE, eventually
-from support.web_servers import NGINX
+from support.waiting import PATIENCE
 
 if find_spec("trl") is None or find_spec("vllm") is None:  # the programs that are started import them
     pytest.skip("TRL or vLLM is not installed", allow_module_level=True)
@@ -51,13 +47,12 @@ def server(policy, tmp_path_factory, vllm_pool):
 class Training:
     """A run, and the programs that train it."""
 
-    def __init__(self, name, folder, server, policy, s3_server, tokens=None, **options):
+    def __init__(self, name, folder, server, policy, s3_server, **options):
         self.folder, self.server = folder, server
         url = f"s3://{BUCKET}/{name}"
         self.run = Run(open_store(url, config=s3_server.config))
         self._options = {"model": str(policy), "server": server.url, "store": url, "output": str(folder), **options}
         self._environment = {**os.environ, **ENVIRONMENT, **s3_server.environment, "TOKENIZERS_PARALLELISM": "false"}
-        self._environment |= tokens or {}
 
     def train(self, steps, resume=None, **transfer):
         options = {**self._options, "steps": steps, "resume": resume, "transfer": transfer}
@@ -112,64 +107,20 @@ def test_it_trains_and_the_server_follows_also_after_a_restart(tmp_path, server,
     assert (told["syncs"], told["model_version"]) == (3, 8)
 
 
-@contextmanager
-def program(log, module, *arguments, **environment):
-    """A program as in an image, and the first line that it prints."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **environment}
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.communicate(timeout=PATIENCE)
-
-
-needs_wordle = pytest.mark.skipif(find_spec("openenv") is None, reason="needs pip install 'deltawire[wordle]'")
-
-
 @pytest.mark.slow
-@needs_wordle
-@pytest.mark.skipif(NGINX is None, reason="needs nginx")
-def test_the_wordle_example_with_tokens_between_its_parts(tmp_path, server, policy, s3_server):
-    """Three machines as ports: an environment, a server with its agent behind the proxy of deploy/, and the trainer."""
-    tokens = {"API_TOKEN": "clients-of-the-server", "DELTAWIRE_TOKEN": "nudges-of-the-agent"}
-    (port,) = free_ports(1)
-    store = f"s3://{BUCKET}/tokens"
-    attach = ["attach", "--engine", "vllm", "--url", server.url, "--from", store, "--listen", port, "--poll", "60"]
-    environment = {**ENVIRONMENT, **s3_server.environment, "DELTAWIRE_TOKEN": tokens["DELTAWIRE_TOKEN"]}
-    with (
-        program(tmp_path / "wordle", "deltawire_demo.wordle", "--port", "0") as games,
-        program(tmp_path / "agent", "deltawire.cli", *attach, **environment),
-        proxied(tmp_path, server.url.rpartition(":")[2], port, api_token=tokens["API_TOKEN"],
-                nudge_token=tokens["DELTAWIRE_TOKEN"]) as (proxy, _),
-    ):  # fmt: skip
-        url = f"http://127.0.0.1:{proxy}"
-        options = {"env": games.stdout.readline().strip(), "agent": url, "server": url}
-        training = Training("tokens", tmp_path, server, policy, s3_server, tokens, **options)
-        told = training.train(3)
-        eventually(training.is_served)
-        # Strangers are refused: who asks for tokens, who nudges, who asks for what the agent knows.
-        for path in ("v1/models", "health", "nudge", "status"):
-            assert requests.post(f"{url}/{path}", timeout=60).status_code == 401, path
-        for path in ("metrics", "pause", "deltawire/update"):
-            assert requests.post(f"{url}/{path}", timeout=60).status_code == 404, path
-    steps = steps_of(told)
-    assert len(steps) == 3
-    # Polls are rare: it was nudged, or would be behind.
-    assert all(each["deltawire/engines/lag_max"] <= 1 for each in steps)
-    secrets = (tmp_path / "log").read_text() + json.dumps(told)
-    assert tokens["API_TOKEN"] not in secrets
-
-
-@pytest.mark.slow
-@needs_wordle
+@pytest.mark.skipif(find_spec("openenv") is None, reason="needs pip install 'deltawire[wordle]'")
 def test_the_wordle_example(tmp_path, server, policy, s3_server):
-    with program(tmp_path / "wordle", "deltawire_demo.wordle", "--port", "0") as games:
-        training = Training("wordle", tmp_path, server, policy, s3_server, env=games.stdout.readline().strip())
+    command = [sys.executable, "-m", "deltawire_demo.wordle", "--port", "0"]
+    with (tmp_path / "wordle").open("w") as log:
+        games = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        url = games.stdout.readline().strip()
+        training = Training("wordle", tmp_path, server, policy, s3_server, env=url)
         told = training.train(3)
+    finally:
+        games.terminate()
+        games.wait(PATIENCE)
+        games.stdout.close()
     # The server may have the weights of another run at first.
     assert training.is_served()
     steps = steps_of(told)

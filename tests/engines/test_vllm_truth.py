@@ -1,7 +1,7 @@
 """What a vLLM server computes with is what it says: nothing of it is left as it was, and no copy stays behind."""
 
 import re
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +118,48 @@ def test_absorbed_copies_are_made_again(tmp_path, vllm_pool):
     names = [each.name for each in proof.found]
     assert any(name.endswith("kv_b_proj.weight") for name in names)
     assert not any(name.endswith(("W_UV", "W_UK_T")) for name in names)
+
+
+def latent(weight):
+    """Attention of which vLLM's own code has made copies, since it computes in another dtype than `kv_b_proj` has."""
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    module = torch.nn.Module()
+    module.kv_b_proj = torch.nn.Linear(16, 2 * (4 + 8), bias=False)
+    module.kv_b_proj.requires_grad_(False).weight.copy_(weight)
+    module.kv_b_proj.quant_method = UnquantizedLinearMethod()
+    for name in ("is_amx_bmm_enabled", "dcp_q_replicate", "is_aiter_triton_fp4_bmm_enabled",
+                 "is_aiter_triton_fp8_bmm_enabled"):  # fmt: skip
+        setattr(module, name, False)
+    module.impl = SimpleNamespace(process_weights_after_loading=lambda dtype: None)
+    module.kv_lora_rank, module.num_heads, module.qk_nope_head_dim, module.v_head_dim = 16, 2, 4, 8
+    module.quant_config = None
+    set_default_quant_scales(module, register_buffer=True)
+    module.process_weights_after_loading = MethodType(MLAAttention.process_weights_after_loading, module)
+    module.process_weights_after_loading(torch.bfloat16)
+    return module
+
+
+def test_absorbed_copies_follow_what_they_are_made_of():
+    from deltawire.engines.vllm.copies import Copies, absorbed
+
+    model, weight = torch.nn.Module(), torch.randn(24, 16)
+    model.add_module("attention", latent(weight))
+    assert absorbed(model) == {"attention.W_UV", "attention.W_UK_T"}
+    copies = Copies(model, torch.bfloat16)
+    assert copies.holds()
+    places = [getattr(model.attention, name).data_ptr() for name in ("W_UV", "W_UK_T")]
+    model.attention.kv_b_proj.weight[3] += 1
+    assert not Copies(model, torch.bfloat16).holds()
+    model.attention.kv_b_proj.weight[20] += 1
+    copies.refresh(())
+    fresh = latent(model.attention.kv_b_proj.weight)
+    for name, place in zip(("W_UV", "W_UK_T"), places, strict=True):
+        found = getattr(model.attention, name)
+        assert torch.equal(found, getattr(fresh, name))
+        assert found.data_ptr() == place
 
 
 @pytest.mark.parametrize("attribute", ["is_amx_bmm_enabled", "dcp_q_replicate"])

@@ -18,7 +18,7 @@ from support.patterns import examples
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("least", [1000, pytest.param(8000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("least", [500, pytest.param(8000, marks=pytest.mark.slow)])
 def test_damaged_files(least):
     """In a process of its own, where numba checks every index of every kernel."""
     checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(Path(sys.prefix) / "checked")}

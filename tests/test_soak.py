@@ -27,11 +27,12 @@ def quiet(_line):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("num_random", "seed"), [(0, 2), pytest.param(20, 1, marks=pytest.mark.slow)])
-def test_kills(workers, s3_server, tmp_path, tally, num_random, seed):
-    crashes.run(workers, s3_server, tmp_path, tally, num_random=num_random, num_each=1, seed=seed, progress=quiet)
+@pytest.mark.parametrize(("num_random", "share", "seed"), [(0, 4, 2), pytest.param(20, 1, 1, marks=pytest.mark.slow)])
+def test_kills(workers, s3_server, tmp_path, tally, num_random, share, seed):
+    how = {"num_random": num_random, "num_each": 1, "share": share, "seed": seed}
+    crashes.run(workers, s3_server, tmp_path, tally, **how, progress=quiet)
     assert tally.problems == []
-    planned = crashes.plan(num_random, 1, random.Random(seed))
+    planned = crashes.plan(num_random, 1, random.Random(seed), share)
     assert sum(tally.tables["Kills"].values()) == len(planned)
     assert {str(kill) for kill in planned} == set(tally.tables["Kills"])
 

@@ -87,6 +87,7 @@ def replica_pid(folder, name):
     return next(pid for pid, words in processes(folder).items() if name in words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen_seconds", [PATIENCE_SECONDS, pytest.param(3, marks=pytest.mark.timing)])
 def test_next_to_a_running_demo(tmp_path, chromium, seen_seconds):
     pytest.importorskip("openenv")

@@ -41,8 +41,8 @@ class Kill:
         return f"{self.victim} at {self.point or 'a random moment'}"
 
 
-def plan(num_random: int, num_each: int, chance: random.Random) -> list[Kill]:
-    """Every point `num_each` times or more, and so many random moments, in random order."""
+def plan(num_random: int, num_each: int, chance: random.Random, share: int = 1) -> list[Kill]:
+    """Every point `num_each` times or more, and so many random moments, in random order; one in `share` of all."""
     kills = []
     for victim, names in (("trainer", points.TRAINER), ("memory", points.MEMORY), ("mirror", points.MIRROR)):
         for point in names:
@@ -54,7 +54,7 @@ def plan(num_random: int, num_each: int, chance: random.Random) -> list[Kill]:
     victims = ["trainer", "memory", "mirror", "mirror", "all"]
     kills += [Kill(chance.choice(victims), weights=chance.choice(["kept", "kept", "none"])) for _ in range(num_random)]
     chance.shuffle(kills)
-    return kills
+    return kills[::share]
 
 
 # Points that are passed several times in one operation.
@@ -286,10 +286,10 @@ class World:
 
 def run(
     nursery: Nursery, server: Any, place: Path, tally: Tally, *, num_random: int, num_each: int, seed: int,
-    progress: Progress,
+    progress: Progress, share: int = 1,
 ) -> None:  # fmt: skip
     """All kills, over several runs, a few of them at a time."""
-    kills = plan(num_random, num_each, random.Random(seed))
+    kills = plan(num_random, num_each, random.Random(seed), share)
     # The first kills of a new run come first in it.
     starts = [kill for kill in kills if kill.point in points.NEW_RUN]
     others = [kill for kill in kills if kill.point not in points.NEW_RUN]

@@ -129,7 +129,9 @@ def test_every_sync_is_a_version_with_the_models_bits(trl_trainer):
     assert {"deltawire/transfer/take_seconds", "deltawire/transfer/publish_seconds"} <= numbers.keys()
 
 
-@pytest.mark.parametrize("snapshot", [pytest.param("device", marks=pytest.mark.interpreter), "host"])
+@pytest.mark.parametrize(
+    "snapshot", [pytest.param("device", marks=[pytest.mark.interpreter, pytest.mark.slow]), "host"]
+)
 def test_only_what_is_encoded_crosses_the_bus(trl_trainer, snapshot, monkeypatch):
     """What TRL sends is compared where it lies. Kernels run in Triton's interpreter where there is no GPU."""
     url = fresh_url()

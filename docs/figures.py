@@ -258,8 +258,8 @@ def models() -> str:
             size(factor * plan.delta_bytes()), duration(plan.blocked_seconds), duration(plan.pause_seconds),
             duration(plan.reload_seconds),
         ])  # fmt: skip
-    header = ["weights", "changed", "all of them", "a delta", "uploaded in all", "trainer waits", "engine pauses",
-              "to reload all"]  # fmt: skip
+    header = ["weights", "changed", "all of them", "a delta", "uploaded in all, computed", "trainer waits",
+              "engine pauses", "to reload all"]  # fmt: skip
     return table(header, rows)
 
 

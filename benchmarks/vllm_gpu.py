@@ -140,7 +140,6 @@ def change(weights, density, seed):
 def checksums(weights):
     """SHA-256 of what vLLM fuses and calls otherwise, by its parameter names."""
 
-    torch.cuda.synchronize()
     parts = {}
     for name in sorted(weights, key=lambda name: -weights[name].numel()):
         if ".q_proj." in name:

@@ -20,11 +20,12 @@ def main(store: str, url: str) -> None:
     """Print the version that a server reports, and the digest of the weights in its memory."""
     weights: dict[str, Any] = {}
     with Replica(store, weights, heartbeat_seconds=None) as replica:
-        replica.pull()
+        # Tied names have no weights of their own.
+        tied = replica.run.manifest(replica.pull().version).tied
     # Its own folder: the agent drives the server, and this only reads.
     with TemporaryDirectory() as folder, closing(VllmEngine(url, shared_folder=folder)) as engine:
         version = engine.status().version
-        engine.bind({name: spec(weights, name) for name in weights})
+        engine.bind({name: spec(weights, name) for name in weights if name not in tied})
         found = {"version": int(version) if version and version.isdigit() else None, "digest": str(engine.digest())}
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -15,6 +15,7 @@ from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.tensors.weights import torch_view, write
 from support import ROOT
 from support.fused_model import bits_of
+from support.half_writes import fail_next_write
 
 GUIDE = ROOT / "docs" / "guides" / "any-engine.md"
 
@@ -61,17 +62,7 @@ class TorchHarness(testing.Harness):
             assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
     def fail_next_write(self):
-        memory = self.engine._live._memory
-        put = memory.put
-
-        def some(items, *, undo=False, writes=True):
-            if not writes:
-                return put(items, writes=False)
-            memory.put = put
-            put(items[:1], undo=undo)
-            raise OSError("a fault in the middle")
-
-        memory.put = some
+        fail_next_write(self.engine._live._memory, slice(1))
 
     def close(self):
         pass

@@ -7,6 +7,7 @@ from deltawire.engines.engine import Served
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.recipes import RECIPES, Groups
 from deltawire.engines.torch import TorchEngine
+from support.half_writes import fail_next_write
 
 SHAPES = {"up": (160, 130), "down": (130, 160), "experts": (3, 40, 96), "norm": (130,)}
 
@@ -95,17 +96,7 @@ def harness_of(name, engine=QuantizedEngine):
                 assert all(torch.equal(before[each], value.view(torch.uint8)) for each, value in self.served().items())
 
         def fail_next_write(self):
-            memory = self.engine._live._memory
-            put = memory.put
-
-            def some(items, *, undo=False, writes=True):
-                if not writes:
-                    return put(items, writes=False)
-                memory.put = put
-                put(items[::2], undo=undo)
-                raise OSError("a fault in the middle")
-
-            memory.put = some
+            fail_next_write(self.engine._live._memory, slice(None, None, 2))
 
         def close(self):
             pass

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltawire import Publisher, Replica
 from deltawire.engines import conformance
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import HostMemory, Item, SplitMemory
@@ -14,6 +15,8 @@ from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.published import quantize_checkpoint, quantized
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
 from deltawire.engines.staged import PieceChange
+from deltawire.engines.target import EngineTarget
+from deltawire.engines.torch import TorchEngine
 from deltawire.engines.vllm.quantized import layers
 from deltawire.errors import EngineRejected, ObjectMissing, UnsupportedFormat
 from deltawire.tensors.digest import Digest, tensor_key
@@ -280,6 +283,32 @@ def test_a_checkpoint_of_codes_and_scales(tmp_path):
     assert config["quantization_config"]["modules_to_not_convert"] == ["a.norm"]
 
 
+@pytest.mark.parametrize("mirror", [None, False])
+def test_an_engine_follows_codes_and_scales_as_any_other_bytes(tmp_path, mirror):
+    """With a mirror, and decoding by itself."""
+    weights = {"q_proj.weight": made((256, 130), 0), "norm.weight": made((1, 16), 1)[0]}
+    model = torch.nn.Module()
+    for name, value in quantized(weights).items():
+        module, _, each = name.partition(".")
+        if not hasattr(model, module):
+            setattr(model, module, torch.nn.Module())
+        getattr(model, module).register_parameter(each, torch.nn.Parameter(torch.zeros_like(value), False))
+    engine = TorchEngine(model, threads=1)
+    publisher = Publisher(tmp_path / "run", lambda: quantized(weights), anchors=None)
+    with publisher, Replica(tmp_path / "run", EngineTarget(engine, mirror), heartbeat_seconds=None) as replica:
+        for step in range(4):
+            version = publisher.publish().wait().version
+            replica.pull()
+            wanted = quantized(weights)
+            assert {str(value.dtype) for value in wanted.values()} == {
+                "torch.float8_e4m3fn", "torch.float32", "torch.bfloat16",
+            }  # fmt: skip
+            assert all(same(model.get_parameter(name).data, value) for name, value in wanted.items())
+            assert engine.state.version == version
+            assert engine.digest() == engine.state.digest
+            weights["q_proj.weight"] = changed(weights["q_proj.weight"], step)
+
+
 def test_what_cannot_be_published_as_codes_is_refused(tmp_path):
     for value, text in ((torch.ones(4, 4), "float32"), (torch.full((4, 4), torch.inf).bfloat16(), "not finite")):
         with pytest.raises(UnsupportedFormat, match=text):
@@ -310,7 +339,10 @@ CUTLASS = kernel("CutlassFP8ScaledMMLinearKernel")
 
 @pytest.mark.parametrize(("model", "text"), [
     (layer_with("GPTQMarlinLinearMethod"), "GPTQMarlinLinearMethod.*--quantization fp8_per_block"),
-    (layer_with("Fp8LinearMethod"), "Fp8LinearMethod"),
+    (layer_with("Fp8LinearMethod", block_quant=False), "Fp8LinearMethod"),
+    (layer_with("Fp8LinearMethod", block_quant=True, fp8_linear=kernel("DeepGemmFp8BlockScaledMMKernel")),
+     "DeepGemmFp8BlockScaledMMKernel"),
+    (layer_with("CompressedTensorsLinearMethod"), "CompressedTensorsLinearMethod"),
     (layer_with("Fp8PerBlockOnlineLinearMethod", fp8_linear=kernel("DeepGemmFp8BlockScaledMMKernel")),
      "DeepGemmFp8BlockScaledMMKernel.*VLLM_USE_DEEP_GEMM=0"),
     (layer_with("Mxfp8OnlineLinearMethod", kernel=kernel("MarlinMxfp8LinearKernel")), "MarlinMxfp8LinearKernel"),
@@ -324,22 +356,13 @@ def test_other_methods_and_kernels_are_refused_by_name(model, text):
     assert caught.value.tensor == "layer"
 
 
-def test_scales_that_several_workers_agree_on_are_refused():
-    for method, sizes, is_refused in (
-        ("Fp8PtpcOnlineLinearMethod", {"input_size": 2}, True),
-        ("Fp8PtpcOnlineLinearMethod", {"output_size": 2}, False),
-        ("Fp8PerTensorOnlineLinearMethod", {"output_size": 2}, True),
-        ("Fp8PerBlockOnlineLinearMethod", {"input_size": 2}, False),
-    ):
-        model = layer_with(method, fp8_linear=CUTLASS)
-        assert len(list(layers(model))) == 1
-        for name, size in {**sizes, "tp_size": 2}.items():
-            setattr(model.layer, name, size)
-        if is_refused:
-            with pytest.raises(EngineRejected, match="several workers"):
-                list(layers(model))
-        else:
-            assert len(list(layers(model))) == 1
+def test_scales_of_a_cache_must_be_one():
+    model = layer_with("Fp8KVCacheMethod")
+    model.layer._k_scale = torch.ones(())
+    assert list(layers(model)) == []
+    model.layer._v_scale = torch.tensor(0.5)
+    with pytest.raises(EngineRejected, match="layer has _v_scale"):
+        list(layers(model))
 
 
 def test_storages_on_two_devices_are_changed_as_one(monkeypatch):

@@ -3,13 +3,20 @@ fresh server, and answers are. On a CPU without AMX vLLM has kernels for `fp8_pe
 """
 
 import hashlib
+import json
+from contextlib import ExitStack
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from deltawire.errors import EngineRejected
-from support.vllm_reference import fused
-from support.vllm_server import Trainer, following, serving
+from deltawire import Publisher, Replica
+from deltawire.engines.target import EngineTarget
+from deltawire.engines.vllm.adapter import VllmEngine
+from deltawire.errors import DeltawireError, EngineRejected
+from support.command_line import run, told
+from support.vllm_reference import checksums, fused
+from support.vllm_server import Trainer, following, make_model, save_model, serving
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -21,20 +28,26 @@ def sha256(value):
     return hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
-def expected(weights):
-    """What vLLM's own functions make of a checkpoint, by its parameter names."""
+def expected(weights, tp=1):
+    """What vLLM's own functions make of a checkpoint, by its parameter names, on each rank."""
     from vllm.model_executor.layers.quantization.online.fp8 import _fp8_channel_scale, _fp8_quant_per_channel
     from vllm.model_executor.layers.quantization.utils.quant_utils import weight_amax
 
     found = {}
-    for name, value in fused(weights, 1, 0).items():
-        if name.endswith("_proj.weight"):
-            scale = _fp8_channel_scale(weight_amax(value, dim=-1, keepdim=True))
-            found[name] = sha256(_fp8_quant_per_channel(value, scale).t())
-            found[f"{name}_scale"] = sha256(scale)
-        else:
-            found[name] = sha256(value)
-    return {f"dp0:pp0:pcp0:tp0:{name}": value for name, value in found.items()}
+    ranks = [fused(weights, tp, rank) for rank in range(tp)]
+    for name in ranks[0]:
+        parts = [each[name] for each in ranks]
+        maxima = [weight_amax(each, dim=-1, keepdim=True) for each in parts] if name.endswith("_proj.weight") else []
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            # Their rows are divided.
+            maxima = [torch.stack(maxima).amax(0)] * tp
+        for rank, part in enumerate(parts):
+            key = f"dp0:pp0:pcp0:tp{rank}:{name}"
+            found[key] = sha256(part)
+            if maxima:
+                scale = _fp8_channel_scale(maxima[rank])
+                found[key], found[f"{key}_scale"] = sha256(_fp8_quant_per_channel(part, scale).t()), sha256(scale)
+    return found
 
 
 def answers(server):
@@ -107,16 +120,178 @@ def test_follows_and_serves_what_a_fresh_server_does(tmp_path, vllm_pool):
 
 
 @pytest.mark.slow
-def test_scales_of_two_workers_are_refused_by_name(tmp_path, vllm_pool):
-    trainer = Trainer(tmp_path, f"memory:{tmp_path}")
+def test_two_workers_follow_with_scales_that_they_share(tmp_path, vllm_pool):
+    """Rows of `o_proj` and `down_proj` are divided between them."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store)
     trainer.publish(density=0)
-    own = {"arguments": FLAGS, "log": tmp_path / "log", "nursery": vllm_pool.nursery, "tp": 2}
+    own = {"arguments": FLAGS, "nursery": vllm_pool.nursery, "tp": 2}
+    with serving(tmp_path / "base", log=tmp_path / "log", extension=FAULTY, **own) as server:
+        assert server.checksums() == expected(trainer.weights, 2)
+        with following(store, server) as replica:
+            replica.pull()
+            assert server.checksums() == expected(trainer.weights, 2)
+            for number in range(4):
+                plant(trainer.weights, number)
+                down = trainer.weights["model.layers.0.mlp.down_proj.weight"]
+                # A largest element in the part of one worker, then of the other.
+                down[2] = down[2].clamp(-0.1, 0.1)
+                down[2, number % 2 * (down.shape[1] - 1)] = 1.5
+                version = trainer.publish(density=0.02)
+                replica.pull()
+                assert server.weight_version == str(version)
+                assert server.checksums() == expected(trainer.weights, 2)
+            about = replica.target.about()["engine"]
+            assert (about["quantized"], about["derived"]) == ("fp8_per_channel", derived(replica))
+            # One worker cannot write: both go on with the version before.
+            kept = server.checksums()
+            plant(trainer.weights, 5)
+            ask(server, "fail", {"rank": 1, "writes": 2})
+            trainer.publish(density=0.02)
+            with pytest.raises(EngineRejected, match="taken back"):
+                replica.pull()
+            assert (server.checksums(), server.weight_version) == (kept, str(version))
+            # One has an infinity, and the other does not wait for it.
+            trainer.weights["model.layers.0.mlp.down_proj.weight"][0, -1] = torch.inf
+            trainer.publish(density=0)
+            with pytest.raises(EngineRejected, match="infinities"):
+                replica.pull()
+            assert (server.checksums(), server.weight_version) == (kept, str(version))
+            trainer.weights["model.layers.0.mlp.down_proj.weight"][0, -1] = 0.5
+            trainer.publish(density=0.02)
+            replica.pull()
+            assert server.checksums() == expected(trainer.weights, 2)
+        ours = answers(server)
+        with serving(trainer.checkpoint(), extension=None, log=tmp_path / "fresh", **own) as fresh:
+            assert server.checksums() == fresh.checksums()
+            assert ours == answers(fresh)
+
+
+@pytest.mark.slow
+def test_a_fleet_of_bf16_fp8_and_files(tmp_path, vllm_pool):
+    """One run, three kinds of replicas; `deltawire status` tells what each serves."""
+    store = tmp_path / "run"
+    trainer = Trainer(tmp_path, store)
+    trainer.publish(density=0)
+    own = {"nursery": vllm_pool.nursery}
+    with ExitStack() as stack:
+        plain = stack.enter_context(serving(tmp_path / "base", log=tmp_path / "bf16", **own))
+        eight = stack.enter_context(serving(tmp_path / "base", log=tmp_path / "fp8", arguments=FLAGS, **own))
+        targets = {
+            "bf16": EngineTarget(VllmEngine(plain.url)), "fp8": EngineTarget(VllmEngine(eight.url)),
+            "files": tmp_path / "mirror",
+        }  # fmt: skip
+        replicas = {name: stack.enter_context(Replica(store, target, name=name)) for name, target in targets.items()}
+        seen = set()
+        for number in range(4):
+            if number:
+                plant(trainer.weights, number)
+                trainer.publish(density=0.02)
+            for each in replicas.values():
+                each.pull()
+            assert plain.checksums() == checksums(trainer.weights)
+            assert eight.checksums() == expected(trainer.weights)
+            found = load_file(tmp_path / "mirror/model.safetensors")
+            assert {name: sha256(value) for name, value in found.items()} == {
+                name: sha256(value) for name, value in trainer.weights.items()
+            }
+            rows = {row["name"]: row for row in told("status", store)["replicas"]}
+            assert {name: (row["engine"], row["version"], row["health"]) for name, row in rows.items()} == {
+                "bf16": ("vllm", number, "ok"), "fp8": ("vllm fp8_per_channel", number, "ok"),
+                "files": (None, number, "ok"),
+            }  # fmt: skip
+            assert rows["bf16"]["derived"] is rows["files"]["derived"] is None
+            assert rows["fp8"]["derived"] == derived(replicas["fp8"])
+            seen.add(rows["fp8"]["derived"])
+        assert len(seen) == 4
+        lines = run("status", store).stdout.splitlines()
+        assert any(f"vllm fp8_per_channel {rows['fp8']['derived'][:8]}" in line for line in lines)
+
+
+STORED = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+    }},
+}  # fmt: skip
+
+
+def stored(weights):
+    """A checkpoint of codes and scales, as the trainer makes them."""
+    found = {}
+    for name, value in weights.items():
+        found[name] = value
+        if name.endswith("_proj.weight"):
+            scale = value.float().abs().amax(1, keepdim=True).clamp(1e-6) / 448
+            found[name], found[f"{name}_scale"] = (value.float() / scale).to(torch.float8_e4m3fn), scale
+    return found
+
+
+def served(weights):
+    """The same as vLLM fuses and calls it; it computes from transposed codes."""
+    codes = {name: value for name, value in stored(weights).items() if not name.endswith("_scale")}
+    scales = {name.removesuffix("_scale"): value for name, value in stored(weights).items() if name.endswith("_scale")}
+    found = {}
+    for name, value in fused(codes, 1, 0).items():
+        found[name] = sha256(value.t() if name.endswith("_proj.weight") else value)
+    for name, value in fused({**codes, **scales}, 1, 0).items():
+        if name.endswith("_proj.weight"):
+            found[f"{name}_scale"] = sha256(value)
+    return {f"dp0:pp0:pcp0:tp0:{name}": value for name, value in found.items()}
+
+
+def save_stored(weights, folder):
+    save_file({name: value.contiguous() for name, value in stored(weights).items()}, folder / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "quantization_config": STORED}))
+
+
+@pytest.mark.slow
+def test_codes_and_scales_of_the_trainer_are_followed(tmp_path, vllm_pool):
+    """A checkpoint that is quantized itself: bytes as any others."""
+    store, folder = tmp_path / "run", tmp_path / "base"
+    save_model(make_model(), folder)
+    weights = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
+    save_stored(weights, folder)
+    publisher = Publisher(store, lambda: stored(weights), anchors=None)
+    own = {"nursery": vllm_pool.nursery}
     with (
-        serving(tmp_path / "base", **own) as server,
-        following(f"memory:{tmp_path}", server) as replica,
-        pytest.raises(EngineRejected, match="o_proj depend on the weights of several workers"),
+        serving(folder, log=tmp_path / "log", **own) as server,
+        following(store, server) as replica,
+        Replica(store, tmp_path / "mirror") as files,
     ):
-        replica.pull()
+        assert server.checksums() == served(weights)
+        for number in range(4):
+            if number:
+                plant(weights, number)
+                for value in weights.values():
+                    value[torch.rand(value.shape) < 0.02] += 0.01
+            publisher.publish().wait()
+            replica.pull()
+            files.pull()
+            assert server.checksums() == served(weights)
+            assert server.weight_version == str(number)
+            found, wanted = load_file(tmp_path / "mirror/model.safetensors"), stored(weights)
+            assert {name: sha256(value) for name, value in found.items()} == {
+                name: sha256(value) for name, value in wanted.items()
+            }
+        ours = answers(server)
+        save_stored(weights, folder)
+        with serving(folder, extension=None, log=tmp_path / "fresh", **own) as fresh:
+            assert server.checksums() == fresh.checksums()
+            assert ours == answers(fresh)
+        # bf16 is no checkpoint for this server, and that is said before anything is written.
+        kept = server.checksums()
+        with Publisher(tmp_path / "other", weights) as other:
+            other.publish().wait()
+            with following(tmp_path / "other", server) as wrong, pytest.raises(DeltawireError, match="weight_scale"):
+                wrong.pull()
+        assert server.checksums() == kept
+    publisher.close()
 
 
 def ask(server, method, *arguments):

@@ -362,13 +362,18 @@ def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["replica", "engine", "version", "lag", "pause", "heard", "health"]
     cells = [
         [
-            row["name"], *("-" if row[key] is None else str(row[key]) for key in ("engine", "version", "lag")),
+            row["name"], engine_text(row), *("-" if row[key] is None else str(row[key]) for key in ("version", "lag")),
             terminal.pause_text(row["pause_seconds"]),
             "-" if row["age_seconds"] is None else terminal.age_text(row["age_seconds"]), health_cell(row),
         ]
         for row in rows
     ]  # fmt: skip
     return terminal.table(header, cells)
+
+
+def engine_text(row: Mapping[str, Any]) -> str:
+    """What serves, how it quantizes, and the start of the digest of codes and scales: equal for equal ones."""
+    return (row["engine"] or "-") + (f" {row['derived'][:8]}" if row["derived"] else "")
 
 
 def newest_text(data: Mapping[str, Any]) -> str:

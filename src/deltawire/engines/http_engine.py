@@ -113,7 +113,8 @@ def version_of(answer: Mapping[str, Any]) -> WeightVersion | None:
 
 
 def refuse(answers: Answers, what: str) -> None:
-    for each in answers:
+    # Some have failed only because another one has.
+    for each in sorted(answers, key=lambda each: (each["error"] or {}).get("kind") == "Elsewhere"):
         if each["error"]:
             tensor = each["error"]["tensor"]
             raise EngineRejected(

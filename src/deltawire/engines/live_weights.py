@@ -59,6 +59,12 @@ class Ready:
     """The digest of the pieces that count, once it is written."""
     plan: Plan
     """What it does to codes and scales. Their items come last, with negative numbers."""
+    served: Sequence[Item]
+    """Those of what is computed with."""
+    kept: Sequence[Item]
+    """Those of weights that codes are made of. Nobody computes with them."""
+    gains: Sequence[Written]
+    """What writing these does."""
 
 
 class LiveModel:
@@ -77,6 +83,10 @@ class LiveModel:
         self.derived: Digest | None = None
         """The digest of the codes and scales that are made of the weights."""
         self.staged: Ready | None = None
+        self._is_new = False
+        """Whether no write of it has begun."""
+        self._unwritten: Ready | None = None
+        """A change that was written but for what is kept."""
         self._specs: dict[str, TensorSpec] = {}
         self._keys: dict[str, TensorKey] = {}
         self.pieces: list[Piece] = []
@@ -110,6 +120,7 @@ class LiveModel:
 
     def measure(self, counted: Sequence[int]) -> Digest:
         """The digest of the pieces that count here, computed from memory."""
+        self.finish()
         self._counted = list(counted)
         self.partial = self.sum_of(counted)
         own = zip(self._quantized.pieces, self._quantized.keys, strict=True)
@@ -155,7 +166,8 @@ class LiveModel:
         self.drop_staged()
 
     def drop_staged(self) -> None:
-        """Release what is staged."""
+        """Release what is staged; what was written is finished first."""
+        self.finish()
         self.staged = None
         self._memory.drop()
 
@@ -210,9 +222,13 @@ class LiveModel:
                 for number, each in plan.changes
             ),
         ]
-        found = self._memory.put(items, writes=False)
-        _refuse(items, found)
-        self.staged = Ready(token, base, state, items, self._after(items, found), plan)
+        kept = [item for item in items if item.piece.storage in own.tensors]
+        served = [item for item in items if item.piece.storage not in own.tensors]
+        every, gains = [*kept, *served], self._put_kept(kept, writes=False)
+        found = [*gains, *self._memory.put(served, writes=False)]
+        _refuse(every, found)
+        self.staged = Ready(token, base, state, items, self._after(every, found), plan, served, kept, gains)
+        self._is_new = True
 
     def _plan(self, items: Sequence[Item], *, is_done: bool) -> Plan:
         """What a change does to codes and scales."""
@@ -229,26 +245,52 @@ class LiveModel:
         return None if self.partial is None else sum(gains, self.partial)
 
     def write(self, token: str, *, undo: bool = False) -> None:
-        """Write what is staged, or the old bits again to `undo`. May be repeated."""
+        """Write what is staged, or the old bits again to `undo`. May be repeated.
+
+        What is kept and not computed with is left to `finish`, if all goes well at once.
+        """
         staged = self.staged
         if staged is None or staged.token != token:
             raise BaseMismatch(f"{token} is not what is staged")
+        self.finish()
         # Until all of it is written, the version of the weights is unknown.
         self.state = None
         before, self.partial = self.partial, None
-        written = self._memory.put(staged.items, undo=undo)
+        leaves, self._is_new = self._is_new and not undo, False
+        written = self._memory.put(staged.served, undo=undo)
+        gains = staged.gains if leaves else self._put_kept(staged.kept, undo=undo)
+        every, found = [*staged.served, *staged.kept], [*written, *gains]
         self._quantized.settle(staged.plan, undo=undo)
         self.refresh({item.piece.tensor for item in staged.items})
         self.partial = before
+        self._unwritten = staged if leaves else None
         if before is None:
             # The write before this one was interrupted, so the gain of the digest is unknown.
             self.measure(self._counted)
         else:
-            self.partial = self._after(staged.items, written)
-            gains = (each.gain for item, each in zip(staged.items, written, strict=True) if item.number < 0)
-            self.derived = sum(gains, self.derived or Digest())
-        _refuse(staged.items, written)
+            self.partial = self._after(every, found)
+            own = (each.gain for item, each in zip(every, found, strict=True) if item.number < 0)
+            self.derived = sum(own, self.derived or Digest())
+        _refuse(every, found)
         self.state = staged.base if undo else staged.state
+
+    def finish(self) -> None:
+        """Write what is kept. All that reads it comes after this."""
+        staged, self._unwritten = self._unwritten, None
+        if staged is None:
+            return
+        try:
+            found = self._put_kept(staged.kept)
+            _refuse(staged.kept, found)
+            if found != staged.gains:
+                raise EngineRejected("the weights that codes are made of have another digest than was computed before")
+        except BaseException:
+            self.state = self.partial = None
+            raise
+
+    def _put_kept(self, items: Sequence[Item], *, undo: bool = False, writes: bool = True) -> list[Written]:
+        # In its own memory, so that what a device has prepared for the others stays.
+        return self._memory.part(items[0].piece).put(items, undo=undo, writes=writes) if items else []
 
     def refresh(self, tensors: Collection[str] = ()) -> None:
         """Compute again what is kept next to the weights, and what these tensors are loaded as."""

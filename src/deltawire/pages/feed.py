@@ -30,6 +30,9 @@ LATE_SECONDS = 8.0
 # So many of the newest versions say how often one comes.
 FEW = 32
 
+# What a replica says of itself in words.
+TEXTS = ("engine", "derived", "address", "error", "detail")
+
 Record = dict[str, Any]
 
 
@@ -140,7 +143,7 @@ class Feed:
     def _update_state(self) -> None:
         versions, beats, parts, now = self._versions, self._beats.beats, self._log.parts, time.time()
         rows = [
-            row | {key: printable(row[key]) for key in ("engine", "address", "error", "detail") if row[key] is not None}
+            row | {key: printable(row[key]) for key in TEXTS if row[key] is not None}
             for row in replica_rows(beats, parts, versions.latest, now)
         ]
         newest = [versions.rows[each] for each in range(versions.latest or 0, -1, -1)[:FEW] if each in versions.rows]

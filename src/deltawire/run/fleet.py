@@ -52,6 +52,7 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
     row = {
         "name": name,
         "engine": " ".join(str(engine[key]) for key in ("kind", "quantized") if engine.get(key)) or None,
+        "derived": str(engine["derived"]) if engine.get("derived") else None,
         "address": str(engine["address"]) if engine.get("address") else None,
         "version": version,
         "lag": None if version is None or latest is None else max(latest - version, 0),

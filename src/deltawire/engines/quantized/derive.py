@@ -2,12 +2,13 @@
 
 The weights themselves, as they are loaded, lie in host memory. Of each group of elements the largest magnitude is kept
 on the device. A group is quantized again as a whole only where its scale moves; otherwise the codes of the changed
-elements are.
+elements are. Where a group is divided between workers, they tell each other their largest magnitudes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +24,31 @@ Change = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions, ascending, and what is there before and after."""
 
 
-@dataclass(frozen=True)
-class Requantized:
-    """What a change of weights does to codes, to scales, and to the largest magnitudes of groups."""
+Largest = Callable[[torch.Tensor], torch.Tensor]
+"""Of integers in host memory that each worker calls it with: the largest of each element, for all of them."""
+
+
+class Elsewhere(Exception):
+    """Another worker failed, and says why."""
+
+
+class Requantized(NamedTuple):
+    """What a change of weights does to codes and scales."""
 
     codes: Change
     scales: Change
-    maxima: Change
+
+
+class Seen(NamedTuple):
+    """Changed elements, the groups that they are in, and the largest magnitudes of these here, before and after."""
+
+    positions: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+    touched: torch.Tensor
+    which: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
 
 
 class QuantizedTensor:
@@ -41,12 +60,14 @@ class QuantizedTensor:
         recipe: How codes and scales are made of them.
         codes: Where the codes are, in the shape of the weights.
         scales: Where the scales are, in any shape.
+        is_shared: Whether its groups are divided between workers, which have the same scales.
     """
 
     def __init__(
-        self, name: str, original: torch.Tensor, recipe: Recipe, codes: torch.Tensor, scales: torch.Tensor
-    ) -> None:
-        self.name, self.original, self.recipe = name, original, recipe
+        self, name: str, original: torch.Tensor, recipe: Recipe, codes: torch.Tensor, scales: torch.Tensor, *,
+        is_shared: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.original, self.recipe, self.is_shared = name, original, recipe, is_shared
         self.groups = Groups(recipe, tuple(original.shape))
         if codes.shape != original.shape or scales.numel() != self.groups.count or not original.is_contiguous():
             raise EngineRejected(
@@ -56,13 +77,28 @@ class QuantizedTensor:
             )
         self.codes, self.scales = codes, scales
         self._maxima: torch.Tensor | None = None
+        self._agreed: torch.Tensor | None = None
 
     @property
     def maxima(self) -> torch.Tensor:
+        """Of the elements that are here."""
         if self._maxima is None:
             found = [self.groups_of_one.maxima(each.to(self.codes.device)) for each in self._matrices()]
             self._maxima = torch.cat(found)
         return self._maxima
+
+    @property
+    def agreed(self) -> torch.Tensor:
+        """Of all elements of each group: what scales are made of."""
+        if not self.is_shared:
+            return self.maxima
+        if self._agreed is None:
+            self._agreed = self.maxima.clone()
+        return self._agreed
+
+    def forget(self) -> None:
+        """The weights are others now."""
+        self._maxima = self._agreed = None
 
     @property
     def groups_of_one(self) -> Groups:
@@ -77,7 +113,6 @@ class QuantizedTensor:
 
     def load(self) -> None:
         """Quantize all of it."""
-        self._maxima = None
         for live, made in self._made():
             live.copy_(made)
 
@@ -89,13 +124,14 @@ class QuantizedTensor:
         """The codes and the scales of each matrix, and what they should be."""
         codes = self.codes if self.codes.ndim > 2 else self.codes[None]
         scales = self.scales.view(self.groups.shape[0], -1)
-        for number, matrix in enumerate(self._matrices()):
-            made = self.recipe.quantize(matrix.to(self.codes.device))
+        agreed = self.agreed.view(len(scales), -1) if self.is_shared else [None] * len(scales)
+        for number, (matrix, largest) in enumerate(zip(self._matrices(), agreed, strict=True)):
+            made = self.recipe.quantize(matrix.to(self.codes.device), largest)
             yield codes[number], made[0]
             yield scales[number], made[1].view(-1)
 
-    def derive(self, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Requantized:
-        """What changes when elements at ascending positions change. `old` is what the kept weights have there."""
+    def look(self, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Seen:
+        """Which groups elements at ascending positions are in. `old` is what the kept weights have there."""
         if not is_finite(new):
             raise _not_finite(self.name)
         own = self.groups.of(positions)
@@ -113,19 +149,24 @@ class QuantizedTensor:
                 values = self._values(place, positions, new)
                 found = found.scatter_reduce(0, number, magnitudes(values).int(), "amax")
             after[lost] = found
+        return Seen(positions, old, new, touched, which, before, after)
+
+    def derive(self, seen: Seen, groups: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Requantized:
+        """What changes with some elements, when the largest magnitudes of some groups are others afterwards."""
+        positions, old, new, touched, which, *_ = seen
         scales = self._scales(before), self._scales(after)
-        moved = _bits(scales[0]).view(len(touched), -1).ne(_bits(scales[1]).view(len(touched), -1)).any(1)
-        few = ~moved[which]
-        changes = [self._codes(positions[few], old[few], new[few], before[which[few]], after[which[few]])]
-        for place, number in self.groups.members(touched[moved]):
+        moved = _bits(scales[0]).ne(_bits(scales[1])).view(len(groups), scales[0].element_size()).any(1)
+        agreed = self.agreed[touched]
+        few = ~_looked_up(touched, groups, moved, torch.zeros_like(agreed, dtype=torch.bool))[which]
+        largest = (_looked_up(touched, groups, each, agreed)[which[few]] for each in (before, after))
+        changes = [self._codes(positions[few], old[few], new[few], *largest)]
+        for place, number in self.groups.members(groups[moved]):
             values = self._values(place, positions, old), self._values(place, positions, new)
             changes.append(self._codes(place, *values, before[moved][number], after[moved][number]))
         place, *codes = (torch.cat(parts) for parts in zip(*changes, strict=True))
         place, order = torch.sort(place)
         return Requantized(
-            (place, codes[0][order], codes[1][order]),
-            (touched[moved], scales[0][moved], scales[1][moved]),
-            (touched, before, after),
+            (place, codes[0][order], codes[1][order]), (groups[moved], scales[0][moved], scales[1][moved])
         )
 
     def _codes(
@@ -147,8 +188,7 @@ class QuantizedTensor:
     def _values(self, place: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The weights at some places, where those at `positions` are `values`."""
         found = self.original.view(-1)[place.cpu()].to(place.device)
-        at = torch.searchsorted(positions, place).clamp_(max=len(positions) - 1)
-        return torch.where(positions[at] == place, values[at], found)
+        return _looked_up(place, positions, values, found)
 
 
 @dataclass
@@ -157,14 +197,20 @@ class Plan:
 
     changes: list[tuple[int, PieceChange]] = field(default_factory=list)
     """For pieces, by their numbers."""
-    maxima: list[tuple[QuantizedTensor, Change]] = field(default_factory=list)
+    maxima: list[tuple[torch.Tensor, Change]] = field(default_factory=list)
+    """For tables of largest magnitudes."""
 
 
 class QuantizedModel:
-    """All tensors that one process quantizes, with codes and scales as pieces of memory."""
+    """All tensors that one process quantizes, with codes and scales as pieces of memory.
 
-    def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
+    With tensors that are shared, `load` and `plan` are called in all workers at the same time.
+    """
+
+    def __init__(self, tensors: Sequence[QuantizedTensor], largest: Largest | None = None) -> None:
         self.tensors = {each.name: each for each in tensors}
+        self._largest = largest
+        self._is_awaited = False
         self.pieces: list[Piece] = []
         self.keys: list[TensorKey] = []
         self.storages: dict[str, torch.Tensor] = {}
@@ -188,9 +234,43 @@ class QuantizedModel:
     def recipes(self) -> str:
         return ", ".join(sorted({each.recipe.name for each in self.tensors.values()}))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What workers do at the same time. One that fails says so to the others, which would wait for it."""
+        self._is_awaited = self._largest is not None
+        try:
+            yield
+        except Exception:
+            if self._largest is not None and self._is_awaited:
+                self._largest(torch.ones(1, dtype=torch.int32))
+            raise
+        finally:
+            self._is_awaited = False
+
+    def _of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each element over all workers."""
+        if self._largest is None:
+            return values
+        is_awaited, self._is_awaited = self._is_awaited, False
+        if self._largest(torch.zeros(1, dtype=torch.int32)).item():
+            raise Elsewhere("another worker of the server failed")
+        found = self._largest(values)
+        self._is_awaited = is_awaited
+        return found
+
+    @property
+    def _shared(self) -> list[QuantizedTensor]:
+        return [each for each in self.tensors.values() if each.is_shared]
+
     def load(self) -> None:
         for each in self.tensors.values():
+            each.forget()
             each.check_finite()
+        if self._shared:
+            values = self._of_all(torch.cat([each.maxima.cpu() for each in self._shared]))
+            for each, own in zip(self._shared, values.split([each.groups.count for each in self._shared]), strict=True):
+                each.agreed.copy_(own)
+        self._is_awaited = False
         for each in self.tensors.values():
             each.load()
 
@@ -198,27 +278,57 @@ class QuantizedModel:
         found = all(each.holds() for each in self.tensors.values())
         for each in self.tensors.values():
             # Now, and not next to serving.
-            _ = each.maxima
+            _ = each.agreed
         return found
 
     def plan(self, changes: Mapping[str, Sequence[tuple[Piece, PieceChange]]], *, is_done: bool) -> Plan:
         """From what changes in the pieces of each tensor, as it is loaded. `is_done` if the weights have it already."""
+
+        def look(tensor: QuantizedTensor) -> Seen:
+            positions, old, new = _joined(changes.get(tensor.name, ()), tensor)
+            return tensor.look(positions, *((new, old) if is_done else (old, new)))
+
+        seen = {each.name: look(each) for each in self._shared}
+        agreed = self._agree(seen, is_done) if seen else {}
+        self._is_awaited = False
         plan = Plan()
-        for name, own in changes.items():
-            tensor = self.tensors[name]
-            positions, old, new = _joined(own, tensor)
-            if not len(positions):
+        for name, tensor in self.tensors.items():
+            if name not in seen and name not in changes:
                 continue
-            found = tensor.derive(positions, *((new, old) if is_done else (old, new)))
-            codes, scales, maxima = (
-                (place, after, before) if is_done else (place, before, after)
-                for place, before, after in (found.codes, found.scales, found.maxima)
-            )
-            plan.changes += self._split(f"codes of {name}", codes) + self._split(f"scales of {name}", scales)
-            moved = maxima[1] != maxima[2]
-            if moved.any():
-                plan.maxima.append((tensor, (maxima[0][moved], maxima[1][moved], maxima[2][moved])))
+            own = seen.pop(name, None) or look(tensor)
+            here = own.touched, own.before, own.after
+            found = tensor.derive(own, *agreed.get(name, here))
+            for kind, change in zip(("codes", "scales"), found, strict=True):
+                plan.changes += self._split(f"{kind} of {name}", _turned(change, is_done))
+            tables = [(tensor.maxima, here), *([(tensor.agreed, agreed[name])] if tensor.is_shared else [])]
+            for table, (groups, before, after) in tables:
+                moved = before != after
+                if moved.any():
+                    plan.maxima.append((table, _turned((groups[moved], before[moved], after[moved]), is_done)))
         return plan
+
+    def _agree(self, seen: Mapping[str, Seen], is_done: bool) -> dict[str, Change]:
+        """For shared tensors: the groups whose largest magnitude becomes another in some worker, and the largest of all
+        workers before and after.
+        """
+        sizes = [self.tensors[name].groups.count for name in seen]
+        marks = torch.zeros(sum(sizes), dtype=torch.uint8)
+        for mark, own in zip(marks.split(sizes), seen.values(), strict=True):
+            mark[own.touched[own.before != own.after].cpu()] = 1
+        changes = []
+        for (name, own), mark in zip(seen.items(), self._of_all(marks).split(sizes), strict=True):
+            maxima = self.tensors[name].maxima
+            groups = mark.nonzero().view(-1).to(maxima.device)
+            now = maxima[groups]
+            # What is before and what is after means the same to all, whoever has it already.
+            changes.append(_turned((groups, now, _looked_up(groups, own.touched, own.after, now)), is_done))
+        values = torch.cat([torch.stack(change[1:]).cpu() for change in changes], 1)
+        values = self._of_all(values) if values.numel() else values
+        largest = values.split([len(change[0]) for change in changes], 1)
+        return {
+            name: _turned((groups, *pair.to(groups.device)), is_done)
+            for name, (groups, *_), pair in zip(seen, changes, largest, strict=True)
+        }
 
     def _split(self, name: str, change: Change) -> list[tuple[int, PieceChange]]:
         positions, old, new = (_numpy(each) for each in change)
@@ -231,13 +341,15 @@ class QuantizedModel:
 
     def settle(self, plan: Plan, *, undo: bool) -> None:
         """After a write: the largest magnitudes are others."""
-        for tensor, (groups, before, after) in plan.maxima:
-            tensor.maxima[groups] = before if undo else after
+        for table, (groups, before, after) in plan.maxima:
+            table[groups] = before if undo else after
 
 
 def _joined(changes: Sequence[tuple[Piece, PieceChange]], tensor: QuantizedTensor) -> Change:
     """Changes of pieces as one of their tensor, on the device of its codes."""
-    device, parts = tensor.codes.device, []
+    device = tensor.codes.device
+    nothing = torch.empty(0, dtype=torch.int16, device=device)
+    parts = [(nothing.long(), nothing, nothing)]
     for piece, change in changes:
         offset, row_step, column_step = piece.place
         index = torch.from_numpy(change.index.astype(np.int64)).to(device)
@@ -247,6 +359,21 @@ def _joined(changes: Sequence[tuple[Piece, PieceChange]], tensor: QuantizedTenso
     places, old, new = (torch.cat(each) for each in zip(*parts, strict=True))
     places, order = torch.sort(places)
     return places, old[order].view(tensor.original.dtype), new[order].view(tensor.original.dtype)
+
+
+def _turned(change: Change, turns: bool) -> Change:
+    """A change, or the way back."""
+    return (change[0], change[2], change[1]) if turns else change
+
+
+def _looked_up(
+    places: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, otherwise: torch.Tensor
+) -> torch.Tensor:
+    """The values at some places, which those at ascending positions are known for."""
+    if not len(positions):
+        return otherwise
+    at = torch.searchsorted(positions, places).clamp_(max=len(positions) - 1)
+    return torch.where(positions[at] == places, values[at], otherwise)
 
 
 def _numpy(values: torch.Tensor) -> Any:

@@ -38,13 +38,18 @@ class Recipe:
     """The same from a whole matrix, where there is a shorter way. The scales may have any shape."""
     scale_dtype: torch.dtype = torch.float32
 
-    def quantize(self, weights: torch.Tensor) -> Quantized:
-        """The codes and scales of a matrix, or of experts' matrices, each on its own."""
+    def quantize(self, weights: torch.Tensor, maxima: torch.Tensor | None = None) -> Quantized:
+        """The codes and scales of a matrix, or of experts' matrices, each on its own; `maxima` has the bits of the
+        largest magnitude of each group of a matrix where these are not only its own.
+        """
         groups = Groups(self, weights.shape)
         codes = torch.empty(groups.shape, dtype=CODES, device=weights.device)
         scales = torch.empty(groups.scale_shape, dtype=self.scale_dtype, device=weights.device)
         for number, matrix in enumerate(weights.reshape(groups.shape)):
-            found = _elementwise(self, matrix) if self.matrix is None else self.matrix(matrix)
+            if maxima is not None or self.matrix is None:
+                found = _elementwise(self, matrix, maxima)
+            else:
+                found = self.matrix(matrix)
             codes[number], scales[number] = found[0], found[1].reshape(scales[number].shape)
         return codes.view(weights.shape), scales
 
@@ -112,9 +117,9 @@ def is_finite(weights: torch.Tensor) -> bool:
     return bool(magnitudes(weights).max() < (0x7F80 if weights.dtype == torch.bfloat16 else 0x7C00))
 
 
-def _elementwise(recipe: Recipe, matrix: torch.Tensor) -> Quantized:
+def _elementwise(recipe: Recipe, matrix: torch.Tensor, largest: torch.Tensor | None = None) -> Quantized:
     groups = Groups(recipe, matrix.shape)
-    flat, maxima = matrix.reshape(-1), as_values(groups.maxima(matrix), matrix.dtype)
+    flat, maxima = matrix.reshape(-1), as_values(groups.maxima(matrix) if largest is None else largest, matrix.dtype)
     codes = torch.empty(flat.shape, dtype=CODES, device=matrix.device)
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK]

@@ -1,16 +1,18 @@
-"""Layers that a vLLM server quantizes when it loads them (`--quantization fp8_per_block` and others).
+"""Layers that a vLLM server quantizes when it loads them (`--quantization fp8_per_block` and others), and layers of
+checkpoints that are quantized themselves.
 
-Their arithmetic is vLLM's own: its functions are called, with one element and the largest magnitude of its group as a
+The arithmetic is vLLM's own: its functions are called, with one element and the largest magnitude of its group as a
 group of their own where only some elements are needed. Kernels that lay codes out anew are refused by name.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
+from deltawire.engines.quantized.derive import Largest, QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.recipes import CHUNK, CODES, Quantized, Recipe
 from deltawire.errors import EngineRejected
 
@@ -25,12 +27,16 @@ METHODS = {
     "Mxfp8OnlineLinearMethod": "mxfp8",
     "Mxfp8OnlineMoEMethod": "mxfp8",
 }
+# Codes and scales that are served as the checkpoint has them.
+STORED = "stored"
 # Kernels that compute from codes and scales as they were made; at most padded, or as a transposed view.
 KERNELS = {
     "CutlassFP8ScaledMMLinearKernel", "PerTensorTorchFP8ScaledMMLinearKernel",
     "ChannelWiseTorchFP8ScaledMMLinearKernel", "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel",
     "BlockWiseTorchFP8ScaledMMLinearKernel", "EmulationMxfp8LinearKernel",
 }  # fmt: skip
+# How long a worker waits for the others, which do the same at the same time.
+WAIT_SECONDS = 300
 BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "EMULATION"}
 
 
@@ -41,6 +47,14 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]
         kind = type(method).__name__
         if method is None or kind.startswith("Unquantized"):
             continue
+        if kind.endswith("KVCacheMethod"):
+            _check_cache(name, module)
+            continue
+        stored = _stored(module, method)
+        if stored is not None:
+            _check_kernel(name, stored)
+            yield name, module, STORED
+            continue
         if kind not in METHODS or getattr(method, "requantization_source", None) is not None:
             raise EngineRejected(
                 f"{name} is quantized by {kind}, which cannot be changed in place: start the server with "
@@ -48,8 +62,27 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]
                 tensor=name,
             )
         _check_kernel(name, method)
-        _check_ranks(name, module, method, METHODS[kind])
         yield name, module, METHODS[kind]
+
+
+def _check_cache(name: str, module: Any) -> None:
+    """Refuse scales of a cache other than one: they are made of tensors that no parameter has any more."""
+    for each in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale"):
+        if torch.as_tensor(getattr(module, each, 1.0)).ne(1).any():
+            raise EngineRejected(
+                f"{name} has {each} from a checkpoint, which cannot be changed in place: start the server without "
+                "--kv-cache-dtype",
+                tensor=name,
+            )
+
+
+def _stored(module: Any, method: Any) -> Any:
+    """What has the kernel of a layer whose codes and scales are in the checkpoint, if it takes them as they are."""
+    scheme = getattr(module, "scheme", None) if type(method).__name__ == "CompressedTensorsLinearMethod" else method
+    kind = type(scheme).__name__
+    if kind == "CompressedTensorsW8A8Fp8":
+        return scheme if scheme.strategy in ("channel", "block") and not scheme.is_static_input_scheme else None
+    return scheme if kind == "Fp8LinearMethod" and getattr(scheme, "block_quant", False) else None
 
 
 def _check_kernel(name: str, method: Any) -> None:
@@ -71,38 +104,64 @@ def _check_kernel(name: str, method: Any) -> None:
         )
 
 
-def _check_ranks(name: str, module: Any, method: Any, recipe: str) -> None:
-    """Refuse scales that several workers agree on: one of them does not see all weights that count."""
-    if recipe not in ("fp8_per_channel", "fp8_per_tensor"):
-        return
-    experts = getattr(method, "moe", None)
+def is_shared(module: Any, kind: str, parameter: str) -> bool:
+    """Whether several workers have elements of one group, so that vLLM takes the largest magnitude of all of them."""
+    if kind not in ("fp8_per_channel", "fp8_per_tensor"):
+        return False
+    experts = getattr(module.quant_method, "moe", None)
     if experts is not None:
-        shared = experts.tp_size > 1
-    else:
-        across = module.tp_size > 1 and module.input_size != module.input_size_per_partition
-        down = module.tp_size > 1 and module.output_size != module.output_size_per_partition
-        shared = across or (down and recipe == "fp8_per_tensor")
-    if shared:
+        return experts.tp_size > 1 and (kind == "fp8_per_tensor" or parameter == "w2_weight")
+    across = module.input_size != module.input_size_per_partition
+    down = module.output_size != module.output_size_per_partition
+    return module.tp_size > 1 and (across or (down and kind == "fp8_per_tensor"))
+
+
+def _of_workers(name: str, layer: Any, known: Largest | None) -> Largest:
+    """The largest of what the workers give that have a part of each matrix, over a connection of its own: it is used
+    while they serve.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    ranks = get_tp_group().ranks
+    size = getattr(getattr(layer.quant_method, "moe", None), "tp_size", len(ranks))
+    if size != len(ranks):
         raise EngineRejected(
-            f"the scales of {name} depend on the weights of several workers: use --quantization fp8_per_block, or "
-            "one worker",
+            f"the scales of {name} depend on the weights of {size} workers, and {len(ranks)} of them go in step: use "
+            "--quantization fp8_per_block, or --enable-expert-parallel",
             tensor=name,
         )
+    if known is not None:
+        return known
+    group = torch.distributed.new_group(
+        ranks, timedelta(seconds=WAIT_SECONDS), "gloo", use_local_synchronization=True
+    )  # fmt: skip
+
+    def largest(values: torch.Tensor) -> torch.Tensor:
+        found = values.clone()
+        try:
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
+        except RuntimeError as error:
+            raise EngineRejected(f"the workers do not reach each other, restart the server: {error}") from error
+        return found
+
+    return largest
 
 
-def find(model: torch.nn.Module) -> QuantizedModel | None:
-    """The tensors that a model quantizes, with weights that are zero until they are loaded; None if there are none."""
+def find(model: torch.nn.Module) -> QuantizedModel:
+    """The tensors that a model quantizes, with weights that are zero until they are loaded."""
     try:
         return _find(model)
     except ImportError as error:
         raise EngineRejected(f"a server that quantizes its weights needs vLLM 0.32: {error}") from error
 
 
-def _find(model: torch.nn.Module) -> QuantizedModel | None:
+def _find(model: torch.nn.Module) -> QuantizedModel:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    found = []
+    found, largest = [], None
     for name, layer, kind in layers(model):
+        if kind == STORED:
+            continue
         for each, meta in get_layerwise_info(layer).restore_metadata[0].items():
             if each not in ("weight", "w13_weight", "w2_weight"):
                 continue
@@ -112,23 +171,25 @@ def _find(model: torch.nn.Module) -> QuantizedModel | None:
             codes, scales = _live(layer, each)
             if codes.dtype != CODES:
                 raise EngineRejected(f"{name}.{each} is kept as {codes.dtype}, not as {CODES}", tensor=name)
-            if codes.ndim == 2 and not codes.is_contiguous() and kind in ("fp8_per_channel", "fp8_per_tensor"):
-                codes = codes.t()
+            if kind in ("fp8_per_channel", "fp8_per_tensor"):
+                codes = _untransposed(codes)
             codes = codes[tuple(slice(size) for size in meta.shape)]
             if codes.ndim == 2 and scales.numel() > 1 and kind == "fp8_per_channel":
                 # A kernel may have padded them.
                 scales = scales[: len(original)]
-            recipe = _recipe(kind, each)
-            found.append(QuantizedTensor(f"{name}.{each}", original, recipe, codes, scales))
+            recipe, shared = _recipe(kind, each), is_shared(layer, kind, each)
+            if shared:
+                largest = _of_workers(name, layer, largest)
+            found.append(QuantizedTensor(f"{name}.{each}", original, recipe, codes, scales, is_shared=shared))
     if not found:
-        return None
+        return QuantizedModel([])
     from deltawire.kernels.cpu import warmup
 
     # What decodes and writes the weights in host memory, so that nobody waits for it in the first update.
     warmup.warm_up((16,))
     for recipe in {id(each.recipe): each.recipe for each in found}.values():
         prove(recipe, found[0].codes.device)
-    return QuantizedModel(found)
+    return QuantizedModel(found, largest)
 
 
 def _live(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +199,23 @@ def _live(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     if found is None:
         raise EngineRejected(f"{name} has no scales in {type(layer).__name__}", tensor=name)
     return _plain(getattr(layer, name)), _plain(found)
+
+
+def _untransposed(value: torch.Tensor) -> torch.Tensor:
+    """A matrix as it was before a kernel got a transposed view of it."""
+    return value.t() if value.ndim == 2 and not value.is_contiguous() else value
+
+
+def _as_stored(name: str, layer: Any, meta: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter, as it was when it was loaded."""
+    found = _untransposed(_plain(getattr(layer, name)))
+    if (found.dtype, found.shape) != (meta.dtype, meta.shape):
+        raise EngineRejected(
+            f"{name} of {type(layer).__name__} is {meta.dtype} {list(meta.shape)} in the checkpoint and "
+            f"{found.dtype} {list(found.shape)} in the server: it is laid out in a way that is not known",
+            tensor=name,
+        )
+    return found
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
@@ -154,16 +232,19 @@ def as_loaded(model: torch.nn.Module, quantized: QuantizedModel | None) -> Itera
 
     kept: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     try:
-        for name, layer, _ in layers(model) if quantized is not None else ():
+        for name, layer, kind in layers(model) if quantized is not None else ():
             kept.append((layer, dict(layer._parameters)))
             restored = get_layerwise_info(layer).restore_metadata[0]
             for each in [each for each in layer._parameters if each not in restored and "scale" in each]:
                 del layer._parameters[each]
             for each, meta in restored.items():
                 tensor = quantized.tensors.get(f"{name}.{each}") if quantized is not None else None
-                if tensor is None:
+                if tensor is not None:
+                    value = tensor.original.view(tensor.original.shape)
+                elif kind == STORED and each in ("weight", "weight_scale", "weight_scale_inv"):
+                    value = _as_stored(each, layer, meta)
+                else:
                     continue
-                value = tensor.original.view(tensor.original.shape)
                 value.__class__ = meta.__class__
                 value.__dict__ = dict(meta.__dict__)
                 restore_layer_refs(value, layer)

@@ -179,7 +179,8 @@ async def _ask(client: Any, name: str, arguments: dict[str, Any]) -> list[dict[s
 
 def _problem(answers: Answers, expected: str) -> str | None:
     """Why the workers do not hold what they should, by their own words and by the sum of their digests."""
-    for each in answers:
+    # Some have failed only because another one has.
+    for each in sorted(answers, key=lambda each: (each["error"] or {}).get("kind") == "Elsewhere"):
         if each["error"]:
             return f"rank {each['rank']}: {each['error']['message']}"
     found = sum((Digest.parse(each["partial"]) for each in answers if each["partial"]), Digest())

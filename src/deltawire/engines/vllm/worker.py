@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from deltawire.format.parts import merge
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import ALIASES
 from deltawire.tensors.weights import TensorSpec
+
+THREADED = ("stage", "decode", "drop")
 
 
 class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -90,7 +92,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if name in ("parameters", "disturb", "steer", "restore"):
             return self._probe(name, arguments)
         self._disturbed.restore()
-        if name in ("stage", "decode", "drop"):
+        if name in THREADED:
             return self._begin(name, arguments)
         if name == "layout":
             return None if not live.pieces else self._layout()
@@ -109,7 +111,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if name == "undo":
             live.write(arguments["token"], undo=True)
         elif name == "load":
-            live.load(_tensors(Path(arguments["folder"])))
+            with self._together():
+                live.load(_tensors(Path(arguments["folder"])))
             live.measure(self._counted)
         elif name == "mark":
             live.mark(WeightVersion.parse(arguments["state"]))
@@ -160,8 +163,11 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         works: dict[str, Callable[[Mapping[str, Any]], None]]
         works = {"stage": self._stage, "decode": self._decode, "drop": self._drop}
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
+        before = self._thread
 
         def run() -> None:
+            if before is not None:
+                before.join()
             usual = sys.getswitchinterval()
             # The thread that serves gets the interpreter when it asks for it, not some milliseconds later.
             sys.setswitchinterval(0.0002)
@@ -186,12 +192,15 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
             yield
 
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._quantized is None else self._quantized.together()
+
     def _drop(self, _: Any = None) -> None:
         self.live.drop_staged()
         self._pool = None
 
     def _stage(self, arguments: Mapping[str, Any]) -> None:
-        with self._aside():
+        with self._together(), self._aside():
             self.live.stage_file(Path(arguments["paths"][self.index]))
 
     def _decode(self, arguments: Mapping[str, Any]) -> None:
@@ -200,11 +209,13 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             raise ValueError("the versions of a delta are not known")
         # At once: reading an array at a time would hand the interpreter back and forth with the thread that serves.
         delta = Delta(*merge([Container(Path(file).read_bytes()) for file in arguments["files"]]))
-        with self._aside():
+        with self._together(), self._aside():
             self.live.stage_delta(arguments["token"], delta, base, state)
 
     def wait(self) -> None:
-        """Wait for what runs in the thread: other commands must not overlap with it."""
+        """Wait for what runs in the thread: other commands must not overlap with it. Those that begin in a thread
+        wait there, while the worker serves.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -241,7 +252,8 @@ class WorkerExtension:
             return {"error": 'the server was not started with --weight-transfer-config \'{"backend": "deltawire"}\''}
         if name == "status":
             return engine.answer(None, None) | {"at_work": engine.is_at_work}
-        engine.wait()
+        if name not in THREADED:
+            engine.wait()
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             result, error = attempt(lambda: engine.command(name, arguments))
         if name in ("write", "load"):

@@ -3,13 +3,13 @@
     VLLM_USE_DEEP_GEMM=0 python benchmarks/quantized_gpu.py --models dense --mode eager --rounds 20
     VLLM_USE_DEEP_GEMM=0 python benchmarks/quantized_gpu.py --models moe --mode eager --rounds 20
 
-For each model a server without `--quantization` and one for each of `--quantizations` are started together, with random
-weights. All follow one run. In each round 1 % of the weights go one step up or down, a few become zero, subnormal or
-the largest of their group, and an expert that was zero gets weights; that is published once, and pulled by one server
-after the other while streams come from each. After each pull every parameter of the server, codes and scales included,
-is compared by SHA-256 with what vLLM's own quantization functions, called here with the trainer's tensors, make of
-them. At the end fresh servers are started with the same flags from the trainer's checkpoint: every parameter must be
-the same as in the server that followed, and so must greedy log probabilities.
+For each model a server without `--quantization` and one for each of `--quantizations` are started together, with
+random weights. All follow one run. In each round 1 % of the weights go one step up or down, a few become zero,
+subnormal or the largest of their group, and an expert that was zero gets weights; that is published once, and pulled
+by one server after the other while streams come from each. After each round every parameter of each server, codes and
+scales included, is compared by SHA-256 with what vLLM's own quantization functions, called here with the trainer's
+tensors, make of them. At the end fresh servers are started with the same flags from the trainer's checkpoint: every
+parameter must be the same as in the server that followed, and so must greedy log probabilities.
 
 Columns: changed is how many bf16 weights the trainer changed, served, codes and scales how many elements of each kind
 the server wrote into what it computes with, kept how many it wrote into the bf16 weights in its host memory;
@@ -24,7 +24,9 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -110,7 +112,8 @@ def change(weights, density, number):
 
 
 def is_quantized(name):
-    return name.endswith("_proj.weight")
+    # vLLM quantizes the router of this model too.
+    return name.endswith(("_proj.weight", ".mlp.gate.weight"))
 
 
 def fused(weights):
@@ -253,8 +256,7 @@ class Case:
                 Publisher(run, self.weights, run="quantized", anchors=None, skips=(), check_share=0)
             )
             publisher.publish().wait()
-            for each in list(self.followers):
-                self.attempt(each, lambda each=each: self.join(each, run))
+            self.together(lambda each: self.join(each, run))
             for each in self.followers:
                 each.stream(options.streams)
             # The first requests of a server compile.
@@ -266,8 +268,8 @@ class Case:
                 total, quantized = change(self.weights, options.density, number)
                 publisher.publish().wait()
                 for each in list(self.followers):
-                    figures = number, total, quantized, idle[each.kind]
-                    self.attempt(each, lambda each=each, figures=figures: self.update(each, *figures))
+                    self.attempt(each, partial(self.update, number=number, idle=idle[each.kind]))
+                self.together(partial(self.verify, total=total, quantized=quantized))
                 self.write()
             for each in self.followers:
                 each.streams.close()
@@ -288,10 +290,14 @@ class Case:
                     if row["quantization"] == each.kind:
                         row |= {"fresh_parameters": equal[0], "fresh_logprobs": equal[1]}
 
+    def together(self, work):
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda each: self.attempt(each, work), list(self.followers)))
+
     def attempt(self, follower, work):
         """What fails with one server is told at the end; the others go on."""
         try:
-            work()
+            work(follower)
         except Exception as error:
             self.problems.append(f"{self.model} {follower.kind}: {error!r}")
             self.say(self.problems[-1])
@@ -321,8 +327,8 @@ class Case:
         self.say(f"{follower.kind}, {when}: all {len(wanted)} parameters as vLLM makes them")
         return len(wanted)
 
-    def update(self, follower, number, total, quantized, idle):
-        # Until streams have got over the checksums of the one before.
+    def update(self, follower, number, idle):
+        # Until streams have got over checksums.
         time.sleep(0.3)
         watch = vllm_gpu.Watch() if vllm_gpu.DEVICE == "cuda" else None
         since, clock = time.time(), time.perf_counter()
@@ -331,18 +337,24 @@ class Case:
         time.sleep(0.5)
         gap = follower.streams.longest_ms(since, time.time())
         staging = watch.end()[0] if watch else 0
-        counts = follower.ask("written")
-        tensors = self.check(follower, f"round {number}")
-        about = follower.target.about()["engine"]
-        row = {
-            "model": self.model, "quantization": follower.kind, "mode": self.options.mode, "round": number,
-            "streams": self.options.streams, "parameters_equal": tensors, "changed": total,
-            **{each: counts[each] for each in ("served", "codes", "scales", "kept")},
-            "per_change": round((counts["codes"] + counts["scales"]) / quantized, 4) if counts["kept"] else 1,
-            "staged_mb": round(counts["staged_bytes"] / 1e6, 2),
+        follower.measured = {"round": number}, {
             "pause_ms": round(1000 * follower.target.pause_seconds, 2), "gap_ms": round(gap, 1),
             "idle_ms": round(idle, 1), "decode_s": round(pulled.decode_seconds, 3),
             "apply_s": round(pulled.apply_seconds, 3), "pull_s": round(seconds, 3), "gpu_mb": round(staging),
+        }  # fmt: skip
+
+    def verify(self, follower, total, quantized):
+        """All servers at the same time, after the last has pulled."""
+        number, times = follower.measured
+        counts = follower.ask("written")
+        tensors = self.check(follower, f"round {number['round']}")
+        about = follower.target.about()["engine"]
+        row = {
+            "model": self.model, "quantization": follower.kind, "mode": self.options.mode, **number,
+            "streams": self.options.streams, "parameters_equal": tensors, "changed": total,
+            **{each: counts[each] for each in ("served", "codes", "scales", "kept")},
+            "per_change": round((counts["codes"] + counts["scales"]) / quantized, 4) if counts["kept"] else 1,
+            "staged_mb": round(counts["staged_bytes"] / 1e6, 2), **times,
             "derived": about.get("derived", ""), "fresh_parameters": "", "fresh_logprobs": "",
         }  # fmt: skip
         self.rows.append(row)

@@ -241,7 +241,7 @@ def test_warm_kernels_are_those_of_engines(monkeypatch):
     piece = Piece("a", "flat", 4, 5, 0, 5, (0, 5, 1))
     memory = HostMemory({"flat": torch.zeros(20, dtype=torch.bfloat16)}, SERIAL)
     index = np.array([3, 7], np.uint32)
-    change = memory.take(PieceChange(0, index, np.zeros(2, np.uint16), np.ones(2, np.uint16)))
+    (change,) = memory.take([(PieceChange(0, index, np.zeros(2, np.uint16), np.ones(2, np.uint16)), piece)])
     item = (0, piece, tensor_key("a", DTYPES["BF16"], (4, 5)), change)
     assert [each.num_unexpected for each in memory.put([item])] == [0]
     assert seen == warm

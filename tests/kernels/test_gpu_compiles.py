@@ -72,7 +72,8 @@ def write_changes_live(dtype):
     index, nothing = np.arange(3, dtype=np.uint32), np.zeros(3, dtype.unsigned)
     memory = DeviceMemory({"s": torch.zeros(64, dtype=SIGNED[dtype.itemsize])})
     piece = Piece("t", "s", 3, 1, 0, 2, (0, 5, 1))
-    items = [Item(0, piece, tensor_key("t", dtype, (5,)), memory.take(PieceChange(0, index, nothing, nothing + 1)))]
+    taken = memory.take([(PieceChange(0, index, nothing, nothing + 1), piece)])
+    items = [Item(0, piece, tensor_key("t", dtype, (5,)), *taken)]
     memory.put(items, writes=False)
     memory.put(items)
     memory.digest(piece, items[0].key)

@@ -59,9 +59,8 @@ def change_of(rng, number, piece, flat, density=0.3, unexpected=0):
 
 
 def items(memory, pieces, changes):
-    return [
-        Item(i, piece, KEY, memory.take(change)) for i, (piece, change) in enumerate(zip(pieces, changes, strict=True))
-    ]
+    taken = memory.take(list(zip(changes, pieces, strict=True)))
+    return [Item(i, piece, KEY, own) for i, (piece, own) in enumerate(zip(pieces, taken, strict=True))]
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
@@ -143,7 +142,8 @@ def test_positions_beyond_32_bits_and_many_blocks():
 def test_eight_bytes_for_each_change_of_bf16():
     device = DeviceMemory({"s": torch.zeros(1000, dtype=torch.bfloat16, device=DEVICE)})
     rng = np.random.default_rng(0)
-    taken = device.take(change_of(rng, 0, Piece("t", "s", 1, 1000, 0, 1000, (0, 1000, 1)), np.zeros(1000, np.uint16)))
+    piece = Piece("t", "s", 1, 1000, 0, 1000, (0, 1000, 1))
+    (taken,) = device.take([(change_of(rng, 0, piece, np.zeros(1000, np.uint16)), piece)])
     assert taken.index.untyped_storage().nbytes() == 8 * len(taken.index)
     assert len({each.untyped_storage().data_ptr() for each in taken}) == 1
 

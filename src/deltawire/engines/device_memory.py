@@ -4,6 +4,7 @@ In addition to the weights it holds the indices, old and new bits of what is sta
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -51,17 +52,21 @@ class DeviceMemory(Memory):
     def drop(self) -> None:
         self._ready = None
 
-    def take(self, change: PieceChange) -> DeviceChange:
+    def take(self, changes: Sequence[tuple[PieceChange, Piece]]) -> list[DeviceChange]:
+        """All of them in one copy, however many there are: the thread that serves wants the interpreter, too."""
+        arrays = [each for change, _ in changes for each in (change.index, change.old, change.new)]
         # Wide elements first, so that all of them stay aligned.
-        parts = sorted((change.index, change.old, change.new), key=lambda each: -each.itemsize)
-        packed = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, pin_memory=self._is_gpu)
-        ends = np.cumsum([part.nbytes for part in parts]).tolist()
-        np.concatenate([part.view(np.uint8) for part in parts], out=packed.numpy())
-        cut = {
-            id(part): piece.view(SIGNED[part.itemsize])
-            for part, piece in zip(parts, packed.to(self._device, non_blocking=True).tensor_split(ends), strict=False)
-        }
-        return DeviceChange(*(cut[id(part)] for part in (change.index, change.old, change.new)))
+        order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)
+        packed = torch.empty(sum(each.nbytes for each in arrays), dtype=torch.uint8, pin_memory=self._is_gpu)
+        np.concatenate([np.empty(0, np.uint8), *(arrays[i].view(np.uint8) for i in order)], out=packed.numpy())
+        left = packed.to(self._device, non_blocking=True)
+        taken: dict[int, torch.Tensor] = {}
+        for size, numbers in groupby(order, lambda i: arrays[i].itemsize):
+            own = list(numbers)
+            lengths = [len(arrays[i]) for i in own]
+            here, left = left.split([size * sum(lengths), len(left) - size * sum(lengths)])
+            taken |= zip(own, here.view(SIGNED[size]).split(lengths), strict=True)
+        return [DeviceChange(*(taken[3 * i + part] for part in range(3))) for i in range(len(changes))]
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         changes: dict[int, DeviceChange] = {}
@@ -99,7 +104,8 @@ class DeviceMemory(Memory):
         """For small tensors, and those that changed nearly everywhere."""
         host = HostMemory({"": grid(self._bits[piece.storage], piece).to("cpu", copy=True)}, SERIAL)
         whole = Piece(piece.tensor, "", piece.rows, piece.columns, 0, piece.stride, (0, piece.columns, 1))
-        return self.take(*host.decode([(entry, whole)]))
+        (change,) = host.decode([(entry, whole)])
+        return self.take([(change, piece)])[0]
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         flat = self._bits[piece.storage]

@@ -179,7 +179,8 @@ class LiveModel:
         if self.state not in (staged.base, staged.state):
             raise _other_base(self.state, staged.base, staged.state)
         self.drop_staged()
-        items = [self._taken(change) for change in staged.changes]
+        taken = self._memory.take([(change, self.pieces[change.number]) for change in staged.changes])
+        items = [self._item(change.number, own) for change, own in zip(staged.changes, taken, strict=True)]
         self._ready(staged.token, staged.base, staged.state, items)
 
     def stage_delta(self, token: str, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
@@ -203,9 +204,6 @@ class LiveModel:
         items = [self._item(number, change) for (number, _, _), change in zip(found, changes, strict=True)]
         self._ready(token, base, state, items)
 
-    def _taken(self, change: PieceChange) -> Item:
-        return self._item(change.number, self._memory.part(self.pieces[change.number]).take(change))
-
     def _item(self, number: int, change: Any) -> Item:
         piece = self.pieces[number]
         return Item(number, piece, self._keys[piece.tensor], change)
@@ -213,15 +211,9 @@ class LiveModel:
     def _ready(self, token: str, base: WeightVersion, state: WeightVersion, items: Sequence[Item]) -> None:
         plan = self._plan(items, is_done=self.state == state)
         own = self._quantized
-        items = [
-            *items,
-            *(
-                Item(
-                    -1 - number, own.pieces[number], own.keys[number], self._memory.part(own.pieces[number]).take(each)
-                )
-                for number, each in plan.changes
-            ),
-        ]
+        taken = self._memory.take([(change, own.pieces[number]) for number, change in plan.changes])
+        derived = zip((number for number, _ in plan.changes), taken, strict=True)
+        items = [*items, *(Item(-1 - number, own.pieces[number], own.keys[number], each) for number, each in derived)]
         kept = [item for item in items if item.piece.storage in own.tensors]
         served = [item for item in items if item.piece.storage not in own.tensors]
         every, gains = [*kept, *served], self._put_kept(kept, writes=False)

@@ -43,7 +43,7 @@ class Memory(Protocol):
     def warm_up(self, piece: Piece, key: TensorKey, unsigned: Any) -> None:
         """Compile what `put` needs for a dtype, so that it does not happen in a pause."""
         nothing = np.empty(0, unsigned)
-        change = self.take(PieceChange(0, np.empty(0, np.uint32), nothing, nothing))
+        (change,) = self.take([(PieceChange(0, np.empty(0, np.uint32), nothing, nothing), piece)])
         for writes in (False, True):
             self.put([Item(0, piece, key, change)], writes=writes)
         self.drop()
@@ -52,8 +52,8 @@ class Memory(Protocol):
         """Release what was prepared for the last changes."""
         return
 
-    def take(self, change: PieceChange) -> Any:
-        """Copy a change to the device of the storages."""
+    def take(self, changes: Sequence[tuple[PieceChange, Piece]]) -> list[Any]:
+        """Copy changes of pieces to the device of their storages."""
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[Any]:
         """The changes that entries of a delta make to pieces, each of which has all elements of its tensor."""
@@ -87,12 +87,8 @@ class HostMemory(Memory):
         self._storages, self._workers = storages, workers
         self._bits = {name: torch_view(flat) for name, flat in storages.items()}
 
-    def take(self, change: PieceChange) -> PieceChange:
-        # Kernels are compiled for writable arrays; for others they would be compiled again, in the pause.
-        index, old, new = (
-            np.require(each, requirements=("C", "A", "W")) for each in (change.index, change.old, change.new)
-        )
-        return PieceChange(change.number, index, old, new)
+    def take(self, changes: Sequence[tuple[PieceChange, Piece]]) -> list[PieceChange]:
+        return [_writable(change) for change, _ in changes]
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[PieceChange]:
         return [self._decode(*each) for each in entries]
@@ -100,7 +96,7 @@ class HostMemory(Memory):
     def _decode(self, entry: Entry, piece: Piece) -> PieceChange:
         old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
         positions, before, after = changed_elements(decode_entry(entry, old, self._workers), old.bits)
-        return self.take(PieceChange(0, positions.astype(np.uint32), before, after))
+        return _writable(PieceChange(0, positions.astype(np.uint32), before, after))
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         starts = piece.start + piece.stride * np.arange(piece.rows, dtype=np.int64)
@@ -139,8 +135,8 @@ class SplitMemory(Memory):
     def part(self, piece: Piece) -> Memory:
         return self._parts[self._is_host[piece.storage]]
 
-    def take(self, change: PieceChange) -> Any:
-        raise TypeError("a change is taken by the part that has its piece")
+    def take(self, changes: Sequence[tuple[PieceChange, Piece]]) -> list[Any]:
+        return self._each("take", changes)
 
     def drop(self) -> None:
         self._split = None
@@ -148,11 +144,15 @@ class SplitMemory(Memory):
             part.drop()
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[Any]:
+        return self._each("decode", entries)
+
+    def _each(self, method: str, pairs: Sequence[tuple[Any, Piece]]) -> list[Any]:
+        """Of something and a piece each, by the part that has the piece."""
         found = {
-            kind: iter(part.decode([each for each in entries if self._is_host[each[1].storage] == kind]))
+            kind: iter(getattr(part, method)([each for each in pairs if self._is_host[each[1].storage] == kind]))
             for kind, part in self._parts.items()
         }
-        return [next(found[self._is_host[piece.storage]]) for _, piece in entries]
+        return [next(found[self._is_host[piece.storage]]) for _, piece in pairs]
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         return self.part(piece).digest(piece, key)
@@ -169,6 +169,12 @@ class SplitMemory(Memory):
             kind: iter(self._parts[kind].put(own, undo=undo, writes=writes)) for kind, own in self._split[1].items()
         }
         return [next(found[self._is_host[item.piece.storage]]) for item in items]
+
+
+def _writable(change: PieceChange) -> PieceChange:
+    # Kernels are compiled for writable arrays; for others they would be compiled again, in the pause.
+    parts = change.index, change.old, change.new
+    return PieceChange(change.number, *(np.require(each, requirements=("C", "A", "W")) for each in parts))
 
 
 def grid(flat: torch.Tensor, piece: Piece) -> torch.Tensor:

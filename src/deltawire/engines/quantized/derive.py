@@ -8,17 +8,21 @@ elements are. Where a group is divided between workers, they tell each other the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece, pieces_of_copy
-from deltawire.engines.quantized.recipes import Groups, Recipe, as_values, is_finite, magnitudes
+from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, is_finite, magnitudes
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
 from deltawire.tensors.digest import TensorKey, tensor_key
 from deltawire.tensors.dtypes import ALIASES, dtype_named
+
+# So many weights are looked at together.
+TOGETHER = 1 << 30
 
 Change = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions, ascending, and what is there before and after."""
@@ -76,6 +80,44 @@ class QuantizedTensor:
                 tensor=name,
             )
         self.codes, self.scales = codes, scales
+
+    def maxima(self) -> torch.Tensor:
+        """The largest magnitudes of groups, of the elements that are here."""
+        groups = Groups(self.recipe, self.groups.shape[1:])
+        return torch.cat([groups.maxima(each.to(self.codes.device)) for each in self._matrices()])
+
+    def _matrices(self) -> torch.Tensor:
+        return self.original.view(self.groups.shape)
+
+    def check_finite(self) -> None:
+        if not all(is_finite(each.to(self.codes.device)) for each in self._matrices()):
+            raise _not_finite(self.name)
+
+    def made(self, agreed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The codes and the scales of each matrix, and what they should be."""
+        codes = self.codes if self.codes.ndim > 2 else self.codes[None]
+        scales = self.scales.view(self.groups.shape[0], -1)
+        of_all = agreed.view(len(scales), -1) if self.is_shared else [None] * len(scales)
+        for number, (matrix, largest) in enumerate(zip(self._matrices(), of_all, strict=True)):
+            made = self.recipe.quantize(matrix.to(self.codes.device), largest)
+            yield codes[number], made[0]
+            yield scales[number], made[1].view(-1)
+
+
+class Alike:
+    """Tensors that are quantized in one way, as if they lay one after the other.
+
+    What a change does to all of them is computed together: a device that serves is waited for a few times, and not a
+    few times for each tensor.
+    """
+
+    def __init__(self, tensors: Sequence[QuantizedTensor]) -> None:
+        self.tensors, first = tensors, tensors[0]
+        self.recipe, self.is_shared = first.recipe, first.is_shared
+        self.device, self._dtype = first.codes.device, first.original.dtype
+        self.sizes = [each.original.numel() for each in tensors]
+        self.counts = [each.groups.count for each in tensors]
+        self.starts, self.bases = _starts(self.sizes), _starts(self.counts)
         self._maxima: torch.Tensor | None = None
         self._agreed: torch.Tensor | None = None
 
@@ -83,8 +125,7 @@ class QuantizedTensor:
     def maxima(self) -> torch.Tensor:
         """Of the elements that are here."""
         if self._maxima is None:
-            found = [self.groups_of_one.maxima(each.to(self.codes.device)) for each in self._matrices()]
-            self._maxima = torch.cat(found)
+            self._maxima = torch.cat([each.maxima() for each in self.tensors])
         return self._maxima
 
     @property
@@ -100,42 +141,22 @@ class QuantizedTensor:
         """The weights are others now."""
         self._maxima = self._agreed = None
 
-    @property
-    def groups_of_one(self) -> Groups:
-        return Groups(self.recipe, self.groups.shape[1:])
+    def made(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All codes and scales, and what they should be."""
+        for tensor, agreed in zip(self.tensors, self.agreed.split(self.counts), strict=True):
+            yield from tensor.made(agreed)
 
-    def _matrices(self) -> torch.Tensor:
-        return self.original.view(self.groups.shape)
-
-    def check_finite(self) -> None:
-        if not all(is_finite(each.to(self.codes.device)) for each in self._matrices()):
-            raise _not_finite(self.name)
-
-    def load(self) -> None:
-        """Quantize all of it."""
-        for live, made in self._made():
-            live.copy_(made)
-
-    def holds(self) -> bool:
-        """Whether codes and scales are those of the weights."""
-        return all(torch.equal(_bits(live), _bits(made)) for live, made in self._made())
-
-    def _made(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The codes and the scales of each matrix, and what they should be."""
-        codes = self.codes if self.codes.ndim > 2 else self.codes[None]
-        scales = self.scales.view(self.groups.shape[0], -1)
-        agreed = self.agreed.view(len(scales), -1) if self.is_shared else [None] * len(scales)
-        for number, (matrix, largest) in enumerate(zip(self._matrices(), agreed, strict=True)):
-            made = self.recipe.quantize(matrix.to(self.codes.device), largest)
-            yield codes[number], made[0]
-            yield scales[number], made[1].view(-1)
-
-    def look(self, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Seen:
-        """Which groups elements at ascending positions are in. `old` is what the kept weights have there."""
+    def look(self, changes: Mapping[str, Sequence[tuple[Piece, PieceChange]]], *, is_done: bool) -> Seen:
+        """Where elements change, and in which groups. `is_done` if the weights have the new bits already."""
+        positions, old, new, numbers = self._joined(changes)
+        if is_done:
+            old, new = new, old
         if not is_finite(new):
-            raise _not_finite(self.name)
-        own = self.groups.of(positions)
-        touched, which = torch.unique(own, return_inverse=True)
+            where = zip(self.tensors, new.split(numbers), strict=True)
+            raise _not_finite(next(tensor.name for tensor, own in where if not is_finite(own)))
+        parts = zip(self.tensors, self.starts, self.bases, positions.split(numbers), strict=True)
+        own = [tensor.groups.of(each - start) + base for tensor, start, base, each in parts if len(each)]
+        touched, which = torch.unique(torch.cat(own or [positions]), return_inverse=True)
         before = self.maxima[touched]
         most = torch.zeros_like(before).scatter_reduce(0, which, magnitudes(new).int(), "amax")
         # The largest one has become smaller: there may be another as large, or the next one counts.
@@ -145,8 +166,8 @@ class QuantizedTensor:
         after = torch.maximum(most, before)
         if lost.any():
             found = torch.zeros_like(before[lost])
-            for place, number in self.groups.members(touched[lost]):
-                values = self._values(place, positions, new)
+            for place, number, there in self._members(touched[lost]):
+                values = _looked_up(place, positions, new, there)
                 found = found.scatter_reduce(0, number, magnitudes(values).int(), "amax")
             after[lost] = found
         return Seen(positions, old, new, touched, which, before, after)
@@ -158,11 +179,11 @@ class QuantizedTensor:
         moved = _bits(scales[0]).ne(_bits(scales[1])).view(len(groups), scales[0].element_size()).any(1)
         agreed = self.agreed[touched]
         few = ~_looked_up(touched, groups, moved, torch.zeros_like(agreed, dtype=torch.bool))[which]
-        largest = (_looked_up(touched, groups, each, agreed)[which[few]] for each in (before, after))
-        changes = [self._codes(positions[few], old[few], new[few], *largest)]
-        for place, number in self.groups.members(groups[moved]):
-            values = self._values(place, positions, old), self._values(place, positions, new)
-            changes.append(self._codes(place, *values, before[moved][number], after[moved][number]))
+        was, becomes = (_looked_up(touched, groups, each, agreed)[which[few]] for each in (before, after))
+        changes = [self._codes(positions[few], old[few], new[few], was, becomes)]
+        for place, number, there in self._members(groups[moved]):
+            one, other = (_looked_up(place, positions, each, there) for each in (old, new))
+            changes.append(self._codes(place, one, other, before[moved][number], after[moved][number]))
         place, *codes = (torch.cat(parts) for parts in zip(*changes, strict=True))
         place, order = torch.sort(place)
         return Requantized(
@@ -173,22 +194,64 @@ class QuantizedTensor:
         self, place: torch.Tensor, old: torch.Tensor, new: torch.Tensor, before: torch.Tensor, after: torch.Tensor
     ) -> Change:
         """Those that change."""
-        dtype = self.original.dtype
         codes = [
-            self.recipe.elements(values, as_values(largest, dtype))[0].view(torch.uint8)
+            self.recipe.elements(values, as_values(largest, self._dtype))[0].view(torch.uint8)
             for values, largest in ((old, before), (new, after))
         ]
         differ = codes[0] != codes[1]
         return place[differ], codes[0][differ], codes[1][differ]
 
     def _scales(self, maxima: torch.Tensor) -> torch.Tensor:
-        largest = as_values(maxima, self.original.dtype)
+        largest = as_values(maxima, self._dtype)
         return self.recipe.elements(torch.zeros_like(largest), largest)[1]
 
-    def _values(self, place: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The weights at some places, where those at `positions` are `values`."""
-        found = self.original.view(-1)[place.cpu()].to(place.device)
-        return _looked_up(place, positions, values, found)
+    def _members(self, chosen: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The elements of some groups, which ascend: their positions, which of the groups each is in, and the weights
+        that are kept there; some groups at a time.
+        """
+        edges = torch.searchsorted(chosen, torch.tensor([*self.bases, sum(self.counts)], device=self.device)).tolist()
+        own: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for i, tensor in enumerate(self.tensors):
+            for place, number in tensor.groups.members(chosen[edges[i] : edges[i + 1]] - self.bases[i]):
+                own.append((i, place, number + edges[i]))
+                if sum(len(each[1]) for each in own) >= CHUNK:
+                    yield self._kept(own)
+                    own = []
+        if own:
+            yield self._kept(own)
+
+    def _kept(self, own: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        numbers, places, groups = zip(*own, strict=True)
+        inside = torch.cat(places).cpu().split([len(each) for each in places])
+        there = [self.tensors[i].original.view(-1)[each] for i, each in zip(numbers, inside, strict=True)]
+        place = torch.cat([each + self.starts[i] for i, each in zip(numbers, places, strict=True)])
+        return place, torch.cat(groups), torch.cat(there).to(self.device)
+
+    def _joined(
+        self, changes: Mapping[str, Sequence[tuple[Piece, PieceChange]]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+        """Changes of pieces as one change of all tensors, on the device, and how many elements are of each tensor."""
+        of_tensors = [changes.get(each.name, ()) for each in self.tensors]
+        every = [change for own in of_tensors for _, change in own]
+
+        def there(parts: list[Any], kind: type) -> torch.Tensor:
+            joined = np.concatenate([np.empty(0, kind), *(each.view(kind) for each in parts)])
+            return torch.from_numpy(joined).to(self.device)
+
+        index, old, new = (there([getattr(each, name) for each in every], kind)
+                           for name, kind in (("index", np.int32), ("old", np.int16), ("new", np.int16)))  # fmt: skip
+        parts = iter(index.split([len(each.index) for each in every]))
+        places = [torch.empty(0, dtype=torch.int64, device=self.device)]
+        for own, start in zip(of_tensors, self.starts, strict=True):
+            for piece, _ in own:
+                offset, row_step, column_step = piece.place
+                place = next(parts).long() & 0xFFFFFFFF
+                if (row_step, column_step) != (piece.columns, 1):
+                    place = place // piece.columns * row_step + place % piece.columns * column_step
+                places.append(place + (start + offset))
+        positions, order = torch.sort(torch.cat(places))
+        old, new = (each[order].view(self._dtype) for each in (old, new))
+        return positions, old, new, [sum(len(change.index) for _, change in own) for own in of_tensors]
 
 
 @dataclass
@@ -209,6 +272,7 @@ class QuantizedModel:
 
     def __init__(self, tensors: Sequence[QuantizedTensor], largest: Largest | None = None) -> None:
         self.tensors = {each.name: each for each in tensors}
+        self.alike = list(_alike(tensors))
         self._largest = largest
         self._is_awaited = False
         self.pieces: list[Piece] = []
@@ -259,84 +323,82 @@ class QuantizedModel:
         return found
 
     @property
-    def _shared(self) -> list[QuantizedTensor]:
-        return [each for each in self.tensors.values() if each.is_shared]
+    def _shared(self) -> list[Alike]:
+        return [each for each in self.alike if each.is_shared]
 
     def load(self) -> None:
         for each in self.tensors.values():
-            each.forget()
             each.check_finite()
+        for alike in self.alike:
+            alike.forget()
         if self._shared:
             values = self._of_all(torch.cat([each.maxima.cpu() for each in self._shared]))
-            for each, own in zip(self._shared, values.split([each.groups.count for each in self._shared]), strict=True):
-                each.agreed.copy_(own)
+            for alike, own in zip(self._shared, values.split([sum(each.counts) for each in self._shared]), strict=True):
+                alike.agreed.copy_(own)
         self._is_awaited = False
-        for each in self.tensors.values():
-            each.load()
+        for alike in self.alike:
+            for live, made in alike.made():
+                live.copy_(made)
 
     def holds(self) -> bool:
-        found = all(each.holds() for each in self.tensors.values())
-        for each in self.tensors.values():
-            # Now, and not next to serving.
-            _ = each.agreed
-        return found
+        """Whether codes and scales are those of the weights."""
+        made = (each for alike in self.alike for each in alike.made())
+        return all(torch.equal(_bits(live), _bits(wanted)) for live, wanted in made)
 
     def plan(self, changes: Mapping[str, Sequence[tuple[Piece, PieceChange]]], *, is_done: bool) -> Plan:
         """From what changes in the pieces of each tensor, as it is loaded. `is_done` if the weights have it already."""
-
-        def look(tensor: QuantizedTensor) -> Seen:
-            positions, old, new = _joined(changes.get(tensor.name, ()), tensor)
-            return tensor.look(positions, *((new, old) if is_done else (old, new)))
-
-        seen = {each.name: look(each) for each in self._shared}
+        seen = {each: each.look(changes, is_done=is_done) for each in self._shared}
         agreed = self._agree(seen, is_done) if seen else {}
         self._is_awaited = False
         plan = Plan()
-        for name, tensor in self.tensors.items():
-            if name not in seen and name not in changes:
+        for alike in self.alike:
+            if not alike.is_shared and not any(each.name in changes for each in alike.tensors):
                 continue
-            own = seen.pop(name, None) or look(tensor)
+            own = seen.pop(alike, None) or alike.look(changes, is_done=is_done)
             here = own.touched, own.before, own.after
-            found = tensor.derive(own, *agreed.get(name, here))
-            for kind, change in zip(("codes", "scales"), found, strict=True):
-                plan.changes += self._split(f"{kind} of {name}", _turned(change, is_done))
-            tables = [(tensor.maxima, here), *([(tensor.agreed, agreed[name])] if tensor.is_shared else [])]
+            codes, scales = alike.derive(own, *agreed.get(alike, here))
+            plan.changes += self._split(alike, "codes", alike.starts, _turned(codes, is_done))
+            plan.changes += self._split(alike, "scales", alike.bases, _turned(scales, is_done))
+            tables = [(alike.maxima, here), *([(alike.agreed, agreed[alike])] if alike.is_shared else [])]
             for table, (groups, before, after) in tables:
                 moved = before != after
                 if moved.any():
                     plan.maxima.append((table, _turned((groups[moved], before[moved], after[moved]), is_done)))
         return plan
 
-    def _agree(self, seen: Mapping[str, Seen], is_done: bool) -> dict[str, Change]:
+    def _agree(self, seen: Mapping[Alike, Seen], is_done: bool) -> dict[Alike, Change]:
         """For shared tensors: the groups whose largest magnitude becomes another in some worker, and the largest of all
         workers before and after.
         """
-        sizes = [self.tensors[name].groups.count for name in seen]
+        sizes = [sum(alike.counts) for alike in seen]
         marks = torch.zeros(sum(sizes), dtype=torch.uint8)
         for mark, own in zip(marks.split(sizes), seen.values(), strict=True):
             mark[own.touched[own.before != own.after].cpu()] = 1
         changes = []
-        for (name, own), mark in zip(seen.items(), self._of_all(marks).split(sizes), strict=True):
-            maxima = self.tensors[name].maxima
-            groups = mark.nonzero().view(-1).to(maxima.device)
-            now = maxima[groups]
+        for (alike, own), mark in zip(seen.items(), self._of_all(marks).split(sizes), strict=True):
+            groups = mark.nonzero().view(-1).to(alike.device)
+            now = alike.maxima[groups]
             # What is before and what is after means the same to all, whoever has it already.
             changes.append(_turned((groups, now, _looked_up(groups, own.touched, own.after, now)), is_done))
         values = torch.cat([torch.stack(change[1:]).cpu() for change in changes], 1)
         values = self._of_all(values) if values.numel() else values
         largest = values.split([len(change[0]) for change in changes], 1)
         return {
-            name: _turned((groups, *pair.to(groups.device)), is_done)
-            for name, (groups, *_), pair in zip(seen, changes, largest, strict=True)
+            alike: _turned((groups, *pair.to(groups.device)), is_done)
+            for alike, (groups, *_), pair in zip(seen, changes, largest, strict=True)
         }
 
-    def _split(self, name: str, change: Change) -> list[tuple[int, PieceChange]]:
+    def _split(self, alike: Alike, kind: str, starts: Sequence[int], change: Change) -> list[tuple[int, PieceChange]]:
+        """A change of tensors that are alike as changes of pieces."""
         positions, old, new = (_numpy(each) for each in change)
+        edges = [*np.searchsorted(positions, starts), len(positions)]
         found = []
-        for number in self._numbers[name]:
-            index, inside = self.pieces[number].select(positions)
-            if len(index):
-                found.append((number, PieceChange(number, index, old[inside], new[inside])))
+        for i, tensor in enumerate(alike.tensors):
+            own = slice(edges[i], edges[i + 1])
+            for number in self._numbers[f"{kind} of {tensor.name}"] if edges[i] < edges[i + 1] else ():
+                index, inside = self.pieces[number].select(positions[own] - starts[i])
+                if len(index):
+                    found.append((number, PieceChange(number, index, old[own][inside], new[own][inside])))
         return found
 
     def settle(self, plan: Plan, *, undo: bool) -> None:
@@ -345,20 +407,21 @@ class QuantizedModel:
             table[groups] = before if undo else after
 
 
-def _joined(changes: Sequence[tuple[Piece, PieceChange]], tensor: QuantizedTensor) -> Change:
-    """Changes of pieces as one of their tensor, on the device of its codes."""
-    device = tensor.codes.device
-    nothing = torch.empty(0, dtype=torch.int16, device=device)
-    parts = [(nothing.long(), nothing, nothing)]
-    for piece, change in changes:
-        offset, row_step, column_step = piece.place
-        index = torch.from_numpy(change.index.astype(np.int64)).to(device)
-        places = offset + index // piece.columns * row_step + index % piece.columns * column_step
-        bits = (torch.from_numpy(each.view(np.int16)).to(device) for each in (change.old, change.new))
-        parts.append((places, *bits))
-    places, old, new = (torch.cat(each) for each in zip(*parts, strict=True))
-    places, order = torch.sort(places)
-    return places, old[order].view(tensor.original.dtype), new[order].view(tensor.original.dtype)
+def _alike(tensors: Sequence[QuantizedTensor]) -> Iterator[Alike]:
+    """Those of one recipe together, as far as a change of them does not take too much memory."""
+    found: dict[Any, list[QuantizedTensor]] = {}
+    for each in tensors:
+        key = each.recipe, each.is_shared, each.original.dtype, each.codes.device
+        own = found.setdefault(key, [])
+        if own and sum(other.original.numel() for other in own) + each.original.numel() > TOGETHER:
+            yield Alike(found.pop(key))
+            own = found.setdefault(key, [])
+        own.append(each)
+    yield from map(Alike, found.values())
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _turned(change: Change, turns: bool) -> Change:

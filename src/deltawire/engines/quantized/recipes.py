@@ -86,9 +86,14 @@ class Groups:
             row = (part // across % down * self.rows)[:, None] + outer
             column = (part % across * self.columns)[:, None] + inner
             line = (part // across // down)[:, None] * rows + row
-            inside = (row < rows)[:, :, None] & (column < columns)[:, None, :]
-            number = torch.arange(start, start + len(part), device=chosen.device)[:, None, None].expand(inside.shape)
-            yield (line[:, :, None] * columns + column[:, None, :])[inside], number[inside]
+            place = line[:, :, None] * columns + column[:, None, :]
+            number = torch.arange(start, start + len(part), device=chosen.device)[:, None, None].expand(place.shape)
+            if rows % self.rows or columns % self.columns:
+                inside = (row < rows)[:, :, None] & (column < columns)[:, None, :]
+                yield place[inside], number[inside]
+            else:
+                # Without a wait for the device.
+                yield place.flatten(), number.flatten()
 
     def maxima(self, weights: torch.Tensor) -> torch.Tensor:
         """The bits of the largest magnitude of each group, flat."""

@@ -8,6 +8,7 @@ group of their own where only some elements are needed. Kernels that lay codes o
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -282,6 +283,7 @@ def _chunked(quantize: Any, width: int) -> Any:
     return elements
 
 
+@cache
 def _recipe(kind: str, parameter: str) -> Recipe:
     """How vLLM quantizes a parameter, by its own functions."""
     from vllm import _custom_ops as ops

@@ -1,10 +1,13 @@
 """Threads: results in order, errors to the caller, nothing left running."""
 
+import sys
 import threading
+import time
+from contextlib import nullcontext
 
 import pytest
 
-from deltawire.workers import SMALL, Workers
+from deltawire.workers import SMALL, Workers, short_turns
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -36,3 +39,28 @@ def test_spread_keeps_order_and_gives_large_items_all_workers():
         results = list(workers.spread(sizes, lambda size: size, lambda size, own: (size, own.threads)))
     assert [item for item, _ in results] == sizes
     assert [threads for _, (_, threads) in results] == [1, 2, 1, 1, 2, 1, 1]
+
+
+def test_a_thread_gets_its_turns_next_to_one_that_never_rests():
+    """As an inference server that waits for requests in a loop."""
+
+    def seconds(turns):
+        taken = []
+
+        def work():
+            with turns():
+                started = time.perf_counter()
+                for _ in range(40):
+                    # Lets go of the interpreter, as what calls compiled code does.
+                    time.sleep(0)
+                taken.append(time.perf_counter() - started)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while thread.is_alive():
+            pass
+        return taken[0]
+
+    usual = sys.getswitchinterval()
+    assert 2 * seconds(short_turns) < seconds(nullcontext)
+    assert sys.getswitchinterval() == usual

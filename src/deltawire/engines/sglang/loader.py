@@ -26,6 +26,7 @@ from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import Conflict, EngineRejected
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.weights import TensorSpec
+from deltawire.workers import short_turns
 
 _ATTRIBUTE = "_deltawire_worker"
 # SGLang's models compute here what they derive from their weights, after all of these were loaded.
@@ -109,7 +110,7 @@ class Worker:
             return [str(live.sum_of(numbers)) for numbers in copies]
         if name == "stage":
             self._check_places()
-            with _device_of(self.model):
+            with _device_of(self.model), short_turns():
                 live.stage_file(Path(arguments["path"]))
         elif name == "write":
             again = self.busy

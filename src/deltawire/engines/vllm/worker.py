@@ -6,7 +6,6 @@ answer. What takes long runs in a thread, on a stream of its own, while the work
 once, and its answer is a file that the agent waits for.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ from deltawire.format.parts import merge
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import ALIASES
 from deltawire.tensors.weights import TensorSpec
+from deltawire.workers import short_turns
 
 THREADED = ("stage", "decode", "drop")
 
@@ -168,13 +168,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         def run() -> None:
             if before is not None:
                 before.join()
-            usual = sys.getswitchinterval()
-            # The thread that serves gets the interpreter when it asks for it, not some milliseconds later.
-            sys.setswitchinterval(0.0002)
-            try:
+            with short_turns():
                 error = attempt(partial(works[name], arguments))[1]
-            finally:
-                sys.setswitchinterval(usual)
             if answer is not None:
                 save_json(answer, self.answer(None, error))
 

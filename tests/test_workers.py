@@ -41,6 +41,7 @@ def test_spread_keeps_order_and_gives_large_items_all_workers():
     assert [threads for _, (_, threads) in results] == [1, 2, 1, 1, 2, 1, 1]
 
 
+@pytest.mark.timing
 def test_a_thread_gets_its_turns_next_to_one_that_never_rests():
     """As an inference server that waits for requests in a loop."""
 

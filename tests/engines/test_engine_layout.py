@@ -14,7 +14,7 @@ from deltawire.engines import places as all_places
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece, each_once, pieces_of_copy
 from deltawire.engines.places import Computed, check_covered, left_out, plain_pieces
-from deltawire.engines.staged import left_out_digests, split
+from deltawire.engines.staged import changed_elements, left_out_digests, split
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import EngineRejected, UnknownParameter
 from deltawire.format.patches import Patch
@@ -73,18 +73,32 @@ def test_pieces_do_what_the_copy_does(copy):
     assert pieces == [Piece.from_list(piece.as_list()) for piece in pieces]
 
 
-@examples(20)
-@given(copies(), st.integers(0, 1 << 32))
-def test_select_finds_the_elements_of_a_piece(copy, seed):
+@examples(40)
+@given(copies(), st.integers(0, 1 << 32), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.booleans())
+def test_what_a_patch_changes_in_a_piece(copy, seed, width, ascends, writeable):
     source, view, _, to = copy
     rng = np.random.default_rng(seed)
-    positions = np.flatnonzero(rng.random(source.numel()) < 0.5)
+    old, new = rng.integers(0, 1 << 8 * width, (2, source.numel()), f"u{width}")
+    old.flags.writeable = writeable
+    where = np.flatnonzero(rng.random(len(old)) < 0.5)
+    order = where if ascends else rng.permutation(where)
+    patch = Patch("t", f"U{8 * width}", Box.whole((len(old),)), new[order], order)
+    found = changed_elements(patch, old)
+    assert [each.tolist() for each in found] == [where.tolist(), old[where].tolist(), new[where].tolist()]
     for piece in pieces_of_copy("t", "s", to.shape, (view.storage_offset(), view.stride()), (0, to.stride())):
         near = places(piece)[0]
-        index, inside = piece.select(positions)
-        assert near[index].tolist() == positions[inside].tolist()
-        assert set(positions[inside]) == set(positions) & set(near)
+        index, *bits = piece.select(*found)
+        here = where[np.isin(where, near)]
+        assert near[index].tolist() == here.tolist()
+        assert [each.tolist() for each in bits] == [old[here].tolist(), new[here].tolist()]
         assert index.dtype == np.uint32
+
+
+@pytest.mark.parametrize("where", [[2, 9], [9, 2], [2, 3, 9, 4]])
+def test_elements_beyond_the_end_are_not_read(where):
+    patch = Patch("t", "U16", Box.whole((9,)), np.zeros(len(where), np.uint16), np.array(where))
+    with pytest.raises(IndexError):
+        changed_elements(patch, np.zeros(9, np.uint16))
 
 
 @pytest.mark.parametrize("most", [5, 7, 24])

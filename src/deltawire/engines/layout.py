@@ -16,7 +16,7 @@ import numpy.typing as npt
 from deltawire.errors import EngineRejected, UnknownParameter
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import Digest, tensor_key
-from deltawire.tensors.dtypes import dtype_named
+from deltawire.tensors.dtypes import Bits, dtype_named
 from deltawire.tensors.weights import TensorSpec
 
 # An element's number in a piece has 32 bits.
@@ -52,21 +52,20 @@ class Piece:
         """Which elements of the tensor these are; equal for copies in other processes."""
         return self.rows, self.columns, self.start, self.stride
 
-    def select(self, positions: Positions) -> tuple[npt.NDArray[np.uint32], Any]:
-        """The elements of the tensor (ascending) that are here: their numbers in the piece, and their indices."""
+    def select(self, positions: Positions, old: Bits, new: Bits) -> tuple[npt.NDArray[np.uint32], Bits, Bits]:
+        """The elements of the tensor (ascending) that are here: their numbers in the piece, their old and new bits."""
         end = self.start + (self.rows - 1) * self.stride + self.columns
-        first, last = np.searchsorted(positions, [self.start, end]).tolist()
-        some = positions[first:last]
-        index = np.empty(len(some) + 1, np.uint32)
+        inside = slice(*positions.searchsorted((self.start, end)).tolist())
+        positions, old, new = positions[inside], old[inside], new[inside]
         if self.is_one_run:
-            return np.subtract(some, self.start, out=index[:-1], casting="unsafe"), slice(first, last)
+            index = np.empty(len(positions), np.uint32)
+            return np.subtract(positions, self.start, out=index, casting="unsafe"), old, new
         from deltawire.kernels.cpu.live import pick_rows
 
-        chosen = np.empty(len(some) + 1, np.int64)
-        count = pick_rows(
-            np.require(some, np.int64, ["C", "W"]), first, self.columns, self.start, self.stride, index, chosen
-        )
-        return index[:count], chosen[:count]
+        given = [np.require(each, requirements=("C", "W")) for each in (positions, old, new)]
+        index, before, after = (np.empty(len(positions) + 1, kind) for kind in (np.uint32, old.dtype, new.dtype))
+        count = pick_rows(*given, self.columns, self.start, self.stride, index, before, after)
+        return index[:count], before[:count], after[:count]
 
     def as_list(self) -> list[Any]:
         return [self.tensor, self.storage, self.rows, self.columns, self.start, self.stride, list(self.place)]

@@ -110,17 +110,14 @@ def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Bits, Bits]:
     if isinstance(positions, slice):
         positions = np.flatnonzero(bits != new)
         return positions, bits[positions], new[positions]
-    if np.any(positions[1:] < positions[:-1]):
-        order = np.argsort(positions)
-        positions, new = positions[order], new[order]
-    # A kernel is compiled for arrays that can be written, and looks at no end.
-    if len(positions) and 0 <= positions[0] <= positions[-1] < len(bits) and bits.flags.writeable:
-        from deltawire.kernels.cpu.live import gather
+    from deltawire.kernels.cpu.live import gather
 
-        old = np.empty(len(positions), bits.dtype)
-        gather(bits, np.require(positions, np.int64, ["C", "W"]), old)
-    else:
-        old = bits[positions]
+    old = np.empty(len(positions), bits.dtype)
+    # Kernels are compiled for arrays that can be written.
+    positions = np.require(positions, np.int64, ["C", "W"])
+    if not (bits.flags.writeable and gather(bits, positions, old)):
+        order = np.argsort(positions, kind="stable")
+        positions, old, new = positions[order], bits[positions[order]], new[order]
     return positions, old, new
 
 
@@ -134,9 +131,9 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
         ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
         for changes, pieces, by_tensor in zip(ranks, layout.ranks, layout.by_tensor, strict=True):
             for number in by_tensor.get(patch.name, []):
-                index, inside = pieces[number].select(positions)
+                index, *bits = pieces[number].select(positions, old, new)
                 if len(index):
-                    changes.append(PieceChange(number, index, old[inside], new[inside]))
+                    changes.append(PieceChange(number, index, *bits))
         return ranks
 
     with Workers() as workers:

@@ -224,9 +224,9 @@ class QuantizedModel:
         positions, old, new = (_numpy(each) for each in change)
         found = []
         for number in self._numbers[name]:
-            index, inside = self.pieces[number].select(positions)
+            index, *bits = self.pieces[number].select(positions, old, new)
             if len(index):
-                found.append((number, PieceChange(number, index, old[inside], new[inside])))
+                found.append((number, PieceChange(number, index, *bits)))
         return found
 
     def settle(self, plan: Plan, *, undo: bool) -> None:

@@ -9,8 +9,8 @@ from deltawire.kernels.cpu.compiled import kernel
 from deltawire.kernels.cpu.simd import prefetch
 from deltawire.kernels.cpu.sums import mix
 
-# How many changes ahead memory is asked for.
-AHEAD = 16
+# How many changes ahead memory is asked for: more than a core can wait for at once without its second cache.
+AHEAD = 96
 
 
 @njit(inline="always")
@@ -53,18 +53,28 @@ def put(
 
 
 @kernel
-def gather(bits: Any, positions: Any, out: Any) -> None:
-    """The elements at some positions, all of which must be there: memory is asked for before it is needed."""
+def gather(bits: Any, positions: Any, out: Any) -> Any:
+    """The elements at some positions; whether these ascend and are all there, else it ends before the first that does
+    not.
+    """
+    last = np.int64(0)
     for i in range(positions.size):
         if i + AHEAD < positions.size:
             prefetch(bits, np.intp(positions[i + AHEAD]))
-        out[i] = bits[positions[i]]
+        at = positions[i]
+        if at < last or at >= bits.size:
+            return False
+        out[i] = bits[at]
+        last = at
+    return True
 
 
 @kernel
-def pick_rows(positions: Any, first: Any, columns: Any, start: Any, stride: Any, index: Any, chosen: Any) -> Any:
+def pick_rows(
+    positions: Any, old: Any, new: Any, columns: Any, start: Any, stride: Any, index: Any, before: Any, after: Any
+) -> Any:
     """Which of a tensor's positions, ascending and none before `start`, lie in the first columns of rows: their numbers
-    in that grid, and their own numbers, from `first` on; how many. Both arrays have room for one more than all.
+    in that grid, with their old and new bits; how many. The last three arrays have room for one more than all.
     """
     count = 0
     row = begin = np.int64(0)
@@ -78,6 +88,7 @@ def pick_rows(positions: Any, first: Any, columns: Any, start: Any, stride: Any,
             behind -= steps * stride
         # Written in any case, so that nothing depends on a guess.
         index[count] = row * columns + behind
-        chosen[count] = first + i
+        before[count] = old[i]
+        after[count] = new[i]
         count += behind < columns
     return count

@@ -68,9 +68,9 @@ def _live(example: Example) -> None:
     weights, at = example.old.copy(), example.positions
     change = at, example.old[at], example.new[at]
     live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED, True)
-    index, chosen = np.empty(len(at) + 1, np.uint32), np.empty(len(at) + 1, np.int64)
-    live.gather(weights, at.astype(np.int64), np.empty_like(change[1]))
-    live.pick_rows(at.astype(np.int64), 0, 10, 0, 20, index, chosen)
+    positions, room = at.astype(np.int64), [np.empty(len(at) + 1, each.dtype) for each in change]
+    live.gather(weights, positions, room[1])
+    live.pick_rows(positions, *change[1:], 10, 0, 20, *room)
 
 
 TASKS: dict[str, Callable[[Example], None]] = {

@@ -238,6 +238,9 @@ def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool, fault):
             expected = trainer.expected[version]
             others = {name.replace("dp0:", "dp1:"): each for name, each in expected.items()}
             assert server.checksums() == {**expected, **others}
+        ask(server, "mumble")
+        with pytest.raises(EngineRejected, match="rank 0: TypeError: Object of type set is not JSON"):
+            engine.digest()
         assert all(server.complete([number, 2, 3])[2] == "length" for number in range(1, 5))
 
 

@@ -80,6 +80,17 @@ class FaultyExtension(CheckedExtension):
                     module.register_parameter(name, torch.nn.Parameter(copy, requires_grad=False))
         return {}
 
+    def mumble(self):
+        """Answer the next command with what cannot be sent."""
+        engine = self.weight_transfer_engine
+
+        def command(name, arguments):
+            del engine.command
+            return {name}
+
+        engine.command = command
+        return {}
+
     def forget_sinks(self):
         """Do nothing about sinks that are copied, from now on."""
         copies._sinks = lambda model: iter(())

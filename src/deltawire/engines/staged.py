@@ -19,6 +19,7 @@ import numpy.typing as npt
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece
 from deltawire.errors import CorruptObject, UnknownParameter
+from deltawire.format.container import header_bytes, lay_out, raw
 from deltawire.format.patches import Patch
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import Digest, WeightVersion, change_digest, digest, tensor_key
@@ -47,8 +48,6 @@ class StagedChange:
     changes: Sequence[PieceChange]
 
     def save(self, path: Path) -> None:
-        from safetensors.numpy import save_file
-
         # Wide elements first, so that all of them stay aligned.
         changes = sorted(self.changes, key=lambda each: -each.old.itemsize)
         table = np.zeros((len(changes), 3), np.int64)
@@ -56,18 +55,14 @@ class StagedChange:
         for row, each in zip(table, changes, strict=True):
             row[:] = each.number, elements, num_bytes
             elements, num_bytes = elements + len(each.index), num_bytes + each.old.nbytes
-
-        def joined(parts: list[npt.NDArray[Any]], dtype: type[np.unsignedinteger]) -> npt.NDArray[Any]:
-            return np.concatenate([np.empty(0, dtype), *(part.view(dtype) for part in parts)])
-
-        arrays = {
-            "pieces": table,
-            "index": joined([each.index for each in changes], np.uint32),
-            "old": joined([each.old for each in changes], np.uint8),
-            "new": joined([each.new for each in changes], np.uint8),
-        }
+        parts: dict[str, list[npt.NDArray[Any]]] = {"pieces": [table]}
+        parts |= {name: [getattr(each, name) for each in changes] for name in ("index", "old", "new")}
+        bits: TensorSpec = "U8", (num_bytes,)
+        slots = lay_out({"pieces": ("I64", table.shape), "index": ("U32", (elements,)), "old": bits, "new": bits})
         versions = {"base": json.dumps(self.base.as_dict()), "state": json.dumps(self.state.as_dict())}
-        save_file(arrays, path, {"token": self.token, **versions})
+        with path.open("wb") as file:
+            file.write(header_bytes(slots, {"token": self.token, **versions}))
+            file.writelines(raw(part) for name in slots for part in parts[name])
 
     @classmethod
     def load(cls, path: Path, pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> "StagedChange":

@@ -60,7 +60,7 @@ class StagedChange:
         bits: TensorSpec = "U8", (num_bytes,)
         slots = lay_out({"pieces": ("I64", table.shape), "index": ("U32", (elements,)), "old": bits, "new": bits})
         versions = {"base": json.dumps(self.base.as_dict()), "state": json.dumps(self.state.as_dict())}
-        with path.open("wb") as file:
+        with path.open("wb", 1 << 20) as file:
             file.write(header_bytes(slots, {"token": self.token, **versions}))
             file.writelines(raw(part) for name in slots for part in parts[name])
 
@@ -122,13 +122,12 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
     def split_patch(patch: Patch) -> list[list[PieceChange]]:
         if patch.name not in layout.specs:
             raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
-        positions, old, new = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
+        changed = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
         ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
-        for changes, pieces, by_tensor in zip(ranks, layout.ranks, layout.by_tensor, strict=True):
-            for number in by_tensor.get(patch.name, []):
-                index, *bits = pieces[number].select(positions, old, new)
-                if len(index):
-                    changes.append(PieceChange(number, index, *bits))
+        for cut in layout.cuts.get(patch.name, []):
+            for holders, *arrays in cut.divide(*changed):
+                for rank, number in holders:
+                    ranks[rank].append(PieceChange(number, *arrays))
         return ranks
 
     with Workers() as workers:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltawire.engines.layout import Piece, pieces_of_copy
+from deltawire.engines.layout import Piece, cuts, pieces_of_copy
 from deltawire.engines.quantized.recipes import Groups, Recipe, as_values, is_finite, magnitudes
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
@@ -168,10 +168,10 @@ class QuantizedModel:
         self.pieces: list[Piece] = []
         self.keys: list[TensorKey] = []
         self.storages: dict[str, torch.Tensor] = {}
-        self._numbers: dict[str, list[int]] = {}
         for each in tensors:
             self._add(f"codes of {each.name}", each.codes)
             self._add(f"scales of {each.name}", each.scales)
+        self._cuts = cuts({(each.tensor, *each.source): [(0, number)] for number, each in enumerate(self.pieces)})
 
     def _add(self, name: str, live: torch.Tensor) -> None:
         flat = torch.empty(0, dtype=live.dtype, device=live.device).set_(live.untyped_storage())
@@ -179,7 +179,6 @@ class QuantizedModel:
         shape = tuple(live.shape)
         near = torch.empty(shape, device="meta").stride()
         found = pieces_of_copy(name, name, shape, (0, near), (live.storage_offset(), live.stride()))
-        self._numbers[name] = list(range(len(self.pieces), len(self.pieces) + len(found)))
         self.pieces += found
         kind = dtype_named(ALIASES[str(live.dtype).removeprefix("torch.")])
         self.keys += [tensor_key(name, kind, shape)] * len(found)
@@ -221,13 +220,12 @@ class QuantizedModel:
         return plan
 
     def _split(self, name: str, change: Change) -> list[tuple[int, PieceChange]]:
-        positions, old, new = (_numpy(each) for each in change)
-        found = []
-        for number in self._numbers[name]:
-            index, *bits = self.pieces[number].select(positions, old, new)
-            if len(index):
-                found.append((number, PieceChange(number, index, *bits)))
-        return found
+        changed = [_numpy(each) for each in change]
+        return [
+            (number, PieceChange(number, *arrays))
+            for cut in self._cuts[name]
+            for ((_, number),), *arrays in cut.divide(*changed)
+        ]
 
     def settle(self, plan: Plan, *, undo: bool) -> None:
         """After a write: the largest magnitudes are others."""

@@ -70,7 +70,8 @@ def _live(example: Example) -> None:
     live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED, True)
     positions, room = at.astype(np.int64), [np.empty(len(at) + 1, each.dtype) for each in change]
     live.gather(weights, positions, room[1])
-    live.pick_rows(positions, *change[1:], 10, 0, 20, *room)
+    strips, spans = np.array([[0, 10], [20, 0]]), np.empty((2, 2), np.int64)
+    live.divide(positions, *change[1:], (0, 20, 50), strips, spans, *room)
 
 
 TASKS: dict[str, Callable[[Example], None]] = {

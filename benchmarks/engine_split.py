@@ -63,12 +63,13 @@ def layout_of(sizes: dict[str, tuple[int, int]], num_ranks: int) -> Layout:
 def by_division(change: EngineChange, layout: Layout) -> list[list[tuple[object, ...]]]:
     """What `split` does, with numpy alone."""
     found: list[list[tuple[object, ...]]] = [[] for _ in layout.ranks]
+    numbers = [{piece.tensor: [number] for number, piece in enumerate(pieces)} for pieces in layout.ranks]
     for patch in change.patches:
         old = change.old[patch.name].bits[patch.where]
         if np.any(patch.where[1:] < patch.where[:-1]):
             raise ValueError("positions ascend here")
-        for changes, pieces, by_tensor in zip(found, layout.ranks, layout.by_tensor, strict=True):
-            for number in by_tensor[patch.name]:
+        for changes, pieces, own in zip(found, layout.ranks, numbers, strict=True):
+            for number in own[patch.name]:
                 piece = pieces[number]
                 rows, columns = np.divmod(patch.where - piece.start, piece.stride)
                 inside = (rows >= 0) & (rows < piece.rows) & (columns < piece.columns)

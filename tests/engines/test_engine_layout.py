@@ -12,9 +12,9 @@ from deltawire import digest
 from deltawire.engines import layout as layouts
 from deltawire.engines import places as all_places
 from deltawire.engines.engine import EngineChange
-from deltawire.engines.layout import Layout, Piece, each_once, pieces_of_copy
+from deltawire.engines.layout import Layout, Piece, cuts, each_once, pieces_of_copy
 from deltawire.engines.places import Computed, check_covered, left_out, plain_pieces
-from deltawire.engines.staged import left_out_digests, split
+from deltawire.engines.staged import changed_elements, left_out_digests, split
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import EngineRejected, UnknownParameter
 from deltawire.format.patches import Patch
@@ -73,18 +73,58 @@ def test_pieces_do_what_the_copy_does(copy):
     assert pieces == [Piece.from_list(piece.as_list()) for piece in pieces]
 
 
-@examples(20)
-@given(copies(), st.integers(0, 1 << 32))
-def test_select_finds_the_elements_of_a_piece(copy, seed):
-    source, view, _, to = copy
+@examples(60)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 6), st.integers(1, 7)), max_size=6),
+    st.integers(0, 1 << 32), st.sampled_from([1, 2, 4, 8]), st.floats(0, 1),
+)  # fmt: skip
+def test_changes_are_divided_among_pieces(parts, seed, width, density):
+    """Whatever parts of a matrix are pieces, also the same ones twice: each gets what changes in it."""
     rng = np.random.default_rng(seed)
-    positions = np.flatnonzero(rng.random(source.numel()) < 0.5)
-    for piece in pieces_of_copy("t", "s", to.shape, (view.storage_offset(), view.stride()), (0, to.stride())):
-        near = places(piece)[0]
-        index, inside = piece.select(positions)
-        assert near[index].tolist() == positions[inside].tolist()
-        assert set(positions[inside]) == set(positions) & set(near)
-        assert index.dtype == np.uint32
+    pieces = []
+    for row, rows, column, columns in parts:
+        size = min(rows, 6 - row), min(columns, 7 - column)
+        pieces += pieces_of_copy("t", "s", size, (7 * row + column, (7, 1)), (0, (size[1], 1)))
+    old, new = rng.integers(0, 1 << 8 * width, (2, 42), f"u{width}")
+    where = np.flatnonzero(rng.random(42) < density)
+    holders = {}
+    for number, piece in enumerate(pieces):
+        holders.setdefault(("t", *piece.source), []).append((number % 2, number))
+    found = {}
+    for cut in cuts(holders).get("t", []):
+        for same, index, *bits in cut.divide(where, old[where], new[where]):
+            assert index.dtype == np.uint32
+            found |= {number: (rank, index.tolist(), *map(list, bits)) for rank, number in same}
+    for number, piece in enumerate(pieces):
+        near = places(piece)[0].tolist()
+        here = [each for each in where.tolist() if each in near]
+        expected = number % 2, [near.index(each) for each in here], old[here].tolist(), new[here].tolist()
+        assert found.pop(number, (number % 2, [], [], [])) == expected
+    assert not found
+
+
+@examples(20)
+@given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.booleans())
+def test_what_a_patch_changes(seed, width, ascends, writeable):
+    rng = np.random.default_rng(seed)
+    old, new = rng.integers(0, 1 << 8 * width, (2, 300), f"u{width}")
+    old.flags.writeable = writeable
+    where = np.flatnonzero(rng.random(300) < rng.random())
+    order = where if ascends else rng.permutation(where)
+    patch = Patch("t", f"U{8 * width}", Box.whole((300,)), new[order], order)
+    expected = [where.tolist(), old[where].tolist(), new[where].tolist()]
+    assert [each.tolist() for each in changed_elements(patch, old)] == expected
+    layout = Layout({"t": (patch.dtype, (300,))}, [[whole("t", "s", 200), whole("t", "r", 100, first=200)]])
+    (staged,) = split(EngineChange(None, None, [patch], {"t": old}), layout, "token")
+    for part, bits in zip(("old", "new"), expected[1:], strict=True):
+        assert np.concatenate([old[:0], *(getattr(each, part) for each in staged.changes)]).tolist() == bits
+
+
+@pytest.mark.parametrize("where", [[2, 9], [9, 2], [2, 3, 9, 4]])
+def test_elements_beyond_the_end_are_not_read(where):
+    patch = Patch("t", "U16", Box.whole((9,)), np.zeros(len(where), np.uint16), np.array(where))
+    with pytest.raises(IndexError):
+        changed_elements(patch, np.zeros(9, np.uint16))
 
 
 @pytest.mark.parametrize("most", [5, 7, 24])
@@ -120,7 +160,7 @@ def test_a_layout_counts_each_element_once():
     ranks = [[whole("a", "s", 3), whole("b", "r", 4)], [whole("a", "s", 3, first=3), whole("b", "r", 4)]]
     layout = Layout(specs, ranks)
     assert layout.counted == [[0, 1], [0]]
-    assert layout.by_tensor == [{"a": [0], "b": [1]}] * 2
+    assert [each.holders for each in layout.cuts["a"] + layout.cuts["b"]] == [[[(0, 0)], [(1, 0)]], [[(0, 1), (1, 1)]]]
     # Copies are looked at in turn.
     assert layout.copies == [[[1], []], [[], [1]]]
     assert [layout.measured(rank) for rank in range(2)] == [[[0, 1], [1], []], [[0], [], [1]]]

@@ -16,7 +16,14 @@ from support.vllm_server import Trainer, following, serving
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 FAULTY = "support.vllm_faults.FaultyExtension"
+FIRST = "support.vllm_faults.FirstEngine"
 PROMPTS = [[1, 2, 3], list(range(40, 60))]
+
+
+@pytest.fixture
+def fault():
+    """What is taken out of deltawire: nothing."""
+    return ()
 
 
 def answers(server):
@@ -35,12 +42,14 @@ def ask(server, method, *arguments):
     server.client.post("/collective_rpc", json={"method": method, "args": arguments}).raise_for_status()
 
 
-def test_a_run_that_lacks_what_the_server_has_is_refused(tmp_path, vllm_pool):
+def test_a_run_that_lacks_what_the_server_has_is_refused(tmp_path, vllm_pool, fault):
     """With dummy weights in it the server would tell a version, and serve something else."""
     own = {"arguments": ["--load-format", "dummy"], "log": tmp_path / "log", "nursery": vllm_pool.nursery}
     trainer = Trainer(tmp_path / "whole", f"memory:{tmp_path}")
     trainer.publish(density=0)
-    with serving(tmp_path / "whole/base", **own) as server:
+    with serving(tmp_path / "whole/base", extension=FAULTY, **own) as server:
+        if fault:
+            ask(server, *fault)
         for missing, parameter in (
             ("lm_head.weight", "lm_head.weight"),
             ("model.layers.1.post_attention_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
@@ -84,19 +93,19 @@ def follow_and_compare(trainer, store, server, folder, **own):
     return about, proof
 
 
-def compare(kind, tmp_path, vllm_pool, dtype="bfloat16", fault=None):
+def compare(kind, tmp_path, vllm_pool, dtype="bfloat16", fault=()):
     store = f"memory:{tmp_path}"
     trainer = Trainer(tmp_path, store, kind=kind, dtype=getattr(torch, dtype))
     own = {"nursery": vllm_pool.nursery, "arguments": ["--dtype", dtype]}
     with serving(tmp_path / "base", log=tmp_path / "log", extension=FAULTY, **own) as server:
         if fault:
-            ask(server, fault)
+            ask(server, *fault)
         return follow_and_compare(trainer, store, server, tmp_path, **own)
 
 
-def test_sinks_that_are_copied_at_the_first_request(tmp_path, vllm_pool):
+def test_sinks_that_are_copied_at_the_first_request(tmp_path, vllm_pool, fault):
     """fp16 sinks on a CPU: vLLM computes from an fp32 copy of them."""
-    _, proof = compare("gpt_oss", tmp_path, vllm_pool, dtype="float16")
+    _, proof = compare("gpt_oss", tmp_path, vllm_pool, dtype="float16", fault=fault)
     assert {(each.prefill, each.decode) for each in proof.found if each.name.endswith("sinks")} == {(ALIVE, ALIVE)}
 
 
@@ -114,7 +123,7 @@ def test_architectures(kind, tmp_path, vllm_pool):
 @pytest.mark.slow
 def test_absorbed_copies_are_made_again(tmp_path, vllm_pool):
     """Latent attention that computes from copies of `kv_b_proj`: checksums of those are a fresh server's, too."""
-    _, proof = compare("deepseek_v2", tmp_path, vllm_pool, fault="absorb")
+    _, proof = compare("deepseek_v2", tmp_path, vllm_pool, fault=["absorb"])
     names = [each.name for each in proof.found]
     assert any(name.endswith("kv_b_proj.weight") for name in names)
     assert not any(name.endswith(("W_UV", "W_UK_T")) for name in names)
@@ -204,19 +213,18 @@ def test_a_planted_copy_is_found(tmp_path, vllm_pool, monkeypatch):
         server.kill()
 
 
-def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool):
+def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool, fault):
     """Each engine answers for itself: the failure is told in the same update, and the next one heals it."""
     store = f"memory:{tmp_path}"
     trainer = Trainer(tmp_path, store)
     trainer.publish(density=0)
     own = {
-        "arguments": ["--data-parallel-size", "2"], "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        "arguments": ["--data-parallel-size", "2", *fault], "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         "extension": FAULTY, "log": tmp_path / "log", "nursery": vllm_pool.nursery,
     }  # fmt: skip
     with serving(tmp_path / "base", **own) as server, following(store, server) as replica:
         replica.pull()
         engine = replica.target.engine
-        assert len(engine.status().states) == 2
         for failure, message in (({"stages": 1}, "no room to stage it"), ({"writes": 2}, "taken back")):
             version = trainer.publish()
             ask(server, "fail", {"rank": 1, **failure})
@@ -230,4 +238,19 @@ def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool):
             expected = trainer.expected[version]
             others = {name.replace("dp0:", "dp1:"): each for name, each in expected.items()}
             assert server.checksums() == {**expected, **others}
+        ask(server, "mumble")
+        with pytest.raises(EngineRejected, match="rank 0: TypeError: Object of type set is not JSON"):
+            engine.digest()
         assert all(server.complete([number, 2, 3])[2] == "length" for number in range(1, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("check", "fault", "message"), [
+    (test_a_run_that_lacks_what_the_server_has_is_refused, ["forget_coverage"], "DID NOT RAISE"),
+    (test_sinks_that_are_copied_at_the_first_request, ["forget_sinks"], r"assert \[\(\["),
+    (test_one_of_two_data_parallel_engines_fails, ["--middleware", FIRST], "DID NOT RAISE"),
+], ids=["coverage", "sinks", "data parallel"])  # fmt: skip
+def test_a_server_without_it_is_found_out(tmp_path, vllm_pool, check, fault, message):
+    """What these three tests are about is taken out of deltawire, and they fail."""
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
+        check(tmp_path, vllm_pool, fault)

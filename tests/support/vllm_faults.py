@@ -1,4 +1,6 @@
-"""Worker extensions for tests: one that says what the weights are, and one that fails when it is told to."""
+"""Worker extensions for tests: one that says what the weights are, and one that fails when it is told to; and a route
+that listens to one engine.
+"""
 
 import hashlib
 import os
@@ -6,6 +8,7 @@ import signal
 
 import torch
 
+from deltawire.engines.vllm import copies, route, worker
 from deltawire.engines.vllm.worker import WorkerExtension
 
 
@@ -77,6 +80,27 @@ class FaultyExtension(CheckedExtension):
                     module.register_parameter(name, torch.nn.Parameter(copy, requires_grad=False))
         return {}
 
+    def mumble(self):
+        """Answer the next command with what cannot be sent."""
+        engine = self.weight_transfer_engine
+
+        def command(name, arguments):
+            del engine.command
+            return {name}
+
+        engine.command = command
+        return {}
+
+    def forget_sinks(self):
+        """Do nothing about sinks that are copied, from now on."""
+        copies._sinks = lambda model: iter(())
+        return {}
+
+    def forget_coverage(self):
+        """Do not ask whether a run has all that the model has, from now on."""
+        worker.check_covered = lambda *given: None
+        return {}
+
     def spoil(self, rank, name):
         """Turn the sign of one element of a parameter on one rank, as nobody should; again, and it is as it was."""
         if self.rank == rank:
@@ -99,3 +123,19 @@ class FaultyExtension(CheckedExtension):
 
         memory.decode = dying
         return {}
+
+
+class FirstEngine(route.Route):
+    """Has the answer of the first of two engines for both, as vLLM's own calls give it, and asks both for the same."""
+
+    def __init__(self, app):
+        super().__init__(app)
+        ask = route._ask
+
+        async def ask_first(client, name, arguments):
+            both = {key: [*arguments[key]] * 2 for key in ("paths", "numbers") if key in arguments}
+            if "answers" in arguments:
+                both["answers"] = [*arguments["answers"], f"{arguments['answers'][0]}-lost"]
+            return (await ask(client, name, {**arguments, **both}))[:1]
+
+        route._ask = ask_first

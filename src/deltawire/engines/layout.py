@@ -4,7 +4,7 @@ Engines fuse tensors, slice them over processes and pad them, but element by ele
 one such copy: a grid of rows and columns with fixed strides in the tensor, and fixed strides in a storage.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from deltawire.errors import EngineRejected, UnknownParameter
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import Digest, tensor_key
-from deltawire.tensors.dtypes import dtype_named
+from deltawire.tensors.dtypes import Bits, dtype_named
 from deltawire.tensors.weights import TensorSpec
 
 # An element's number in a piece has 32 bits.
@@ -52,22 +52,6 @@ class Piece:
         """Which elements of the tensor these are; equal for copies in other processes."""
         return self.rows, self.columns, self.start, self.stride
 
-    def select(self, positions: Positions) -> tuple[npt.NDArray[np.uint32], Any]:
-        """The elements of the tensor (ascending) that are here: their numbers in the piece, and their indices."""
-        end = self.start + (self.rows - 1) * self.stride + self.columns
-        first, last = np.searchsorted(positions, [self.start, end]).tolist()
-        some = positions[first:last]
-        index = np.empty(len(some) + 1, np.uint32)
-        if self.is_one_run:
-            return np.subtract(some, self.start, out=index[:-1], casting="unsafe"), slice(first, last)
-        from deltawire.kernels.cpu.live import pick_rows
-
-        chosen = np.empty(len(some) + 1, np.int64)
-        count = pick_rows(
-            np.require(some, np.int64, ["C", "W"]), first, self.columns, self.start, self.stride, index, chosen
-        )
-        return index[:count], chosen[:count]
-
     def as_list(self) -> list[Any]:
         return [self.tensor, self.storage, self.rows, self.columns, self.start, self.stride, list(self.place)]
 
@@ -75,6 +59,68 @@ class Piece:
     def from_list(cls, fields: Sequence[Any]) -> "Piece":
         tensor, storage, rows, columns, start, stride, place = fields
         return cls(tensor, storage, rows, columns, start, stride, tuple(place))
+
+
+Shared = tuple[Sequence[tuple[int, int]], npt.NDArray[np.uint32], Bits, Bits]
+"""What changes in a piece: ranks that have it and its number there, elements' numbers, their old and new bits."""
+
+
+@dataclass(slots=True)
+class Cut:
+    """Pieces of a tensor that lie side by side in each of its rows."""
+
+    rows: int
+    stride: int
+    start: int
+    end: int
+    """Of the last piece, in the first row."""
+    strips: list[tuple[int, int]]
+    """Where each begins in a row, and its columns."""
+    holders: list[Sequence[tuple[int, int]]]
+    """Ranks that have a piece, and its number there."""
+
+    def divide(self, positions: Positions, old: Bits, new: Bits) -> Iterator[Shared]:
+        """Changes of the tensor, at ascending positions, by piece."""
+        from deltawire.kernels.cpu.live import divide
+
+        # Kernels are compiled for arrays that can be written.
+        given = [each if each.flags.writeable else each.copy() for each in (positions, old, new)]
+        room = len(positions) * len(self.holders) if self.rows > 1 else 0
+        index = np.empty(room or len(positions), np.uint32)
+        before, after = np.empty(room, old.dtype), np.empty(room, new.dtype)
+        stride = self.stride or self.end - self.start
+        strips = np.array([*self.strips, (stride, 0)])
+        spans = np.empty(strips.shape, np.int64)
+        divide(*given, (self.start, stride, self.rows), strips, spans, index, before, after)
+        old, new = (before, after) if room else (old, new)
+        for holders, (first, last) in zip(self.holders, spans.tolist(), strict=False):
+            if first < last:
+                yield holders, index[first:last], old[first:last], new[first:last]
+
+
+def cuts(holders: Mapping[tuple[Any, ...], Sequence[tuple[int, int]]]) -> dict[str, list[Cut]]:
+    """For each tensor the pieces side by side, from who holds what: by tensor and `Piece.source`."""
+    found: dict[str, list[Cut]] = {}
+    same: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for (name, rows, columns, start, stride), own in holders.items():
+        is_one_run = rows == 1 or stride == columns
+        key = (name, 1, 0, start, rows * columns) if is_one_run else (name, rows, stride, start, columns)
+        same.setdefault(key, []).extend(own)
+    for (name, rows, stride, start, columns), alike in sorted(same.items()):
+        known = found.setdefault(name, [])
+        cut = known[-1] if known else None
+        if (
+            cut is None
+            or (cut.rows, cut.stride) != (rows, stride)
+            or start < cut.end
+            or (stride and start + columns > cut.start + stride)
+        ):
+            cut = Cut(rows, stride, start, start, [], [])
+            known.append(cut)
+        cut.strips.append((start - cut.start, columns))
+        cut.holders.append(alike)
+        cut.end = start + columns
+    return found
 
 
 def pieces_of_copy(
@@ -169,17 +215,16 @@ class Layout:
         self._constant = sum((key.constant for key in keys), Digest())
         self.ranks = [list(pieces) for pieces in ranks]
         self.counted: list[list[int]] = [[] for _ in self.ranks]
-        self.by_tensor: list[dict[str, list[int]]] = [{} for _ in self.ranks]
         found = dict.fromkeys(specs, 0)
         holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for rank, pieces in enumerate(self.ranks):
             for number, piece in enumerate(pieces):
-                self.by_tensor[rank].setdefault(piece.tensor, []).append(number)
                 alike = holders.setdefault((piece.tensor, *piece.source), [])
                 alike.append((rank, number))
                 if len(alike) == 1:
                     self.counted[rank].append(number)
                     found[piece.tensor] += piece.num_elements
+        self.cuts = cuts(holders)
         self.copies = self._turns([alike for alike in holders.values() if len(alike) > 1])
         """For pieces that several processes hold: turns, each with one copy of every such piece."""
         for name, (_, shape) in specs.items():

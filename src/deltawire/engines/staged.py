@@ -19,6 +19,7 @@ import numpy.typing as npt
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece
 from deltawire.errors import CorruptObject, UnknownParameter
+from deltawire.format.container import header_bytes, lay_out, raw
 from deltawire.format.patches import Patch
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import Digest, WeightVersion, change_digest, digest, tensor_key
@@ -47,8 +48,6 @@ class StagedChange:
     changes: Sequence[PieceChange]
 
     def save(self, path: Path) -> None:
-        from safetensors.numpy import save_file
-
         # Wide elements first, so that all of them stay aligned.
         changes = sorted(self.changes, key=lambda each: -each.old.itemsize)
         table = np.zeros((len(changes), 3), np.int64)
@@ -56,18 +55,14 @@ class StagedChange:
         for row, each in zip(table, changes, strict=True):
             row[:] = each.number, elements, num_bytes
             elements, num_bytes = elements + len(each.index), num_bytes + each.old.nbytes
-
-        def joined(parts: list[npt.NDArray[Any]], dtype: type[np.unsignedinteger]) -> npt.NDArray[Any]:
-            return np.concatenate([np.empty(0, dtype), *(part.view(dtype) for part in parts)])
-
-        arrays = {
-            "pieces": table,
-            "index": joined([each.index for each in changes], np.uint32),
-            "old": joined([each.old for each in changes], np.uint8),
-            "new": joined([each.new for each in changes], np.uint8),
-        }
+        parts: dict[str, list[npt.NDArray[Any]]] = {"pieces": [table]}
+        parts |= {name: [getattr(each, name) for each in changes] for name in ("index", "old", "new")}
+        bits: TensorSpec = "U8", (num_bytes,)
+        slots = lay_out({"pieces": ("I64", table.shape), "index": ("U32", (elements,)), "old": bits, "new": bits})
         versions = {"base": json.dumps(self.base.as_dict()), "state": json.dumps(self.state.as_dict())}
-        save_file(arrays, path, {"token": self.token, **versions})
+        with path.open("wb", 1 << 20) as file:
+            file.write(header_bytes(slots, {"token": self.token, **versions}))
+            file.writelines(raw(part) for name in slots for part in parts[name])
 
     @classmethod
     def load(cls, path: Path, pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> "StagedChange":
@@ -110,17 +105,14 @@ def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Bits, Bits]:
     if isinstance(positions, slice):
         positions = np.flatnonzero(bits != new)
         return positions, bits[positions], new[positions]
-    if np.any(positions[1:] < positions[:-1]):
-        order = np.argsort(positions)
-        positions, new = positions[order], new[order]
-    # A kernel is compiled for arrays that can be written, and looks at no end.
-    if len(positions) and 0 <= positions[0] <= positions[-1] < len(bits) and bits.flags.writeable:
-        from deltawire.kernels.cpu.live import gather
+    from deltawire.kernels.cpu.live import gather
 
-        old = np.empty(len(positions), bits.dtype)
-        gather(bits, np.require(positions, np.int64, ["C", "W"]), old)
-    else:
-        old = bits[positions]
+    old = np.empty(len(positions), bits.dtype)
+    # Kernels are compiled for arrays that can be written.
+    positions = np.require(positions, np.int64, ["C", "W"])
+    if not (bits.flags.writeable and gather(bits, positions, old)):
+        order = np.argsort(positions, kind="stable")
+        positions, old, new = positions[order], bits[positions[order]], new[order]
     return positions, old, new
 
 
@@ -130,13 +122,12 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
     def split_patch(patch: Patch) -> list[list[PieceChange]]:
         if patch.name not in layout.specs:
             raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
-        positions, old, new = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
+        changed = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
         ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
-        for changes, pieces, by_tensor in zip(ranks, layout.ranks, layout.by_tensor, strict=True):
-            for number in by_tensor.get(patch.name, []):
-                index, inside = pieces[number].select(positions)
-                if len(index):
-                    changes.append(PieceChange(number, index, old[inside], new[inside]))
+        for cut in layout.cuts.get(patch.name, []):
+            for holders, *arrays in cut.divide(*changed):
+                for rank, number in holders:
+                    ranks[rank].append(PieceChange(number, *arrays))
         return ranks
 
     with Workers() as workers:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deltawire.engines.layout import Piece, pieces_of_copy
+from deltawire.engines.layout import Piece, cuts, pieces_of_copy
 from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, is_finite, magnitudes
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
@@ -278,10 +278,10 @@ class QuantizedModel:
         self.pieces: list[Piece] = []
         self.keys: list[TensorKey] = []
         self.storages: dict[str, torch.Tensor] = {}
-        self._numbers: dict[str, list[int]] = {}
         for each in tensors:
             self._add(f"codes of {each.name}", each.codes)
             self._add(f"scales of {each.name}", each.scales)
+        self._cuts = cuts({(each.tensor, *each.source): [(0, number)] for number, each in enumerate(self.pieces)})
 
     def _add(self, name: str, live: torch.Tensor) -> None:
         flat = torch.empty(0, dtype=live.dtype, device=live.device).set_(live.untyped_storage())
@@ -289,7 +289,6 @@ class QuantizedModel:
         shape = tuple(live.shape)
         near = torch.empty(shape, device="meta").stride()
         found = pieces_of_copy(name, name, shape, (0, near), (live.storage_offset(), live.stride()))
-        self._numbers[name] = list(range(len(self.pieces), len(self.pieces) + len(found)))
         self.pieces += found
         kind = dtype_named(ALIASES[str(live.dtype).removeprefix("torch.")])
         self.keys += [tensor_key(name, kind, shape)] * len(found)
@@ -395,10 +394,9 @@ class QuantizedModel:
         found = []
         for i, tensor in enumerate(alike.tensors):
             own = slice(edges[i], edges[i + 1])
-            for number in self._numbers[f"{kind} of {tensor.name}"] if edges[i] < edges[i + 1] else ():
-                index, inside = self.pieces[number].select(positions[own] - starts[i])
-                if len(index):
-                    found.append((number, PieceChange(number, index, old[own][inside], new[own][inside])))
+            changed = positions[own] - starts[i], old[own], new[own]
+            for cut in self._cuts[f"{kind} of {tensor.name}"] if len(changed[0]) else ():
+                found += [(number, PieceChange(number, *arrays)) for ((_, number),), *arrays in cut.divide(*changed)]
         return found
 
     def settle(self, plan: Plan, *, undo: bool) -> None:

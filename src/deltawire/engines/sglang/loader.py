@@ -90,13 +90,13 @@ class Worker:
             result = self._do(folder, name, **arguments)
         except Exception as problem:
             error = error_fields(problem)
-        self._tell(folder)
+        self._save_status(folder)
         save_json(folder / f"{call}-rank{self.rank}.json", {**self.status(), "result": result, "error": error})
 
     def status(self) -> dict[str, Any]:
         return {"rank": self.rank, "busy": self.busy, **self.live.status()}
 
-    def _tell(self, folder: Path) -> None:
+    def _save_status(self, folder: Path) -> None:
         save_json(folder / f"rank{self.rank}.json", self.status())
 
     def _do(self, folder: Path, name: str, **arguments: Any) -> Any:
@@ -138,7 +138,7 @@ class Worker:
     def _begin(self, folder: Path) -> None:
         """From here on nobody may rely on what was reported before, even if this process ends."""
         self.busy = True
-        self._tell(folder)
+        self._save_status(folder)
 
     def _write(self, token: str, undo: bool) -> None:
         # A batch may still be on its way through the model: pausing does not wait for the device.

@@ -188,6 +188,8 @@ def _find(model: torch.nn.Module) -> QuantizedModel:
 
     # What decodes and writes the weights in host memory, so that nobody waits for it in the first update.
     warmup.warm_up((16,))
+    for width in (8, 32):
+        warmup.warm_up_engines(warmup.Example(width))
     for recipe in {id(each.recipe): each.recipe for each in found}.values():
         prove(recipe, found[0].codes.device)
     return QuantizedModel(found, largest)

@@ -6,6 +6,7 @@ answer. What takes long runs in a thread, on a stream of its own, while the work
 once, and its answer is a file that the agent waits for.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -250,7 +251,8 @@ class WorkerExtension:
         if name not in THREADED:
             engine.wait()
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            result, error = attempt(lambda: engine.command(name, arguments))
+            # What vLLM cannot send would end the thread that answers, and nobody would hear from it again.
+            result, error = attempt(lambda: json.loads(json.dumps(engine.command(name, arguments))))
         if name in ("write", "load"):
             self.model_runner.reset_lora_state()  # type: ignore[attr-defined]
         return engine.answer(result, error)

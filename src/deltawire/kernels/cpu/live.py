@@ -9,8 +9,8 @@ from deltawire.kernels.cpu.compiled import kernel
 from deltawire.kernels.cpu.simd import prefetch
 from deltawire.kernels.cpu.sums import mix
 
-# How many changes ahead memory is asked for.
-AHEAD = 16
+# How many changes ahead memory is asked for: more than a core can wait for at once without its second cache.
+AHEAD = 96
 
 
 @njit(inline="always")
@@ -53,31 +53,57 @@ def put(
 
 
 @kernel
-def gather(bits: Any, positions: Any, out: Any) -> None:
-    """The elements at some positions, all of which must be there: memory is asked for before it is needed."""
+def gather(bits: Any, positions: Any, out: Any) -> Any:
+    """The elements at some positions; whether these ascend and are all there, else it ends before the first that does
+    not.
+    """
+    last = np.int64(0)
     for i in range(positions.size):
         if i + AHEAD < positions.size:
             prefetch(bits, np.intp(positions[i + AHEAD]))
-        out[i] = bits[positions[i]]
+        at = positions[i]
+        if at < last or at >= bits.size:
+            return False
+        out[i] = bits[at]
+        last = at
+    return True
 
 
 @kernel
-def pick_rows(positions: Any, first: Any, columns: Any, start: Any, stride: Any, index: Any, chosen: Any) -> Any:
-    """Which of a tensor's positions, ascending and none before `start`, lie in the first columns of rows: their numbers
-    in that grid, and their own numbers, from `first` on; how many. Both arrays have room for one more than all.
+def divide(
+    positions: Any, old: Any, new: Any, grid: Any, strips: Any, spans: Any, index: Any, before: Any, after: Any
+) -> None:
+    """Give the changes of a tensor, which ascend, to pieces that lie side by side in its rows: their numbers in the
+    piece, their old and their new bits, those of strip k from `spans[k, 0]` to `spans[k, 1]`. Where there is one row
+    only the numbers, since the bits are at the same places already.
+
+    `grid` is where the first row begins, the length of a row, and how many there are. A strip is where it begins in a
+    row and how many columns it has; the last one is none, at the end of the row.
     """
-    count = 0
-    row = begin = np.int64(0)
-    for i in range(positions.size):
-        behind = positions[i] - start - begin
-        # Rows are found by a division, but only where one is left.
-        if behind >= stride:
-            steps = behind // stride
-            row += steps
-            begin += steps * stride
-            behind -= steps * stride
-        # Written in any case, so that nothing depends on a guess.
-        index[count] = row * columns + behind
-        chosen[count] = first + i
-        count += behind < columns
-    return count
+    start, stride, rows = grid
+    count = positions.size
+    for k in range(strips.shape[0]):
+        spans[k, 0] = spans[k, 1] = k * count if rows > 1 else 0
+    i = row = strip = np.int64(0)
+    while i < count and row < rows:
+        columns = strips[strip, 1]
+        first = start + row * stride + strips[strip, 0]
+        while i < count and positions[i] < first:
+            i += 1
+        to = spans[strip, 1]
+        if rows == 1:
+            to = spans[strip, 0] = i
+        shift = row * columns - first
+        while i < count and positions[i] < first + columns:
+            index[uint64(to)] = positions[i] + shift
+            if rows > 1:
+                before[uint64(to)] = old[i]
+                after[uint64(to)] = new[i]
+            to += 1
+            i += 1
+        spans[strip, 1] = to
+        strip += 1
+        if strip == strips.shape[0] and i < count:
+            strip = np.int64(0)
+            # Rows without changes are passed over by a division.
+            row = (positions[i] - start) // stride

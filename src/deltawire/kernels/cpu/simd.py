@@ -122,7 +122,10 @@ def advance_classes(typingctx: Any, planes: Any, masks: Any, seen: Any, wanted: 
 
 @intrinsic
 def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of array[index], which need not be inside the array."""
+    """Ask for the cache line of array[index], which need not be inside the array.
+
+    Into the second cache: more of them can be on their way there than to the first one.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -130,7 +133,7 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
         flag = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [pointer, *(ir.Constant(flag, value) for value in (0, 3, 1))])
+        builder.call(function, [pointer, *(ir.Constant(flag, value) for value in (0, 2, 1))])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen

@@ -64,18 +64,20 @@ def _encode_and_decode(example: Example) -> None:
             raise RuntimeError(f"kernels for {example.layout[0]}-bit weights are wrong on this machine")
 
 
-def _live(example: Example) -> None:
+def warm_up_engines(example: Example) -> None:
+    """What engines change weights with."""
     weights, at = example.old.copy(), example.positions
     change = at, example.old[at], example.new[at]
     live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED, True)
-    index, chosen = np.empty(len(at) + 1, np.uint32), np.empty(len(at) + 1, np.int64)
-    live.gather(weights, at.astype(np.int64), np.empty_like(change[1]))
-    live.pick_rows(at.astype(np.int64), 0, 10, 0, 20, index, chosen)
+    positions, room = at.astype(np.int64), [np.empty(len(at) + 1, each.dtype) for each in change]
+    live.gather(weights, positions, room[1])
+    strips, spans = np.array([[0, 10], [20, 0]]), np.empty((2, 2), np.int64)
+    live.divide(positions, *change[1:], (0, 20, 50), strips, spans, *room)
 
 
 TASKS: dict[str, Callable[[Example], None]] = {
     "comparing": _compare,
     "digest": _digest,
     "encoding and decoding": _encode_and_decode,
-    "weights in engines": _live,
+    "weights in engines": warm_up_engines,
 }

@@ -79,7 +79,9 @@ def _check_cache(name: str, module: Any) -> None:
 
 def _stored(module: Any, method: Any) -> Any:
     """What has the kernel of a layer whose codes and scales are in the checkpoint, if it takes them as they are."""
-    scheme = getattr(module, "scheme", None) if type(method).__name__ == "CompressedTensorsLinearMethod" else method
+    scheme: Any = method
+    if type(method).__name__ == "CompressedTensorsLinearMethod":
+        scheme = getattr(module, "scheme", None)
     kind = type(scheme).__name__
     if kind == "CompressedTensorsW8A8Fp8":
         return scheme if scheme.strategy in ("channel", "block") and not scheme.is_static_input_scheme else None

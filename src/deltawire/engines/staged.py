@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ from deltawire.tensors.weights import TensorSpec, view
 from deltawire.workers import Workers
 
 
-@dataclass(frozen=True, slots=True)
-class PieceChange:
+class PieceChange(NamedTuple):
     """What changes in one piece."""
 
     number: int

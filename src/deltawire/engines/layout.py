@@ -80,11 +80,11 @@ class Cut:
         """Changes of the tensor, at ascending positions, by piece."""
         if self.rows == 1:
             spans = positions.searchsorted(self.edges).tolist()
-            for holders, start, (first, last) in zip(self.holders, self.edges[:, 0].tolist(), spans, strict=True):
+            # Both wrap around, and a difference of less than 32 bits is right.
+            numbers, starts = positions.astype(np.uint32), self.edges[:, 0].astype(np.uint32)
+            for holders, start, (first, last) in zip(self.holders, starts, spans, strict=True):
                 if first < last:
-                    index = np.empty(last - first, np.uint32)
-                    np.subtract(positions[first:last], start, out=index, casting="unsafe")
-                    yield holders, index, old[first:last], new[first:last]
+                    yield holders, numbers[first:last] - start, old[first:last], new[first:last]
             return
         from deltawire.kernels.cpu.live import divide
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,8 @@ from deltawire.tensors.weights import TensorSpec, view
 from deltawire.workers import Workers
 
 
-class PieceChange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PieceChange:
     """What changes in one piece."""
 
     number: int

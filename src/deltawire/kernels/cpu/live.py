@@ -9,7 +9,7 @@ from deltawire.kernels.cpu.compiled import kernel
 from deltawire.kernels.cpu.simd import prefetch
 from deltawire.kernels.cpu.sums import mix
 
-# How many changes ahead memory is asked for: more than a core can wait for at once without its second cache.
+# How many changes ahead memory is asked for.
 AHEAD = 96
 
 
@@ -54,9 +54,7 @@ def put(
 
 @kernel
 def gather(bits: Any, positions: Any, out: Any) -> Any:
-    """The elements at some positions; whether these ascend and are all there, else it ends before the first that does
-    not.
-    """
+    """The elements at some positions, as far as these ascend and are there; whether all are."""
     last = np.int64(0)
     for i in range(positions.size):
         if i + AHEAD < positions.size:

@@ -81,10 +81,10 @@ class Cut:
         if self.rows == 1:
             spans = positions.searchsorted(self.edges).tolist()
             # Both wrap around, and a difference of less than 32 bits is right.
-            numbers, starts = positions.astype(np.uint32), self.edges[:, 0].astype(np.uint32)
-            for holders, start, (first, last) in zip(self.holders, starts, spans, strict=True):
+            numbers, origins = positions.astype(np.uint32), self.edges[:, 0].astype(np.uint32)
+            for holders, origin, (first, last) in zip(self.holders, origins, spans, strict=True):
                 if first < last:
-                    yield holders, numbers[first:last] - start, old[first:last], new[first:last]
+                    yield holders, numbers[first:last] - origin, old[first:last], new[first:last]
             return
         from deltawire.kernels.cpu.live import divide
 
@@ -111,7 +111,8 @@ def cuts(holders: Mapping[tuple[Any, ...], Sequence[tuple[int, int]]]) -> dict[s
         key = (name, 1, 0, start, rows * columns) if is_one_run else (name, rows, stride, start, columns)
         same.setdefault(key, []).extend(own)
     groups: dict[tuple[Any, ...], list[tuple[tuple[int, int], Sequence[tuple[int, int]]]]] = {}
-    kind, base, end, number = None, 0, 0, 0
+    kind: tuple[Any, ...] = ()
+    base = end = number = 0
     for (name, rows, stride, start, columns), alike in sorted(same.items()):
         if kind != (name, rows, stride) or start < end or (stride and start + columns > base + stride):
             kind, base, number = (name, rows, stride), start, number + 1

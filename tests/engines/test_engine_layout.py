@@ -160,7 +160,9 @@ def test_a_layout_counts_each_element_once():
     ranks = [[whole("a", "s", 3), whole("b", "r", 4)], [whole("a", "s", 3, first=3), whole("b", "r", 4)]]
     layout = Layout(specs, ranks)
     assert layout.counted == [[0, 1], [0]]
-    assert [each.holders for each in layout.cuts["a"] + layout.cuts["b"]] == [[[(0, 0)], [(1, 0)]], [[(0, 1), (1, 1)]]]
+    assert {name: [each.holders for each in own] for name, own in layout.cuts.items()} == {
+        "a": [([(0, 0)], [(1, 0)])], "b": [([(0, 1), (1, 1)],)],
+    }  # fmt: skip
     # Copies are looked at in turn.
     assert layout.copies == [[[1], []], [[], [1]]]
     assert [layout.measured(rank) for rank in range(2)] == [[[0, 1], [1], []], [[0], [], [1]]]

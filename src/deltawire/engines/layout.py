@@ -65,61 +65,63 @@ Shared = tuple[Sequence[tuple[int, int]], npt.NDArray[np.uint32], Bits, Bits]
 """What changes in a piece: ranks that have it and its number there, elements' numbers, their old and new bits."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Pieces of a tensor that lie side by side in each of its rows."""
 
     rows: int
     stride: int
-    start: int
-    end: int
-    """Of the last piece, in the first row."""
-    strips: list[tuple[int, int]]
-    """Where each begins in a row, and its columns."""
-    holders: list[Sequence[tuple[int, int]]]
+    edges: npt.NDArray[np.int64]
+    """Where each begins and ends in the first row."""
+    holders: Sequence[Sequence[tuple[int, int]]]
     """Ranks that have a piece, and its number there."""
 
     def divide(self, positions: Positions, old: Bits, new: Bits) -> Iterator[Shared]:
         """Changes of the tensor, at ascending positions, by piece."""
+        if self.rows == 1:
+            spans = positions.searchsorted(self.edges).tolist()
+            # Both wrap around, and a difference of less than 32 bits is right.
+            numbers, origins = positions.astype(np.uint32), self.edges[:, 0].astype(np.uint32)
+            for holders, origin, (first, last) in zip(self.holders, origins, spans, strict=True):
+                if first < last:
+                    yield holders, numbers[first:last] - origin, old[first:last], new[first:last]
+            return
         from deltawire.kernels.cpu.live import divide
 
+        end = self.edges[-1, 1] + (self.rows - 1) * self.stride
+        inside = slice(*positions.searchsorted((self.edges[0, 0], end)).tolist())
         # Kernels are compiled for arrays that can be written.
-        given = [each if each.flags.writeable else each.copy() for each in (positions, old, new)]
-        room = len(positions) * len(self.holders) if self.rows > 1 else 0
-        index = np.empty(room or len(positions), np.uint32)
-        before, after = np.empty(room, old.dtype), np.empty(room, new.dtype)
-        stride = self.stride or self.end - self.start
-        strips = np.array([*self.strips, (stride, 0)])
-        spans = np.empty(strips.shape, np.int64)
-        divide(*given, (self.start, stride, self.rows), strips, spans, index, before, after)
-        old, new = (before, after) if room else (old, new)
-        for holders, (first, last) in zip(self.holders, spans.tolist(), strict=False):
+        given = [np.require(each[inside], requirements=("C", "W")) for each in (positions, old, new)]
+        room = len(given[0]) + 1
+        ends = np.arange(0, room * len(self.edges), room)
+        starts = ends.tolist()
+        found = [np.empty(room * len(starts), kind) for kind in (np.uint32, old.dtype, new.dtype)]
+        divide(*given, self.edges, self.stride, ends, *found)
+        for holders, first, last in zip(self.holders, starts, ends.tolist(), strict=True):
             if first < last:
-                yield holders, index[first:last], old[first:last], new[first:last]
+                index, before, after = (each[first:last] for each in found)
+                yield holders, index, before, after
 
 
 def cuts(holders: Mapping[tuple[Any, ...], Sequence[tuple[int, int]]]) -> dict[str, list[Cut]]:
     """For each tensor the pieces side by side, from who holds what: by tensor and `Piece.source`."""
-    found: dict[str, list[Cut]] = {}
     same: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for (name, rows, columns, start, stride), own in holders.items():
         is_one_run = rows == 1 or stride == columns
         key = (name, 1, 0, start, rows * columns) if is_one_run else (name, rows, stride, start, columns)
         same.setdefault(key, []).extend(own)
+    groups: dict[tuple[Any, ...], list[tuple[tuple[int, int], Sequence[tuple[int, int]]]]] = {}
+    kind: tuple[Any, ...] = ()
+    base = end = number = 0
     for (name, rows, stride, start, columns), alike in sorted(same.items()):
-        known = found.setdefault(name, [])
-        cut = known[-1] if known else None
-        if (
-            cut is None
-            or (cut.rows, cut.stride) != (rows, stride)
-            or start < cut.end
-            or (stride and start + columns > cut.start + stride)
-        ):
-            cut = Cut(rows, stride, start, start, [], [])
-            known.append(cut)
-        cut.strips.append((start - cut.start, columns))
-        cut.holders.append(alike)
-        cut.end = start + columns
+        if kind != (name, rows, stride) or start < end or (stride and start + columns > base + stride):
+            kind, base, number = (name, rows, stride), start, number + 1
+        end = start + columns
+        groups.setdefault((*kind, number), []).append(((start, end), alike))
+    found: dict[str, list[Cut]] = {}
+    for (name, rows, stride, _), group in groups.items():
+        edges, own = zip(*group, strict=True)
+        found.setdefault(name, []).append(Cut(rows, stride, np.array(edges), own))
     return found
 
 

@@ -9,7 +9,7 @@ from deltawire.kernels.cpu.compiled import kernel
 from deltawire.kernels.cpu.simd import prefetch
 from deltawire.kernels.cpu.sums import mix
 
-# How many changes ahead memory is asked for: more than a core can wait for at once without its second cache.
+# How many changes ahead memory is asked for.
 AHEAD = 96
 
 
@@ -54,9 +54,7 @@ def put(
 
 @kernel
 def gather(bits: Any, positions: Any, out: Any) -> Any:
-    """The elements at some positions; whether these ascend and are all there, else it ends before the first that does
-    not.
-    """
+    """The elements at some positions, as far as these ascend and are there; whether all are."""
     last = np.int64(0)
     for i in range(positions.size):
         if i + AHEAD < positions.size:
@@ -71,39 +69,36 @@ def gather(bits: Any, positions: Any, out: Any) -> Any:
 
 @kernel
 def divide(
-    positions: Any, old: Any, new: Any, grid: Any, strips: Any, spans: Any, index: Any, before: Any, after: Any
+    positions: Any, old: Any, new: Any, edges: Any, stride: Any, ends: Any, index: Any, before: Any, after: Any
 ) -> None:
     """Give the changes of a tensor, which ascend, to pieces that lie side by side in its rows: their numbers in the
-    piece, their old and their new bits, those of strip k from `spans[k, 0]` to `spans[k, 1]`. Where there is one row
-    only the numbers, since the bits are at the same places already.
+    piece, their old and their new bits, those of piece k from where `ends[k]` is to where it is then. There is room for
+    one more in each.
 
-    `grid` is where the first row begins, the length of a row, and how many there are. A strip is where it begins in a
-    row and how many columns it has; the last one is none, at the end of the row.
+    `edges` are where the pieces begin and end in the first row; no change comes before the first of them.
     """
-    start, stride, rows = grid
-    count = positions.size
-    for k in range(strips.shape[0]):
-        spans[k, 0] = spans[k, 1] = k * count if rows > 1 else 0
-    i = row = strip = np.int64(0)
-    while i < count and row < rows:
-        columns = strips[strip, 1]
-        first = start + row * stride + strips[strip, 0]
-        while i < count and positions[i] < first:
-            i += 1
-        to = spans[strip, 1]
-        if rows == 1:
-            to = spans[strip, 0] = i
-        shift = row * columns - first
-        while i < count and positions[i] < first + columns:
-            index[uint64(to)] = positions[i] + shift
-            if rows > 1:
-                before[uint64(to)] = old[i]
-                after[uint64(to)] = new[i]
-            to += 1
-            i += 1
-        spans[strip, 1] = to
-        strip += 1
-        if strip == strips.shape[0] and i < count:
-            strip = np.int64(0)
-            # Rows without changes are passed over by a division.
-            row = (positions[i] - start) // stride
+    start, num_pieces = edges[0, 0], edges.shape[0]
+    row = begin = k = to = shift = end = np.int64(0)
+    upto = np.int64(-1)
+    for i in range(positions.size):
+        at = positions[i]
+        if at >= upto:
+            # Another piece; rows are found by a division, but only where one is left.
+            if upto >= 0:
+                ends[k] = to
+            steps = (at - begin - start) // stride if at - begin - start >= stride else 0
+            row += steps
+            begin += steps * stride
+            k = np.int64(0) if steps else k
+            while k + 1 < num_pieces and at - begin >= edges[k + 1, 0]:
+                k += 1
+            to, end = ends[k], begin + edges[k, 1]
+            shift = row * (edges[k, 1] - edges[k, 0]) - edges[k, 0] - begin
+            upto = begin + (edges[k + 1, 0] if k + 1 < num_pieces else start + stride)
+        # Written in any case, so that nothing depends on a guess.
+        index[uint64(to)] = at + shift
+        before[uint64(to)] = old[i]
+        after[uint64(to)] = new[i]
+        to += at < end
+    if positions.size:
+        ends[k] = to

@@ -71,8 +71,7 @@ def warm_up_engines(example: Example) -> None:
     live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED, True)
     positions, room = at.astype(np.int64), [np.empty(len(at) + 1, each.dtype) for each in change]
     live.gather(weights, positions, room[1])
-    strips, spans = np.array([[0, 10], [20, 0]]), np.empty((2, 2), np.int64)
-    live.divide(positions, *change[1:], (0, 20, 50), strips, spans, *room)
+    live.divide(positions, *change[1:], np.array([[0, 10]]), 20, np.zeros(1, np.int64), *room)
 
 
 TASKS: dict[str, Callable[[Example], None]] = {

@@ -92,7 +92,7 @@ def test_changes_are_divided_among_pieces(parts, seed, width, density):
         holders.setdefault(("t", *piece.source), []).append((number % 2, number))
     found = {}
     for cut in cuts(holders).get("t", []):
-        for same, index, *bits in cut.divide(where, old[where], new[where]):
+        for same, index, *bits in cut.divide(where, where.astype(np.uint32), old[where], new[where]):
             assert index.dtype == np.uint32
             found |= {number: (rank, index.tolist(), *map(list, bits)) for rank, number in same}
     for number, piece in enumerate(pieces):
@@ -112,11 +112,11 @@ def test_what_a_patch_changes(seed, width, ascends, writeable):
     where = np.flatnonzero(rng.random(300) < rng.random())
     order = where if ascends else rng.permutation(where)
     patch = Patch("t", f"U{8 * width}", Box.whole((300,)), new[order], order)
-    expected = [where.tolist(), old[where].tolist(), new[where].tolist()]
+    expected = [where.tolist(), where.tolist(), old[where].tolist(), new[where].tolist()]
     assert [each.tolist() for each in changed_elements(patch, old)] == expected
     layout = Layout({"t": (patch.dtype, (300,))}, [[whole("t", "s", 200), whole("t", "r", 100, first=200)]])
     (staged,) = split(EngineChange(None, None, [patch], {"t": old}), layout, "token")
-    for part, bits in zip(("old", "new"), expected[1:], strict=True):
+    for part, bits in zip(("old", "new"), expected[2:], strict=True):
         assert np.concatenate([old[:0], *(getattr(each, part) for each in staged.changes)]).tolist() == bits
 
 

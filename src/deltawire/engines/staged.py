@@ -123,11 +123,11 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
     def split_patch(patch: Patch) -> list[list[PieceChange]]:
         if patch.name not in layout.specs:
             raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
-        positions, numbers, *bits = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
+        changed = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
         ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
-        cuts = layout.cuts.get(patch.name, [])
-        for cut in cuts:
-            for holders, *arrays in cut.divide(positions, numbers if cut is cuts[-1] else numbers.copy(), *bits):
+        for cut in layout.cuts.get(patch.name, []):
+            # No element is in two of them.
+            for holders, *arrays in cut.divide(*changed):
                 for rank, number in holders:
                     ranks[rank].append(PieceChange(number, *arrays))
         return ranks

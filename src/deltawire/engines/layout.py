@@ -101,7 +101,8 @@ class Cut:
         divide(*given, self.edges, self.stride, ends, *found)
         for holders, first, last in zip(self.holders, starts, ends.tolist(), strict=True):
             if first < last:
-                index, before, after = (each[first:last] for each in found)
+                # Most of the room was not needed.
+                index, before, after = (each[first:last].copy() for each in found)
                 yield holders, index, before, after
 
 

@@ -14,7 +14,7 @@ from deltawire.engines import places as all_places
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece, cuts, each_once, pieces_of_copy
 from deltawire.engines.places import Computed, check_covered, left_out, plain_pieces
-from deltawire.engines.staged import changed_elements, left_out_digests, split
+from deltawire.engines.staged import left_out_digests, split
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import EngineRejected, UnknownParameter
 from deltawire.format.patches import Patch
@@ -92,7 +92,7 @@ def test_changes_are_divided_among_pieces(parts, seed, width, density):
         holders.setdefault(("t", *piece.source), []).append((number % 2, number))
     found = {}
     for cut in cuts(holders).get("t", []):
-        for same, index, *bits in cut.divide(where, old[where], new[where]):
+        for same, index, *bits in cut.divide(where, where.astype(np.uint32), old[where], new[where]):
             assert index.dtype == np.uint32
             found |= {number: (rank, index.tolist(), *map(list, bits)) for rank, number in same}
     for number, piece in enumerate(pieces):
@@ -101,30 +101,6 @@ def test_changes_are_divided_among_pieces(parts, seed, width, density):
         expected = number % 2, [near.index(each) for each in here], old[here].tolist(), new[here].tolist()
         assert found.pop(number, (number % 2, [], [], [])) == expected
     assert not found
-
-
-@examples(20)
-@given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.booleans())
-def test_what_a_patch_changes(seed, width, ascends, writeable):
-    rng = np.random.default_rng(seed)
-    old, new = rng.integers(0, 1 << 8 * width, (2, 300), f"u{width}")
-    old.flags.writeable = writeable
-    where = np.flatnonzero(rng.random(300) < rng.random())
-    order = where if ascends else rng.permutation(where)
-    patch = Patch("t", f"U{8 * width}", Box.whole((300,)), new[order], order)
-    expected = [where.tolist(), old[where].tolist(), new[where].tolist()]
-    assert [each.tolist() for each in changed_elements(patch, old)] == expected
-    layout = Layout({"t": (patch.dtype, (300,))}, [[whole("t", "s", 200), whole("t", "r", 100, first=200)]])
-    (staged,) = split(EngineChange(None, None, [patch], {"t": old}), layout, "token")
-    for part, bits in zip(("old", "new"), expected[1:], strict=True):
-        assert np.concatenate([old[:0], *(getattr(each, part) for each in staged.changes)]).tolist() == bits
-
-
-@pytest.mark.parametrize("where", [[2, 9], [9, 2], [2, 3, 9, 4]])
-def test_elements_beyond_the_end_are_not_read(where):
-    patch = Patch("t", "U16", Box.whole((9,)), np.zeros(len(where), np.uint16), np.array(where))
-    with pytest.raises(IndexError):
-        changed_elements(patch, np.zeros(9, np.uint16))
 
 
 @pytest.mark.parametrize("most", [5, 7, 24])

@@ -5,19 +5,22 @@ import json
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from deltawire import digest
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout
 from deltawire.engines.memory import memory_of
-from deltawire.engines.staged import PieceChange, StagedChange, split
+from deltawire.engines.staged import PieceChange, StagedChange, changed_elements, split
 from deltawire.errors import BaseMismatch, CorruptObject, DigestMismatch, EngineRejected, UnknownParameter
 from deltawire.format.patches import Patch
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.workers import SERIAL
 from support.fused_model import SPECS, FusedModel, bits_of, live_model, make_checkpoint, whole
+from support.patterns import examples
 
 # StagedChange
 
@@ -129,6 +132,31 @@ def test_a_change_of_an_unknown_tensor_is_refused():
     change = EngineChange(BASE, STATE, [Patch("x", "U16", Box.whole((3,)), np.ones(3, np.uint16), None)], old)
     with pytest.raises(UnknownParameter, match="change is of x"):
         split(change, Layout({"a": ("BF16", (3,))}, [[whole("a", "s", 3)]]), "t")
+
+
+@examples(20)
+@given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.booleans())
+def test_what_a_patch_changes(seed, width, ascends, writeable):
+    rng = np.random.default_rng(seed)
+    old, new = rng.integers(0, 1 << 8 * width, (2, 300), f"u{width}")
+    old.flags.writeable = writeable
+    where = np.flatnonzero(rng.random(300) < rng.random())
+    order = where if ascends else rng.permutation(where)
+    patch = Patch("t", f"U{8 * width}", Box.whole((300,)), new[order], order)
+    expected = [where.tolist(), where.tolist(), old[where].tolist(), new[where].tolist()]
+    assert [each.tolist() for each in changed_elements(patch, old)] == expected
+    pieces = [whole("t", "s", 200), whole("t", "r", 100, first=200)]
+    (staged,) = split(EngineChange(None, None, [patch], {"t": old}), Layout({"t": (patch.dtype, (300,))}, [pieces]), "")
+    parts = [(pieces[each.number].start + each.index, each.old, each.new) for each in staged.changes]
+    found = [np.concatenate(each).tolist() for each in zip(*parts, strict=True)]
+    assert found == ([expected[0], *expected[2:]] if len(where) else [])
+
+
+@pytest.mark.parametrize("where", [[2, 9], [9, 2], [2, 3, 9, 4]])
+def test_elements_beyond_the_end_are_not_read(where):
+    patch = Patch("t", "U16", Box.whole((9,)), np.zeros(len(where), np.uint16), np.array(where))
+    with pytest.raises(IndexError):
+        changed_elements(patch, np.zeros(9, np.uint16))
 
 
 # Live

@@ -61,7 +61,8 @@ class Piece:
         return cls(tensor, storage, rows, columns, start, stride, tuple(place))
 
 
-Shared = tuple[Sequence[tuple[int, int]], npt.NDArray[np.uint32], Bits, Bits]
+Numbers = npt.NDArray[np.uint32]
+Shared = tuple[Sequence[tuple[int, int]], Numbers, Bits, Bits]
 """What changes in a piece: ranks that have it and its number there, elements' numbers, their old and new bits."""
 
 
@@ -76,15 +77,16 @@ class Cut:
     holders: Sequence[Sequence[tuple[int, int]]]
     """Ranks that have a piece, and its number there."""
 
-    def divide(self, positions: Positions, old: Bits, new: Bits) -> Iterator[Shared]:
-        """Changes of the tensor, at ascending positions, by piece."""
+    def divide(self, positions: Positions, numbers: Numbers, old: Bits, new: Bits) -> Iterator[Shared]:
+        """Changes of the tensor by piece, at ascending positions; `numbers`, 32 bits of these, are given away."""
         if self.rows == 1:
             spans = positions.searchsorted(self.edges).tolist()
-            # Both wrap around, and a difference of less than 32 bits is right.
-            numbers, origins = positions.astype(np.uint32), self.edges[:, 0].astype(np.uint32)
+            # Both wrap around, and their difference is right.
+            origins = self.edges[:, 0].astype(np.uint32)
             for holders, origin, (first, last) in zip(self.holders, origins, spans, strict=True):
                 if first < last:
-                    yield holders, numbers[first:last] - origin, old[first:last], new[first:last]
+                    numbers[first:last] -= origin
+                    yield holders, numbers[first:last], old[first:last], new[first:last]
             return
         from deltawire.kernels.cpu.live import divide
 
@@ -99,7 +101,8 @@ class Cut:
         divide(*given, self.edges, self.stride, ends, *found)
         for holders, first, last in zip(self.holders, starts, ends.tolist(), strict=True):
             if first < last:
-                index, before, after = (each[first:last] for each in found)
+                # Most of the room was not needed.
+                index, before, after = (each[first:last].copy() for each in found)
                 yield holders, index, before, after
 
 

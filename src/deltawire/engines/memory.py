@@ -95,8 +95,8 @@ class HostMemory(Memory):
 
     def _decode(self, entry: Entry, piece: Piece) -> PieceChange:
         old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
-        positions, before, after = changed_elements(decode_entry(entry, old, self._workers), old.bits)
-        return _writable(PieceChange(0, positions.astype(np.uint32), before, after))
+        _, *changed = changed_elements(decode_entry(entry, old, self._workers), old.bits)
+        return _writable(PieceChange(0, *changed))
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         starts = piece.start + piece.stride * np.arange(piece.rows, dtype=np.int64)

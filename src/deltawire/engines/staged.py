@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltawire.engines.engine import EngineChange
-from deltawire.engines.layout import Layout, Piece
+from deltawire.engines.layout import Layout, Numbers, Piece
 from deltawire.errors import CorruptObject, UnknownParameter
 from deltawire.format.container import header_bytes, lay_out, raw
 from deltawire.format.patches import Patch
@@ -99,21 +99,22 @@ class StagedChange:
             raise CorruptObject(f"{path} holds no change for these pieces: {error}", path=str(path)) from error
 
 
-def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Bits, Bits]:
-    """The positions that a patch changes in a tensor, ascending, with their old and new bits."""
+def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Numbers, Bits, Bits]:
+    """The positions that a patch changes in a tensor, ascending, the low 32 bits of these, their old and new bits."""
     positions, new = patch.where, patch.bits
     if isinstance(positions, slice):
         positions = np.flatnonzero(bits != new)
-        return positions, bits[positions], new[positions]
+        return positions, positions.astype(np.uint32), bits[positions], new[positions]
     from deltawire.kernels.cpu.live import gather
 
-    old = np.empty(len(positions), bits.dtype)
+    numbers, old = np.empty(len(positions), np.uint32), np.empty(len(positions), bits.dtype)
     # Kernels are compiled for arrays that can be written.
     positions = np.require(positions, np.int64, ["C", "W"])
-    if not (bits.flags.writeable and gather(bits, positions, old)):
+    if not (bits.flags.writeable and gather(bits, positions, numbers, old)):
         order = np.argsort(positions, kind="stable")
-        positions, old, new = positions[order], bits[positions[order]], new[order]
-    return positions, old, new
+        positions, new = positions[order], new[order]
+        numbers, old = positions.astype(np.uint32), bits[positions]
+    return positions, numbers, old, new
 
 
 def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange]:
@@ -125,6 +126,7 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
         changed = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
         ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
         for cut in layout.cuts.get(patch.name, []):
+            # No element is in two of them.
             for holders, *arrays in cut.divide(*changed):
                 for rank, number in holders:
                     ranks[rank].append(PieceChange(number, *arrays))
@@ -145,5 +147,6 @@ def left_out_digests(change: EngineChange, layout: Layout) -> tuple[Digest, Dige
         if patch.name in layout.left_out:
             tensor = view(patch.name, change.old[patch.name])
             key = tensor_key(patch.name, tensor.dtype, tensor.shape)
-            after += change_digest(key, *changed_elements(patch, tensor.bits))
+            positions, _, *bits = changed_elements(patch, tensor.bits)
+            after += change_digest(key, positions, *bits)
     return before, after

@@ -394,9 +394,10 @@ class QuantizedModel:
         found = []
         for i, tensor in enumerate(alike.tensors):
             own = slice(edges[i], edges[i + 1])
-            changed = positions[own] - starts[i], old[own], new[own]
-            for cut in self._cuts[f"{kind} of {tensor.name}"] if len(changed[0]) else ():
-                found += [(number, PieceChange(number, *arrays)) for ((_, number),), *arrays in cut.divide(*changed)]
+            at = positions[own] - starts[i]
+            for cut in self._cuts[f"{kind} of {tensor.name}"] if len(at) else ():
+                shared = cut.divide(at, at.astype(np.uint32), old[own], new[own])
+                found += [(number, PieceChange(number, *arrays)) for ((_, number),), *arrays in shared]
         return found
 
     def settle(self, plan: Plan, *, undo: bool) -> None:

@@ -53,8 +53,8 @@ def put(
 
 
 @kernel
-def gather(bits: Any, positions: Any, out: Any) -> Any:
-    """The elements at some positions, as far as these ascend and are there; whether all are."""
+def gather(bits: Any, positions: Any, numbers: Any, out: Any) -> Any:
+    """The elements at some positions, and 32 bits of these, as far as they ascend and are there; whether all are."""
     last = np.int64(0)
     for i in range(positions.size):
         if i + AHEAD < positions.size:
@@ -62,6 +62,7 @@ def gather(bits: Any, positions: Any, out: Any) -> Any:
         at = positions[i]
         if at < last or at >= bits.size:
             return False
+        numbers[i] = at
         out[i] = bits[at]
         last = at
     return True

@@ -70,7 +70,7 @@ def warm_up_engines(example: Example) -> None:
     change = at, example.old[at], example.new[at]
     live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED, True)
     positions, room = at.astype(np.int64), [np.empty(len(at) + 1, each.dtype) for each in change]
-    live.gather(weights, positions, room[1])
+    live.gather(weights, positions, *room[:2])
     live.divide(positions, *change[1:], np.array([[0, 10]]), 20, np.zeros(1, np.int64), *room)
 
 

@@ -43,13 +43,13 @@ class Job(NamedTuple):
 
 @contextmanager
 def explain() -> Iterator[str]:
-    from deltawire.pages.explain import serve, url_of
+    from deltawire.pages.explain import PageServer
 
-    with serve() as server:
+    with PageServer() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield url_of(server)
+            yield server.url
         finally:
             server.shutdown()
             thread.join()

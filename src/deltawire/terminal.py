@@ -86,17 +86,14 @@ def speaking_errors(url: str | None = None) -> Iterator[None]:
 def _end(error: Exception, url: str | None) -> NoReturn:
     if os.environ.get("DELTAWIRE_DEBUG") == "1":
         raise error
-    say(f"error: {plain(_sentence(error))}", err=True)
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        said = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        said = f"{error.filename}: {said}" if error.filename else said
+    say(f"error: {plain(said)}", err=True)
     if hint := _hint(error, url):
         say(f"hint: {hint}", err=True)
     sys.exit(MISMATCH if isinstance(error, errors.MismatchError) else FAILURE)
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        said = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        return f"{error.filename}: {said}" if error.filename else said
-    return str(error)
 
 
 def _hint(error: Exception, url: str | None) -> str | None:
@@ -134,18 +131,15 @@ class Tinted(str):
 def _line(text: str, width: int | None = None) -> str:
     """A line for a terminal, cut to a width: plain but for the colours of `Tinted` cells."""
     done, left = "", sys.maxsize if width is None else width
+    # Whether colours are wanted: https://no-color.org.
+    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     # In turns: what lies before, a colour, the word in it.
     *parts, last = _COLOURED.split(text)
     for before, colour, word in [*zip(parts[::3], parts[1::3], parts[2::3], strict=True), (last, "", "")]:
         before, word = plain(before)[:left], plain(word)[: max(left - len(plain(before)), 0)]
         left -= len(before) + len(word)
-        done += before + (click.style(word, fg=colour) if word and _has_colours() else word)
+        done += before + (click.style(word, fg=colour) if word and colours else word)
     return done
-
-
-def _has_colours() -> bool:
-    """Whether colours are wanted: https://no-color.org."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say(text: str, *, err: bool = False) -> None:

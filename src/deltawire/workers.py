@@ -25,7 +25,8 @@ class Workers(AbstractContextManager["Workers"]):
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ValueError(f"threads must be at least 1, got {threads!r}")
-        self.threads = threads or _available_cores()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.threads = threads or cores or 1
         # The caller's thread works too.
         self._pool = ThreadPoolExecutor(self.threads - 1, "deltawire") if self.threads > 1 else None
 
@@ -79,12 +80,6 @@ class Workers(AbstractContextManager["Workers"]):
 
 
 SERIAL = Workers(1)
-
-
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

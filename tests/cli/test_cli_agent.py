@@ -192,8 +192,8 @@ def test_attach_takes_the_token_from_a_file(url, trainer, server, tmp_path, monk
     (tmp_path / "token").write_text("s3cret\n")
     assert attach.token_of(tmp_path / "token") == "s3cret"
     assert attach.token_of(None) == "other"
-    assert attach.AddressType().convert("[::1]:80", None, None) == ("::1", 80)
-    assert attach.AddressType().convert("9100", None, None) == ("127.0.0.1", 9100)
+    assert attach.host_and_port("[::1]:80") == ("::1", 80)
+    assert attach.host_and_port("9100") == ("127.0.0.1", 9100)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

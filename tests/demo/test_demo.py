@@ -234,9 +234,8 @@ def test_the_extra_has_all_that_the_demo_needs():
     ],
 )  # fmt: skip
 def test_what_is_planned(tmp_path, given, planned):
-    options = options_of(
-        "wordle", False, {"kill_replica_at": None, "late_join_at": None, **given}, {"folder": tmp_path}
-    )
+    unset = {"folder": tmp_path, "kill_replica_at": None, "late_join_at": None}
+    options = options_of("wordle", False, unset | given)
     assert (options.kill_replica_at, options.late_join_at) == planned
 
 

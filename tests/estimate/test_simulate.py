@@ -6,14 +6,14 @@ from statistics import median
 import pytest
 
 from deltawire.estimate.plan import Plan, measured
-from deltawire.estimate.simulate import Clock, Cores, Line, Scene, simulate
+from deltawire.estimate.simulate import Clock, Line, Scene, simulate
 
 PLAN = Plan(8e9, 0.0132, 1440, sites=2, replicas=16)
 
 
 def test_transfers_share_a_line():
     clock, ends = Clock(), {}
-    line = Line(clock, 8.0)  # a megabyte a second
+    line = Line(clock, 1e6)
     clock.at(0, lambda: line.send(3e6, lambda: ends.update(long=clock.now)))
     clock.at(1, lambda: line.send(1e6, lambda: ends.update(short=clock.now)))
     clock.at(10, lambda: line.send(1e6, lambda: ends.update(alone=clock.now)))
@@ -23,14 +23,14 @@ def test_transfers_share_a_line():
 
 def test_cores_are_shared_too():
     clock, ends = Clock(), []
-    cores, own = Cores(clock, 2), Cores(clock, None)
+    cores, own = Line(clock, 2, most=1.0), Line(clock, None, most=1.0)
     for _ in range(4):
-        cores.run(1.0, lambda: ends.append(clock.now))
-        own.run(1.0, lambda: ends.append(clock.now))
+        cores.send(1.0, lambda: ends.append(clock.now))
+        own.send(1.0, lambda: ends.append(clock.now))
     clock.run(lambda: False)
     assert ends == pytest.approx([1, 1, 1, 1, 2, 2, 2, 2])
     clock, ends = Clock(), []
-    Cores(clock, 4).run(1.0, lambda: ends.append(clock.now))
+    Line(clock, 4, most=1.0).send(1.0, lambda: ends.append(clock.now))
     clock.run(lambda: False)
     assert ends == pytest.approx([1]), "one thing takes one core"
 

@@ -4,14 +4,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from deltawire.pages.explain import serve, url_of
+from deltawire.pages.explain import PageServer
 from support.pages import in_a_thread
 
 
 @pytest.fixture(scope="module")
 def url():
-    with in_a_thread(serve()) as server:
-        yield url_of(server)
+    with in_a_thread(PageServer()) as server:
+        yield server.url
 
 
 @pytest.fixture

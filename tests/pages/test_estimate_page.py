@@ -11,7 +11,8 @@ from deltawire.estimate.bill import estimate
 from deltawire.estimate.plan import Plan, density_of
 from deltawire.estimate.prices import PRICES
 from deltawire.estimate.report import head_of, table_of
-from deltawire.pages.estimate import answer, serve, url_of
+from deltawire.pages.estimate import EstimateHandler, answer
+from deltawire.pages.explain import PageServer
 from support.browser import LOOKS, fits, serious_problems
 from support.pages import in_a_thread
 
@@ -20,8 +21,8 @@ PLAN = Plan(8e9, density_of(1e-6), 1440, sites=2, replicas=64)
 
 @pytest.fixture(scope="module")
 def url():
-    with in_a_thread(serve()) as server:
-        yield url_of(server)
+    with in_a_thread(PageServer(handler=EstimateHandler)) as server:
+        yield server.url
 
 
 def shown(page):

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from generate import read
 
 from deltawire.cli import main
-from deltawire.pages.explain import PAGE, content_policy, serve, single_file, url_of
+from deltawire.pages.explain import PAGE, PageServer, content_policy, single_file
 from support import ROOT
 from support.pages import in_a_thread
 
@@ -56,8 +56,8 @@ def test_the_page_is_in_the_package():
 
 
 def test_server_serves_its_files_and_nothing_else():
-    with in_a_thread(serve()) as server:
-        check_server(url_of(server))
+    with in_a_thread(PageServer()) as server:
+        check_server(server.url)
 
 
 def check_server(url):

@@ -1,6 +1,6 @@
 """The command line. Each command is a thin layer over the library: it parses options, calls, and prints.
 
-May import: everything below it. Begin with `SECTIONS` here.
+Begin with `SECTIONS` here.
 """
 
 import os
@@ -10,11 +10,10 @@ import click
 from deltawire import __version__
 from deltawire.cli.attach import attach_command
 from deltawire.cli.chain import info_command, ls_command, route_command, status_command
-from deltawire.cli.completion import completion_command
 from deltawire.cli.demo import demo_command
 from deltawire.cli.estimate import estimate_command
 from deltawire.cli.files import apply_command, diff_command, inspect_command, verify_command
-from deltawire.cli.hello import hello_command, warmup_command
+from deltawire.cli.hello import completion_command, hello_command, warmup_command
 from deltawire.cli.pages import dashboard_command, explain_command
 from deltawire.cli.prove import prove_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
@@ -32,6 +31,8 @@ SECTIONS = {
     "This machine": [warmup_command, completion_command],
 }  # fmt: skip
 
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
 
 class Sections(click.Group):
     """Lists its commands in sections."""
@@ -43,7 +44,7 @@ class Sections(click.Group):
                 formatter.write_dl([(str(each.name), each.get_short_help_str(limit)) for each in commands])
 
 
-@click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Sections, context_settings=SETTINGS)
 @click.version_option(__version__, prog_name="deltawire")
 def main() -> None:
     """Ship RL weights as deltas: find the changed bits, pack them, verify the result.

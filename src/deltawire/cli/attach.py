@@ -18,16 +18,11 @@ TOKEN_VARIABLE = "DELTAWIRE_TOKEN"  # noqa: S105
 NO_MIRROR = Path("none")
 
 
-class AddressType(click.ParamType[tuple[str, int]]):
-    name = "[host:]port"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        if isinstance(value, tuple):
-            return value
-        host, colon, port = value.rpartition(":")
-        if not port.isdecimal() or int(port) >= 1 << 16 or (colon and not host):
-            self.fail("expected PORT or HOST:PORT, such as 127.0.0.1:9100", param, ctx)
-        return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+def host_and_port(given: str) -> tuple[str, int]:
+    host, colon, port = given.rpartition(":")
+    if not port.isdecimal() or int(port) >= 1 << 16 or (colon and not host):
+        raise click.BadParameter("expected PORT or HOST:PORT, such as 127.0.0.1:9100")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
 @click.command("attach")
@@ -42,12 +37,11 @@ class AddressType(click.ParamType[tuple[str, int]]):
 @click.option("--mode", type=click.Choice(["patch", "disk"]),
               help="For sglang: write the changes in place, or let it load the mirror.  [default: patch]")  # fmt: skip
 @click.option("--running-requests", type=click.Choice(["recompute", "keep", "abort"]), default="recompute",
-              show_default=True, help="What to do with running requests: recompute their context, keep it, or abort "
-              "them.")  # fmt: skip
+              help="What to do with running requests: recompute their context, keep it, or abort them.")  # fmt: skip
 @options.base_option
 @options.poll_option
-@click.option("--listen", type=AddressType(), help="Serve /health, /status, /metrics and /nudge here. A port alone "
-              "is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
+@click.option("--listen", type=host_and_port, metavar="[HOST:]PORT", help="Serve /health, /status, /metrics and /nudge "
+              "here. A port alone is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
 @options.allow_host_option
 @click.option("--token-file", type=options.PATH,
               help=f"A file with the bearer token that a nudge needs.  [default: ${TOKEN_VARIABLE}]")  # fmt: skip

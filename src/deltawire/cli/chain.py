@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deltawire.run.manifest import StoredHop
     from deltawire.run.planner import Route
     from deltawire.run.run import Run
-
+    from deltawire_demo.eventlog import EventLog
 
 # With --watch, how often all that lies in the store is listed.
 STORE_SECONDS = 15.0
@@ -28,7 +28,7 @@ STORE_SECONDS = 15.0
 
 @click.command("ls")
 @click.argument("url")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Show only the newest versions.")
+@click.option("--limit", type=click.IntRange(1), default=20, help="Show only the newest versions.")
 @options.public_key_option
 @options.output_options
 def ls_command(url: str, limit: int, public_key: str | None) -> None:
@@ -72,7 +72,8 @@ def ls_text(data: Mapping[str, Any]) -> str:
     rows = [
         [
             str(row["version"]), "-" if row["step"] is None else str(row["step"]), row["kind"],
-            *("---" if row["base"] is None else change_cells(row)),
+            *("---" if row["base"] is None else
+              (str(row["base"]), f"{row['changed']:,}", f"{100 * (row['density'] or 0):.3f} %")),
             *(terminal.size_text(row[key]) for key in ("bytes", "all_bytes")),
             terminal.age_text(row["age_seconds"]), further_text(row),
         ]
@@ -91,10 +92,6 @@ def stored_text(store: Mapping[str, Any]) -> str:
     """What lies in the store, by kind."""
     kinds = ", ".join(f"{kind} {terminal.size_text(each['bytes'])}" for kind, each in store["kinds"].items())
     return f"{terminal.size_text(store['bytes'])} in {terminal.count_text(store['objects'], 'object')}: {kinds}"
-
-
-def change_cells(row: Mapping[str, Any]) -> list[str]:
-    return [str(row["base"]), f"{row['changed']:,}", f"{100 * (row['density'] or 0):.3f} %"]
 
 
 def further_text(row: Mapping[str, Any]) -> str:
@@ -257,7 +254,7 @@ def hops_table(hops: Sequence[Mapping[str, Any]]) -> str:
 @click.command("status")
 @click.argument("url")
 @click.option("--watch", "-w", is_flag=True, help="Keep running, and show changes. Ctrl-C ends it.")
-@click.option("--poll", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True,
+@click.option("--poll", type=click.FloatRange(0, min_open=True), default=2.0,
               help="How often to poll with --watch, in seconds.")  # fmt: skip
 @options.public_key_option
 @options.output_options
@@ -282,7 +279,7 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
             follow(run, data, log, poll)
 
 
-def follow(run: "Run", data: dict[str, Any], log: Path | None, poll_seconds: float) -> None:
+def follow(run: "Run", data: dict[str, Any], log: "EventLog | None", poll_seconds: float) -> None:
     """Redraw the fleet, or print it when it changes."""
     drawing, shown, fault = terminal.Drawing(), None, None
     due = time.monotonic() + STORE_SECONDS
@@ -312,7 +309,7 @@ def stored(run: "Run") -> dict[str, Any]:
     return find_uploads(run.store).as_dict()
 
 
-def fleet(run: "Run", url: str, log: Path | None, known: int | None = None) -> dict[str, Any]:
+def fleet(run: "Run", url: str, log: "EventLog | None", known: int | None = None) -> dict[str, Any]:
     """A run and its replicas; the newest version is `known` or a later one."""
     from deltawire.run.fleet import HEALTHS
 
@@ -327,14 +324,14 @@ def fleet(run: "Run", url: str, log: Path | None, known: int | None = None) -> d
     return {"run": run.id, "url": url, "version": version, **about, "replicas": rows, "summary": summary}
 
 
-def replicas_of(run: "Run", log: Path | None, latest: int | None) -> list[dict[str, Any]]:
+def replicas_of(run: "Run", log: "EventLog | None", latest: int | None) -> list[dict[str, Any]]:
     """The replicas as the dashboard shows them, from heartbeats and from the event log of a demo."""
-    from deltawire.pages.followers import Heartbeats, replica_rows
-    from deltawire_demo.eventlog import EventLog
+    from deltawire.pages.followers import Heartbeats, Log, replica_rows
 
-    beats, logged = Heartbeats(run.store), EventLog(log or Path())
+    beats, logged = Heartbeats(run.store), log or Log()
     beats.look()
-    while log is not None and logged.read() is not None and logged.has_more:
+    logged.restart()
+    while logged.read() is not None and logged.has_more:
         pass
     now = time.time()
     rows = replica_rows(beats.beats, logged.parts, latest, now)
@@ -388,10 +385,7 @@ COLOURS = {"ok": "green", "dead": "red", "fault": "red", "silent": "red", "stopp
 
 
 def health_cell(row: Mapping[str, Any]) -> terminal.Tinted:
-    return terminal.Tinted(health_text(row), COLOURS.get(row["health"], "yellow"))
-
-
-def health_text(row: Mapping[str, Any]) -> str:
-    if row["health"] in ("silent", "dead") and row["detail"].startswith("no heartbeat"):
-        return f"{row['health']}: no heartbeat for {terminal.age_text(row['age_seconds'])}"
-    return f"{row['health']}: {row['detail']}" if row["detail"] else str(row["health"])
+    health, detail = row["health"], row["detail"]
+    if health in ("silent", "dead") and detail.startswith("no heartbeat"):
+        detail = f"no heartbeat for {terminal.age_text(row['age_seconds'])}"
+    return terminal.Tinted(f"{health}: {detail}" if detail else health, COLOURS.get(health, "yellow"))

@@ -31,24 +31,26 @@ NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 
 
 @click.command("demo")
-@click.option("--model", type=click.Choice(list(DEFAULTS)), default="wordle", show_default=True,
+@click.option("--model", type=click.Choice(list(DEFAULTS)), default="wordle",
               help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which finds words.")  # fmt: skip
 @click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: replicas of the demo's own, or "
               "real vLLM servers with an agent each.  [default: torch; vllm with --model smollm2]")  # fmt: skip
-@click.option("--steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: 120; 40 with "
-              "--quick; 60 with --model smollm2]")  # fmt: skip
+@click.option("--steps", "num_steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: "
+              "120; 40 with --quick; 60 with --model smollm2]")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Half a minute: fewer steps, and fewer games before and after.")
-@click.option("--replicas", type=click.IntRange(1, 16), help="How many sample.  [default: 2; 1 with --model smollm2]")
+@click.option("--replicas", "num_replicas", type=click.IntRange(1, 16), help="How many sample.  [default: 2; 1 with "
+              "--model smollm2]")  # fmt: skip
 @click.option("--store", help="The URL of the run.  [default: a folder next to the log]")
 @click.option("--s3", is_flag=True, help="Start a real S3 server (seaweedfs) on this machine, and use that.")
 @click.option("--kill-replica-at", type=click.IntRange(0), metavar="STEP", help="Kill a replica at this step; "
               "0: never.  [default: after a sixth of the steps; 0 with vLLM]")  # fmt: skip
 @click.option("--late-join-at", type=click.IntRange(0), metavar="STEP", help="Start another replica at this step; 0: "
               "never.  [default: after a third of the steps; 0 with vLLM]")  # fmt: skip
-@click.option("--dashboard/--no-dashboard", default=True, show_default=True, help="Serve the dashboard while it runs.")
-@click.option("--keep", is_flag=True, help="Leave the dashboard and the S3 server running in the end, until Ctrl-C.")
+@click.option("--dashboard/--no-dashboard", "has_dashboard", default=True, help="Serve the dashboard while it runs.")
+@click.option("--keep", "keeps", is_flag=True, help="Leave the dashboard and the S3 server running in the end, "
+              "until Ctrl-C.")  # fmt: skip
 @click.option("--no-publish", is_flag=True, help="The control: publish the start only, so that replicas never change.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="For words and letters.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="For words and letters.")
 @click.option("--folder", type=PATH, help="For logs, the checkpoint and the store; one that holds a run resumes "
               "it.  [default: a temporary one, which stays]")  # fmt: skip
 @click.option("--cache", type=PATH, help="Where the model of --model smollm2 is kept once it is unpacked.  [default: "
@@ -59,11 +61,7 @@ NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
               "compare the policy before and after; 0: not at all.  [default: 2; 1 with --quick; 3 with --model "
               "smollm2]")  # fmt: skip
 @output_options
-def demo_command(
-    model: str, engine: str | None, steps: int | None, quick: bool, replicas: int | None, store: str | None, s3: bool,
-    kill_replica_at: int | None, late_join_at: int | None, dashboard: bool, keep: bool, no_publish: bool, seed: int,
-    folder: Path | None, cache: Path | None, time_limit: float | None, rounds: int | None,
-) -> None:  # fmt: skip
+def demo_command(model: str, quick: bool, no_publish: bool, **given: Any) -> None:
     """Run asynchronous RL on this machine: a trainer, replicas, Wordle, a store.
 
     All are separate processes, which share nothing but the store and HTTP. A small policy with bad habits learns to
@@ -76,11 +74,11 @@ def demo_command(
 
     With --format json the summary is JSON; all events are in events.jsonl either way.
     """
-    if s3 and store is not None:
+    if given["s3"] and given["store"] is not None:
         raise click.UsageError("--s3 starts a store of its own: leave --store out")
-    if keep and not dashboard:
+    if given["keeps"] and not given["has_dashboard"]:
         raise click.UsageError("--keep keeps the dashboard: leave --no-dashboard out")
-    if model == "smollm2" and engine == "torch":
+    if model == "smollm2" and given["engine"] == "torch":
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
         need("the demo", NEEDED, "demo")
@@ -88,13 +86,7 @@ def demo_command(
         from deltawire_demo.summary import shown, summary_text
         from deltawire_demo.view import view_of
 
-        given = {"num_steps": steps, "time_limit": time_limit, "rounds": rounds, "engine": engine,
-                 "num_replicas": replicas, "kill_replica_at": kill_replica_at, "late_join_at": late_join_at,
-                 "cache": cache}  # fmt: skip
-        options = options_of(model, quick, given, {
-            "folder": (folder or Path(tempfile.mkdtemp(prefix="deltawire-demo-"))).absolute(), "store": store, "s3": s3,
-            "has_dashboard": dashboard, "keeps": keep, "publishes": not no_publish, "seed": seed,
-        })  # fmt: skip
+        options = options_of(model, quick, {**given, "publishes": not no_publish})
         view = view_of(is_quiet() or wants_json())
         demo = Demo(options, view.refresh)
         try:
@@ -107,7 +99,7 @@ def demo_command(
             view.close()
         summary = shown(demo)
         show(summary, lambda: summary_text(summary))
-        if keep:
+        if options.keeps:
             say(f"the dashboard stays at {demo.story.dashboard} until Ctrl-C", err=True)
             demo.wait()
         if not summary["ok"]:
@@ -123,14 +115,15 @@ def need(what: str, modules: Sequence[str], extras: str) -> None:
         )
 
 
-def options_of(model: str, quick: bool, given: dict[str, Any], others: dict[str, Any]) -> "Options":
+def options_of(model: str, quick: bool, given: dict[str, Any]) -> "Options":
     """The given options, and defaults for the rest."""
     from deltawire_demo.orchestrate import Options
     from deltawire_demo.smollm2.start import cache_folder
 
     values: dict[str, Any] = {"cache": cache_folder(), **DEFAULTS[model], **(QUICK[model] if quick else {})}
     asked = {name: value for name, value in given.items() if value is not None}
-    options = Options(model=model, **(values | asked), **others)
+    asked["folder"] = Path(given["folder"] or tempfile.mkdtemp(prefix="deltawire-demo-")).absolute()
+    options = Options(model=model, **(values | asked))
     if options.engine == "vllm":
         return options
     planned: dict[str, Any] = {"kill_replica_at": options.num_steps // 6, "late_join_at": options.num_steps // 3}

@@ -21,45 +21,39 @@ AMOUNT = click.FloatRange(0)
               "[default: 1e-6]")  # fmt: skip
 @click.option("--density", type=click.FloatRange(0, 1, min_open=True), help="The share of weights that a step changes, "
               "as your run has recorded it, instead of --lr.")  # fmt: skip
-@click.option("--steps-per-day", type=POSITIVE, default=1440.0, show_default=True, help="Versions that are published.")
-@click.option("--replicas", type=click.IntRange(1), default=8, show_default=True, help="Replicas, of all sites.")
-@click.option("--sites", type=click.IntRange(1), default=1, show_default=True, help="Sites, each with a line of its "
-              "own.")  # fmt: skip
-@click.option("--trainer-mbits", type=POSITIVE, default=1000.0, show_default=True, help="The trainer's line to the "
-              "store, in Mbit/s.")  # fmt: skip
-@click.option("--site-mbits", type=POSITIVE, default=1000.0, show_default=True, help="The line of a site to the store, "
-              "in Mbit/s.")  # fmt: skip
-@click.option("--inside-mbits", type=POSITIVE, default=10_000.0, show_default=True, help="What a site's cache serves "
-              "to all its replicas together, in Mbit/s.")  # fmt: skip
-@click.option("--round-trip", type=AMOUNT, default=50.0, show_default=True, help="To the store, in milliseconds.")
-@click.option("--poll", type=POSITIVE, default=1.0, show_default=True, help="How often replicas look for a version "
-              "that is due, in seconds.")  # fmt: skip
-@click.option("--joins-per-day", type=AMOUNT, default=0.0, show_default=True, help="Replicas that start with nothing: "
-              "new ones, and restarts.")  # fmt: skip
-@click.option("--machine", type=click.Choice(["gpu", "cpu"]), default="gpu", show_default=True, help="H200s with at "
-              "most 8.19 B weights each, or two cores.")  # fmt: skip
-@click.option("--store", type=click.Choice(["s3", "gcs", "r2", "own"]), default="s3", show_default=True,
+@click.option("--steps-per-day", "steps_a_day", type=POSITIVE, default=1440.0, help="Versions that are published.")
+@click.option("--replicas", type=click.IntRange(1), default=8, help="Replicas, of all sites.")
+@click.option("--sites", type=click.IntRange(1), default=1, help="Sites, each with a line of its own.")
+@click.option("--trainer-mbits", type=POSITIVE, default=1000.0, help="The trainer's line to the store, in Mbit/s.")
+@click.option("--site-mbits", type=POSITIVE, default=1000.0, help="The line of a site to the store, in Mbit/s.")
+@click.option("--inside-mbits", "replica_mbits", type=POSITIVE, default=10_000.0,
+              help="What a site's cache serves to all its replicas together, in Mbit/s.")  # fmt: skip
+@click.option("--round-trip", "round_trip_ms", type=AMOUNT, default=50.0, help="To the store, in milliseconds.")
+@click.option("--poll", "poll_seconds", type=POSITIVE, default=1.0,
+              help="How often replicas look for a version that is due, in seconds.")  # fmt: skip
+@click.option("--joins-per-day", "joins_a_day", type=AMOUNT, default=0.0,
+              help="Replicas that start with nothing: new ones, and restarts.")  # fmt: skip
+@click.option("--machine", type=click.Choice(["gpu", "cpu"]), default="gpu",
+              help="H200s with at most 8.19 B weights each, or two cores.")  # fmt: skip
+@click.option("--store", type=click.Choice(["s3", "gcs", "r2", "own"]), default="s3",
               help="Whose list prices to use; own: a store that costs nothing.")  # fmt: skip
 @click.option("--egress-price", type=AMOUNT, help="USD for a GB that leaves the store, instead.")
 @click.option("--storage-price", type=AMOUNT, help="USD for a GB and a month, instead.")
 @click.option("--put-price", type=AMOUNT, help="USD for 1000 writes or listings, instead.")
 @click.option("--get-price", type=AMOUNT, help="USD for 1000 reads, instead.")
-@click.option("--keep-days", type=AMOUNT, default=30.0, show_default=True, help="How long objects are kept.")
-@click.option("--versions", "num_versions", type=click.IntRange(1, 200), default=5, show_default=True,
+@click.option("--keep-days", type=AMOUNT, default=30.0, help="How long objects are kept.")
+@click.option("--versions", "num_versions", type=click.IntRange(1, 200), default=5,
               help="How many versions to simulate.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="For the simulation.")
+@click.option("--seed", type=int, default=0, help="For the simulation.")
 @click.option("--page", is_flag=True, help="Serve a page with sliders on this machine, until Ctrl-C, instead.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="The port of the page."
-)
-@click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open the page in a browser.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one",
+              help="The port of the page.")  # fmt: skip
+@click.option("--open/--no-open", "opens", default=False, help="Open the page in a browser.")
 @output_options
 def estimate_command(
-    params: str | None, config: Path | None, lr: float | None, density: float | None, steps_per_day: float,
-    replicas: int, sites: int, trainer_mbits: float, site_mbits: float, inside_mbits: float, round_trip: float,
-    poll: float, joins_per_day: float, machine: str, store: str, egress_price: float | None,
-    storage_price: float | None, put_price: float | None, get_price: float | None, keep_days: float,
-    num_versions: int, seed: int, page: bool, port: int, opens: bool,
+    params: str | None, config: Path | None, lr: float | None, density: float | None, store: str,
+    egress_price: float | None, storage_price: float | None, put_price: float | None, get_price: float | None,
+    num_versions: int, seed: int, page: bool, port: int, opens: bool, **planned: Any,
 ) -> None:  # fmt: skip
     """Estimate what a run takes before it starts: bytes, seconds and money, a step and a day.
 
@@ -75,10 +69,11 @@ def estimate_command(
     from deltawire.estimate.report import head_of, table_of
 
     if page:
-        from deltawire.pages.estimate import serve, url_of
+        from deltawire.pages.estimate import EstimateHandler
+        from deltawire.pages.explain import PageServer
 
-        with speaking_errors(), serve(port) as server:
-            show_page(server, url_of(server), opens)
+        with speaking_errors(), PageServer(port, EstimateHandler) as server:
+            show_page(server, opens)
         return
     if (params is None) == (config is None):
         raise click.UsageError("give the model's size, as --params 8b or as --config config.json")
@@ -86,12 +81,8 @@ def estimate_command(
         raise click.UsageError("--lr and --density say the same: leave one out")
     with speaking_errors():
         weights, num_tensors = count_weights(config) if config is not None else (read_size(params or ""), 400)
-        plan = Plan(
-            weights, density_of(1e-6 if lr is None else lr) if density is None else density, steps_per_day,
-            sites=sites, replicas=replicas, trainer_mbits=trainer_mbits, site_mbits=site_mbits,
-            replica_mbits=inside_mbits, round_trip_ms=round_trip, poll_seconds=poll, joins_a_day=joins_per_day,
-            machine=machine, num_tensors=num_tensors, keep_days=keep_days,
-        )  # fmt: skip
+        share = density_of(1e-6 if lr is None else lr) if density is None else density
+        plan = Plan(weights, share, num_tensors=num_tensors, **planned)
         given = {"storage": storage_price, "put_1000": put_price, "get_1000": get_price,
                  "egress": None if egress_price is None else [(0.0, egress_price)]}  # fmt: skip
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

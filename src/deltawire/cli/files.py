@@ -13,21 +13,18 @@ from deltawire.cli.options import ENCODING_NAMES, PATH, max_file_bytes_option, o
 from deltawire.run.plain import json_fields
 
 
-class DigestType(click.ParamType[str]):
-    name = "hex"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not re.fullmatch("[0-9a-f]{32}", value):
-            self.fail("a digest has 32 hexadecimal digits", param, ctx)
-        return str(value)
+def digest_text(given: str) -> str:
+    if not re.fullmatch("[0-9a-f]{32}", given):
+        raise click.BadParameter("a digest has 32 hexadecimal digits")
+    return given
 
 
 @click.command("diff")
 @click.argument("old", type=PATH)
 @click.argument("new", type=PATH)
 @click.option("--output", "-o", type=PATH, required=True, help="The delta to write.")
-@click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", show_default=True, help="auto: the "
-              "smallest for each tensor. mirrorless: the smallest that needs no copy of the old weights.")  # fmt: skip
+@click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", help="auto: the smallest for each "
+              "tensor. mirrorless: the smallest that needs no copy of the old weights.")  # fmt: skip
 @click.option("--run", help="The run's id.  [default: that of OLD, if it has one]")
 @click.option("--version", type=click.IntRange(0), help="The version of NEW.  [default: one more than that of OLD]")
 @click.option("--base-version", type=click.IntRange(0), help="The version of OLD.  [default: what OLD says, else 0]")
@@ -87,7 +84,7 @@ def apply_command(base: Path, delta: Path, output: Path, threads: int | None) ->
 @click.argument("target")
 @click.option("--base", type=PATH,
               help="The checkpoint that a delta applies to: decode it fully and check both digests.")  # fmt: skip
-@click.option("--digest", "expected", type=DigestType(),
+@click.option("--digest", "expected", type=digest_text, metavar="HEX",
               help="The digest that TARGET must have (for a delta: the digest of its result).")  # fmt: skip
 @click.option("--version", type=click.IntRange(0), help="For a run: check only what this version needs.")
 @click.option("--shallow", is_flag=True, help="For a run: check documents and sizes, fetch nothing.")
@@ -146,7 +143,7 @@ def verify_file(target: Path, base: Path | None, expected: str | None, threads: 
 
 @click.command("inspect")
 @click.argument("delta", type=PATH)
-@click.option("--sort", type=click.Choice(["name", "bytes", "changed", "density"]), default="name", show_default=True,
+@click.option("--sort", type=click.Choice(["name", "bytes", "changed", "density"]), default="name",
               help="What to sort the tensors by.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Show at most so many tensors.")
 @output_options

@@ -1,4 +1,4 @@
-"""Commands for the first minute: hello and warmup."""
+"""Commands for the first minute: hello, warmup, and completion in a shell."""
 
 import sys
 import tempfile
@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from deltawire.cli.options import output_options
 from deltawire.terminal import MISMATCH, is_quiet, pairs_text, progress_bar, show, size_text, speaking_errors
@@ -16,10 +17,17 @@ if TYPE_CHECKING:
 # The widths of RL weights, and all widths: for images, where nothing should be left to compile.
 COMMON_BITS, ALL_BITS = (16,), (8, 16, 32, 64)
 
+# Where shells look for completions.
+PLACES = {
+    "bash": "~/.local/share/bash-completion/completions/deltawire",
+    "zsh": "a folder of $fpath, as _deltawire",
+    "fish": "~/.config/fish/completions/deltawire.fish",
+}
+
 
 @click.command("hello")
 @click.option("--to", "url", metavar="URL", help="The store, which must be empty.  [default: a temporary folder]")
-@click.option("--steps", type=click.IntRange(8, 1000), default=20, show_default=True, help="How many versions.")
+@click.option("--steps", type=click.IntRange(8, 1000), default=20, help="How many versions.")
 @output_options
 def hello_command(url: str | None, steps: int) -> None:
     """See it work: a trainer, two replicas, one of them killed, equal weights.
@@ -46,34 +54,26 @@ def hello_command(url: str | None, steps: int) -> None:
         elif next(iter(open_store(url).list("")), None) is not None:
             raise ValueError(f"--to {url}: something is there already; name an empty place")
         _warm_up(COMMON_BITS)
-        hello = say_hello(url, steps, _ignore if is_quiet() else _print)
+        hello = say_hello(url, steps, (lambda *_: None) if is_quiet() else _print)
         show(hello.as_json(), lambda: _summary(hello))
         if not hello.ok:
             sys.exit(MISMATCH)
 
 
-def _ignore(hello: "Hello", event: dict[str, Any]) -> None:
-    pass
-
-
-def _print(hello: "Hello", event: dict[str, Any]) -> None:
-    if text := _line(hello, event):
-        click.echo(f"{event['who']:<8} {text}", err=True)
-
-
-def _line(hello: "Hello", event: dict[str, Any]) -> str | None:
+def _print(_: "Hello", event: dict[str, Any]) -> None:
     version = event["version"]
-    if event.get("killed"):
-        return f"version {version:>3}  killed with SIGKILL"
-    if "ready" in event:
-        return None if version is None else f"version {version:>3}  is back, with the weights in its folder"
-    if event["who"] != "trainer":
-        return None if "sha256" in event else f"version {version:>3}  fetched {size_text(event['num_bytes'])}"
-    if "sha256" in event:
-        return None
-    if version == 0:
-        return f"version   0  all weights, {size_text(event['num_bytes'])}"
-    return f"version {version:>3}  {100 * event['density']:.2f} % changed, {size_text(event['num_bytes'])}"
+    if version is None or "sha256" in event:
+        return
+    if "killed" in event:
+        text = "killed with SIGKILL"
+    elif "ready" in event:
+        text = "is back, with the weights in its folder"
+    elif event["who"] != "trainer":
+        text = f"fetched {size_text(event['num_bytes'])}"
+    else:
+        changed = f"{100 * event['density']:.2f} % changed" if version else "all weights"
+        text = f"{changed}, {size_text(event['num_bytes'])}"
+    click.echo(f"{event['who']:<8} version {version:>3}  {text}", err=True)
 
 
 def _summary(hello: "Hello") -> str:
@@ -130,3 +130,21 @@ def _warm_up(widths: tuple[int, ...]) -> float:
     total = len(widths) * len(TASKS)
     with progress_bar("kernels", total) as advance:
         return warm_up(widths, lambda what, done, _: advance(what, 1 if done else 0))
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(list(PLACES)))
+@output_options
+def completion_command(shell: str) -> None:
+    """Print the script that completes commands and options in a shell.
+
+    \b
+    deltawire completion bash > ~/.local/share/bash-completion/completions/deltawire
+    deltawire completion fish > ~/.config/fish/completions/deltawire.fish
+    deltawire completion zsh > a folder of $fpath, as _deltawire
+    """
+    kind = get_completion_class(shell)
+    root = click.get_current_context().find_root()
+    # A script of click's names the program and the variable by which it asks for completions.
+    script = "" if kind is None else kind(root.command, {}, "deltawire", "_DELTAWIRE_COMPLETE").source()
+    show({"shell": shell, "place": PLACES[shell], "script": script}, lambda: script)

@@ -30,20 +30,20 @@ base_option = click.option("--base", type=PATH, help="A checkpoint at hand, such
                            "from: a new folder or mirror starts from it, and no anchor is fetched.")  # fmt: skip
 name_option = click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
 until_option = click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
-poll_option = click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-                           help="How often to look for a new version, in seconds; up to 10 times less often while "
-                           "none is due, by when the last ones came.")  # fmt: skip
+poll_option = click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, help="How often to look for "
+                           "a new version, in seconds; up to 10 times less often while none is due, by when the last "
+                           "ones came.")  # fmt: skip
 allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Accept requests for this host "
                                  "name too, such as agent.example or *.example. Repeatable.  [default: the names of "
                                  "the host that it listens on]")  # fmt: skip
 max_file_bytes_option = click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000,
-                                     show_default=True, help="Split what is larger into several files.")  # fmt: skip
+                                     help="Split what is larger into several files.")  # fmt: skip
 
 
 def output_options(command: Command) -> Command:
     """Add --format and --quiet, for `show` and the progress bars."""
     quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet, expose_value=False)
-    chosen = click.option("--format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+    chosen = click.option("--format", type=click.Choice(["text", "json"]), default="text",
                           help="The format of the output.", expose_value=False,
                           callback=lambda context, _, value: context.meta.update({FORMAT: value}))  # fmt: skip
     return chosen(quiet(command))

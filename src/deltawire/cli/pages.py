@@ -13,7 +13,8 @@ from deltawire.cli.options import PATH, allow_host_option, only_with, output_opt
 from deltawire.terminal import handling_signals, is_quiet, say, show, size_text, speaking_errors, wants_json
 
 if TYPE_CHECKING:
-    from http.server import HTTPServer
+    from deltawire.pages.explain import PageServer
+    from deltawire_demo.eventlog import EventLog
 
 MOST_LIMIT = 1000
 
@@ -23,17 +24,17 @@ MOST_LIMIT = 1000
 @click.option("--events", type=PATH, help="The event log of a demo, for rewards and faults.  [default: events.jsonl "
               "next to the store, if URL is a demo's folder or its store]")  # fmt: skip
 @click.option("--compare", metavar="URL", help="Draw the charts of another run beside it.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on. There is no login: "
-              "anyone who can reach it sees the run.")  # fmt: skip
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port to listen on.  [default: a free port]")
+@click.option("--host", default="127.0.0.1",
+              help="The address to listen on. There is no login: anyone who can reach it sees the run.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="The port to "
+              "listen on.")  # fmt: skip
 @allow_host_option
-@click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open it in the browser.")
-@click.option("--every", type=click.FloatRange(0.1), default=1.0, show_default=True, metavar="SECONDS",
+@click.option("--open/--no-open", "opens", default=False, help="Open it in the browser.")
+@click.option("--every", type=click.FloatRange(0.1), default=1.0, metavar="SECONDS",
               help="How often to poll the store.")  # fmt: skip
 @click.option("--after", type=click.IntRange(-1), metavar="VERSION", help="With --format json: versions and steps "
               "later than this one.  [default: the newest]")  # fmt: skip
-@click.option("--limit", type=click.IntRange(1, MOST_LIMIT), default=200, show_default=True, help="With --format json: "
-              "how many of them.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(1, MOST_LIMIT), default=200, help="With --format json: how many of them.")
 @public_key_option
 @output_options
 def dashboard_command(
@@ -50,16 +51,8 @@ def dashboard_command(
     only_with("--format json", is_json, "after", "limit")
     page_only = ("compare", "host", "port", "allow_host", "opens", "every")
     only_with("the page, and there is none with --format json", not is_json, *page_only)
-    from deltawire_demo.eventlog import EventLog
-
     with speaking_errors(url):
-
-        def place(url: str, path: Path | None = None) -> tuple[str, EventLog | None]:
-            store, found = places(url)
-            path = path or found
-            return store, None if path is None else EventLog(path)
-
-        store, log = place(url, events)
+        store, log = places(url, events)
         if is_json:
             from deltawire.pages.feed import snapshot
 
@@ -69,11 +62,12 @@ def dashboard_command(
         from deltawire.pages.feed import Feed
 
         feed = Feed(store, public_key=public_key, events=log)
-        other = None if compare is None else place(compare)
-        compared = None if other is None else Feed(other[0], events=other[1])
+        if compare is not None:
+            store, log = places(compare)
         dashboard = Dashboard(
-            feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host, compared=compared
-        )
+            feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host,
+            compared=None if compare is None else Feed(store, events=log),
+        )  # fmt: skip
         with handling_signals(lambda *_: dashboard.stop()):
             say(dashboard.url)
             if not is_quiet():
@@ -83,22 +77,24 @@ def dashboard_command(
             dashboard.run()
 
 
-def places(url: str) -> tuple[str, Path | None]:
-    """The store of a URL, and the event log that goes with it."""
+def places(url: str, events: Path | None = None) -> "tuple[str, EventLog | None]":
+    """The store of a URL, and the event log that goes with it: `events`, or the one that lies there."""
+    from deltawire_demo.eventlog import EventLog
+
     parts = urlsplit(url)
-    if parts.scheme not in ("", "file"):
-        return url, None
-    folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
-    if (folder / "events.jsonl").is_file() and not (folder / "run.json").exists():
-        return str(folder / "store"), folder / "events.jsonl"
-    log = folder.absolute().parent / "events.jsonl"
-    return url, log if log.is_file() else None
+    if parts.scheme in ("", "file"):
+        folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
+        found = folder.absolute().parent / "events.jsonl"
+        if (folder / "events.jsonl").is_file() and not (folder / "run.json").exists():
+            url, found = str(folder / "store"), folder / "events.jsonl"
+        events = events or (found if found.is_file() else None)
+    return url, None if events is None else EventLog(events)
 
 
 @click.command("explain")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="The port to "
               "listen on, for this machine only.")  # fmt: skip
-@click.option("--open/--no-open", "opens", default=False, show_default=True, help="Open the page in a browser.")
+@click.option("--open/--no-open", "opens", default=False, help="Open the page in a browser.")
 @click.option("--output", "-o", type=PATH, help="Write the page as one HTML file instead, which needs no server.")
 @output_options
 def explain_command(port: int, opens: bool, output: Path | None) -> None:
@@ -109,7 +105,7 @@ def explain_command(port: int, opens: bool, output: Path | None) -> None:
     until Ctrl-C and prints its address, or writes it to a file. Nothing is loaded from the network.
     """
     only_with("the page as it is served, not with --output", output is None, "port")
-    from deltawire.pages.explain import serve, single_file, url_of
+    from deltawire.pages.explain import PageServer, single_file
 
     with speaking_errors():
         if output is not None:
@@ -120,16 +116,16 @@ def explain_command(port: int, opens: bool, output: Path | None) -> None:
             if opens:
                 click.launch(output.absolute().as_uri())
             return
-        with serve(port) as server:
-            show_page(server, url_of(server), opens)
+        with PageServer(port) as server:
+            show_page(server, opens)
 
 
-def show_page(server: "HTTPServer", url: str, opens: bool) -> None:
+def show_page(server: "PageServer", opens: bool) -> None:
     """Serve a page until Ctrl-C."""
-    show({"url": url}, lambda: url)
+    show({"url": server.url}, lambda: server.url)
     if not is_quiet():
         say("Ctrl-C ends it.", err=True)
     if opens:
-        click.launch(url)
+        click.launch(server.url)
     with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
         server.serve_forever()

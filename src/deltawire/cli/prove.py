@@ -1,8 +1,9 @@
 """The prove command: whether a server computes from the parameters that it would be updated in."""
 
 import time
+from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -31,25 +32,17 @@ def prove_command(engine: str, address: str, again: bool, api_key_env: str | Non
     from deltawire.engines.prove import DEAD, prove, remember, remembered
     from deltawire.engines.vllm.probe import VllmProbe
 
-    with speaking_errors(address):
-        server = VllmProbe(address, api_key=api_key_of(api_key_env))
-        try:
-            subject = server.subject()
-            proof = None if again else remembered(subject.about)
-            if proof is None:
-                total = sum(each.num_parts or 1 for each in subject.parameters)
-                with progress_bar("proving", total) as progress:
-                    proof = prove(server, progress)
-                remember(proof)
-        finally:
-            server.close()
-    show(fields(proof), lambda: text(proof))
+    with speaking_errors(address), closing(VllmProbe(address, api_key=api_key_of(api_key_env))) as server:
+        subject = server.subject()
+        proof = None if again else remembered(subject.about)
+        if proof is None:
+            total = sum(each.num_parts or 1 for each in subject.parameters)
+            with progress_bar("proving", total) as progress:
+                proof = prove(server, progress)
+            remember(proof)
+    show({"holds": proof.holds, **asdict(proof)}, lambda: text(proof))
     if proof.count(DEAD):
         click.get_current_context().exit(MISMATCH)
-
-
-def fields(proof: "Proof") -> dict[str, Any]:
-    return {"holds": proof.holds, **asdict(proof)}
 
 
 def text(proof: "Proof") -> str:

@@ -21,17 +21,14 @@ if TYPE_CHECKING:
     from deltawire.store import Buffer, Pieces, Store
 
 
-class MetadataType(click.ParamType[tuple[str, Any]]):
-    name = "key=value"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
-        key, equals, text = value.partition("=")
-        if not key or not equals:
-            self.fail("expected KEY=VALUE", param, ctx)
-        try:
-            return key, json.loads(text)
-        except ValueError:
-            return key, text
+def key_and_value(given: str) -> tuple[str, Any]:
+    key, equals, text = given.partition("=")
+    if not key or not equals:
+        raise click.BadParameter("expected KEY=VALUE")
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        return key, text
 
 
 @click.command("publish")
@@ -39,7 +36,7 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @click.option("--to", "url", metavar="URL", required=True, help="The store that holds the run.")
 @click.option("--run", "name", help="The run's id.  [default: that of the store, else a new one]")
 @click.option("--step", type=int, help="The training step of these weights.")
-@click.option("--metadata", type=MetadataType(), multiple=True,
+@click.option("--metadata", type=key_and_value, metavar="KEY=VALUE", multiple=True,
               help="Metadata of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
 @click.option("--base", metavar="PATH|URL", help="For a new run: a checkpoint that lies somewhere already, such as "
               "hf://owner/model@revision; version 0 names it, and nothing of it is uploaded. Otherwise the weights of "
@@ -48,7 +45,7 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 @click.option("--as", "recipe", type=click.Choice(["fp8_per_block"]), help="Publish codes and scales: the matrices "
               "called ..._proj.weight as FP8 with a scale for each 128 x 128 block, as vLLM makes them.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Find what would be uploaded, and write nothing.")
-@click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto", show_default=True,
+@click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto",
               help="How deltas are encoded; see deltawire diff.")  # fmt: skip
 @options.sign_key_option
 @options.max_file_bytes_option
@@ -57,8 +54,7 @@ class MetadataType(click.ParamType[tuple[str, Any]]):
 def publish_command(
     checkpoint: Path, url: str, name: str | None, step: int | None, metadata: Sequence[tuple[str, Any]],
     base: str | None, anchor: bool, recipe: str | None, dry_run: bool, encoding: str, sign_key: Path | None,
-    max_file_bytes: int,
-    threads: int | None,
+    max_file_bytes: int, threads: int | None,
 ) -> None:  # fmt: skip
     """Publish a checkpoint as the next version of a run.
 
@@ -69,7 +65,10 @@ def publish_command(
     started = time.perf_counter()
     with terminal.speaking_errors(url), terminal.ByteBar("publish") as bar, ExitStack() as stack:
         if recipe is not None:
-            checkpoint = stack.enter_context(quantized_checkpoint(checkpoint, recipe))
+            from deltawire.engines.quantized.published import quantize_checkpoint
+
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-quantized-"))
+            checkpoint = quantize_checkpoint(checkpoint, Path(folder) / "checkpoint", recipe)
         weights, store = deltawire.Checkpoint(checkpoint), deltawire.open_store(url)
         counting = (DryStore if dry_run else CountingStore)(store, bar)
         with (
@@ -102,15 +101,6 @@ def publish_command(
         terminal.hint("nothing was written; publish it with the same command without --dry-run")
     elif manifest.version == 0:
         terminal.hint(f"follow it with: deltawire watch {url} --to mirror/")
-
-
-@contextmanager
-def quantized_checkpoint(checkpoint: Path, recipe: str) -> "Iterator[Path]":
-    """A checkpoint with codes and scales, for as long as it is published."""
-    from deltawire.engines.quantized.published import quantize_checkpoint
-
-    with tempfile.TemporaryDirectory(prefix="deltawire-quantized-") as folder:
-        yield quantize_checkpoint(checkpoint, Path(folder) / "checkpoint", recipe)
 
 
 @contextmanager
@@ -225,7 +215,7 @@ def published_text(data: Mapping[str, Any]) -> str:
 @options.base_option
 @options.run_option
 @options.public_key_option
-@click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire", show_default=True,
+@click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire",
               help="The layout of the store; trl: that of TRL's delta sync.")  # fmt: skip
 @options.output_options
 def pull_command(
@@ -258,7 +248,7 @@ def pull_command(
             terminal.ByteBar("pull", "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)
-            data = {"to": str(folder), "run": run.id, **pulled(done), **standing(replica)}
+            data = {"to": str(folder), "run": run.id, **pull_fields(done, replica)}
     if data["faults"]:
         faults = terminal.count_text(data["faults"], "fault")
         terminal.say(f"warning: took another route after {faults}; see: deltawire verify {url}", err=True)
@@ -280,17 +270,16 @@ def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
     terminal.show(data, lambda: f"wrote {folder}: step {found}")
 
 
-def pulled(done: "deltawire.Pull") -> dict[str, Any]:
+def pull_fields(done: "deltawire.Pull", replica: "deltawire.Replica") -> dict[str, Any]:
+    """What a pull did, and where the replica stands after it."""
     times = {name: round(getattr(done, name), 4) for name in ("fetch_seconds", "decode_seconds", "apply_seconds")}
-    fields = json_fields(done, "version", "base", "anchor", "changed", "bytes")
-    return {**fields, "objects": done.num_objects, **times}
-
-
-def standing(replica: "deltawire.Replica") -> dict[str, Any]:
-    state = replica.target.served()
-    digest, about = None if state is None else str(state.digest), replica.target.about()
+    state, about = replica.target.served(), replica.target.about()
     paused = {"pause_seconds": about["pause_seconds"]} if "pause_seconds" in about else {}
-    return {"digest": digest, "latest": replica.latest, "lag": replica.lag, "faults": replica.num_faults, **paused}
+    return {
+        **json_fields(done, "version", "base", "anchor", "changed", "bytes"), "objects": done.num_objects, **times,
+        "digest": state and str(state.digest), "latest": replica.latest, "lag": replica.lag,
+        "faults": replica.num_faults, **paused,
+    }  # fmt: skip
 
 
 def pulled_text(data: Mapping[str, Any]) -> str:
@@ -310,9 +299,9 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 @click.option("--to", "destination", metavar="PATH", required=True,
               help="A .safetensors file, or a folder that does not exist yet; for trl also a URL.")  # fmt: skip
 @click.option("--version", type=click.IntRange(0), help="The version to write (trl: the last).  [default: the newest]")
-@click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint", show_default=True,
+@click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint",
               help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
-@click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1", show_default=True,
+@click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1",
               help="With --layout trl: the branch of its readers, delta-weight-sync, -v2 or -v3.")  # fmt: skip
 @options.public_key_option
 @options.threads_option

@@ -21,12 +21,12 @@ NOTHING = "nothing to add: the chain has all its skip deltas"
 
 @click.command("gc")
 @click.argument("url")
-@click.option("--keep-anchors", type=click.IntRange(1), default=2, show_default=True,
+@click.option("--keep-anchors", type=click.IntRange(1), default=2,
               help="Keep the newest anchors and everything that builds on them.")  # fmt: skip
 @click.option("--plan", "--dry-run", "only_plan", is_flag=True, help="Only show what would be removed.")
-@click.option("--grace", type=click.FloatRange(0), default=3600.0, show_default=True,
+@click.option("--grace", type=click.FloatRange(0), default=3600.0,
               help="Keep unreferenced uploads that are younger, in seconds.")  # fmt: skip
-@click.option("--live", type=click.FloatRange(0), default=600.0, show_default=True,
+@click.option("--live", type=click.FloatRange(0), default=600.0,
               help="Keep what a replica needs that sent a heartbeat within so many seconds.")  # fmt: skip
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @options.public_key_option
@@ -88,15 +88,11 @@ def compact_command(url: str, anchor: bool, dry_run: bool, sign_key: Path | None
 
     if dry_run:
         with options.open_run(url) as run:
-            hops = run.hops()
-            pairs = missing_hops(hops) if any(hop.base is None for hop in hops) else []
+            pairs = missing_hops(run.hops())
         wanted = [{"version": version, "base": base} for version, base in pairs]
         would = terminal.table(["would add", "to version"], [[f"delta from {base}", str(to)] for to, base in pairs])
         return terminal.show({"run": run.id, "would_add": wanted}, lambda: would if pairs else NOTHING)
-    with (
-        options.open_run(url, sign_key=sign_key) as run,
-        terminal.progress_bar("compact", max((run.latest() or 0), 1)) as bar,
-    ):
+    with options.open_run(url, sign_key=sign_key) as run, terminal.progress_bar("compact", run.latest() or 0) as bar:
         made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))
     rows = [{"version": hop.version, "base": hop.base, "bytes": hop.num_bytes} for hop in made]
     data: dict[str, Any] = {"run": run.id, "added": rows, "bytes": sum(hop.num_bytes for hop in made)}

@@ -14,7 +14,7 @@ import click
 import deltawire
 from deltawire import errors, terminal
 from deltawire.cli import options
-from deltawire.cli.runs import pulled, standing
+from deltawire.cli.runs import pull_fields
 
 NUM_ROWS = 8
 REDRAW_SECONDS = 0.25
@@ -58,7 +58,7 @@ class Lines:
         self._fault: str | None = None
 
     def pulled(self, done: "deltawire.Pull") -> None:
-        data = {"time": time.time(), **pulled(done), **standing(self._replica)}
+        data = {"time": time.time(), **pull_fields(done, self._replica)}
         if self._json:
             click.echo(json.dumps(data))
             return
@@ -86,7 +86,7 @@ class Screen:
         self._pauses = "pause_seconds" in replica.target.about()
 
     def pulled(self, done: "deltawire.Pull") -> None:
-        self._pulls.append((time.monotonic(), {**pulled(done), **standing(self._replica)}))
+        self._pulls.append((time.monotonic(), pull_fields(done, self._replica)))
 
     def refresh(self) -> None:
         self._drawing.draw(self.text())

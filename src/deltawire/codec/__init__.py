@@ -1,6 +1,5 @@
 """Patches to arrays and back: four encodings, and the choice of the smallest one.
 
-May import: tensors, kernels, workers.
 Begin with `encoding.py` (what an encoding is), then `tiled.py`.
 """
 

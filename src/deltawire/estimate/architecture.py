@@ -42,13 +42,11 @@ def _count(config: Mapping[str, Any], tied: bool) -> tuple[float, int]:
     experts = next((int(config[name]) for name in ("num_experts", "num_local_experts", "n_routed_experts")
                     if config.get(name)), 0)  # fmt: skip
     dense = 3 * hidden * int(config["intermediate_size"])
-    if not experts:
-        total = embeddings + layers * (attention + dense + 2 * hidden) + hidden
-        return float(total), (1 if tied else 2) + layers * (per_layer + 5) + 1
     one = 3 * hidden * int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0)
     sparse = (experts + shared) * one + experts * hidden
-    first = int(config.get("first_k_dense_replace") or 0)
+    # The first layers are dense; without experts all of them.
+    first = int(config.get("first_k_dense_replace") or 0) if experts else layers
     total = embeddings + layers * (attention + 2 * hidden) + first * dense + (layers - first) * sparse + hidden
     tensors = layers * (per_layer + 2) + 3 * first + (layers - first) * (3 * (experts + shared) + 1)
     return float(total), tensors + (1 if tied else 2) + 1

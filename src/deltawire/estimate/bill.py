@@ -5,7 +5,7 @@ from functools import cache
 from statistics import mean, median
 from typing import Any
 
-from deltawire.estimate.plan import DAY, Plan, measured
+from deltawire.estimate.plan import DAY, MBIT, Plan, measured
 from deltawire.estimate.prices import Prices
 from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Outcome, Scene, extra_hops, hop_of, parts_of, simulate
 from deltawire.run.planner import cheapest_route
@@ -107,7 +107,7 @@ def _use(plan: Plan, uploaded: float, one: float, caches: bool) -> dict[str, flo
     at_site = plan.replicas / plan.sites
 
     def share(num_bytes: float, mbits: float) -> float:
-        return num_bytes / (mbits * 1e6 / 8) / plan.step_seconds
+        return num_bytes / (mbits * MBIT) / plan.step_seconds
 
     return {
         "trainer": share(uploaded, plan.trainer_mbits),

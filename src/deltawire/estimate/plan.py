@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DAY = 86_400.0
+MBIT = 1e6 / 8  # bytes
 MACHINES = ("gpu", "cpu")
 MOST_WEIGHTS, MOST_REPLICAS = 1e14, 100_000
 
@@ -34,13 +35,10 @@ def density_of(learning_rate: float) -> float:
 def at_density(column: str, density: float) -> float:
     """A column of density.csv at any density: straight lines over the logarithm of the density."""
     rows = measured()["codec"]
-    if density <= rows[0]["density"]:
-        return float(rows[0][column])
-    for low, high in pairwise(rows):
-        if density <= high["density"]:
-            part = math.log(density / low["density"]) / math.log(high["density"] / low["density"])
-            return float(low[column] + part * (high[column] - low[column]))
-    return float(rows[-1][column])
+    density = min(max(density, rows[0]["density"]), rows[-1]["density"])
+    low, high = next(pair for pair in pairwise(rows) if density <= pair[1]["density"])
+    part = math.log(density / low["density"]) / math.log(high["density"] / low["density"])
+    return float(low[column] + part * (high[column] - low[column]))
 
 
 @dataclass(frozen=True, slots=True)

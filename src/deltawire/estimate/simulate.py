@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from deltawire.estimate.plan import DAY, Plan, measured
+from deltawire.estimate.plan import DAY, MBIT, Plan, measured
 from deltawire.follow.pace import Pace
 from deltawire.run.planner import SKIPS, ListedHop, anchor_is_due, cheapest_route, long_is_due, skip_bases
 from deltawire.store.transfer import PART_BYTES
@@ -81,7 +81,6 @@ class Outcome:
     requests: Counter[str] = field(default_factory=Counter)
     """poll, get, list and put at the store; a poll is a get of what is not there, mostly."""
     seconds: float = 0.0
-    pulls: int = 0
 
     def delays(self, first: int = 1) -> list[float]:
         """From the commit of each version to each replica that had it, sorted."""
@@ -109,16 +108,19 @@ class Clock:
 
 
 class Line:
-    """A line that all transfers on it share evenly; or cores, which do no more than `most` for each."""
+    """A line, or cores: all who use it share its rate evenly, at most `most` each. Without a rate each has `most`."""
 
-    def __init__(self, clock: Clock, mbits: float, most: float = math.inf) -> None:
-        self._clock, self._rate, self._most = clock, mbits * 1e6 / 8, most
+    def __init__(self, clock: Clock, rate: float | None, most: float = math.inf) -> None:
+        self._clock, self._rate, self._most = clock, rate, most
         self._flows: list[tuple[float, int, Done]] = []
         self._order, self._each, self._since, self._planned = count(), 0.0, 0.0, 0
 
-    def send(self, num_bytes: float, done: Done) -> None:
+    def send(self, amount: float, done: Done) -> None:
+        if self._rate is None:
+            self._clock.at(self._clock.now + amount / self._most, done)
+            return
         self._advance()
-        heapq.heappush(self._flows, (self._each + num_bytes, next(self._order), done))
+        heapq.heappush(self._flows, (self._each + amount, next(self._order), done))
         self._plan()
 
     def _advance(self) -> None:
@@ -128,7 +130,7 @@ class Line:
         self._since = self._clock.now
 
     def _speed(self) -> float:
-        return min(self._rate / len(self._flows), self._most)
+        return min((self._rate or 0.0) / len(self._flows), self._most)
 
     def _plan(self) -> None:
         self._planned += 1
@@ -148,20 +150,6 @@ class Line:
             each()
 
 
-class Cores:
-    """Cores that share what is computed on them evenly; without a number everybody has their own."""
-
-    def __init__(self, clock: Clock, number: int | None) -> None:
-        self._clock = clock
-        self._shared = None if number is None else Line(clock, number * 8e-6, most=1.0)
-
-    def run(self, seconds: float, done: Done) -> None:
-        if self._shared is None:
-            self._clock.at(self._clock.now + seconds, done)
-        else:
-            self._shared.send(seconds, done)
-
-
 class World:
     """One simulation."""
 
@@ -172,7 +160,7 @@ class World:
         self._routes: dict[tuple[int | None, int, int], list[ListedHop]] = {}
         self.latest = self.num_current = 0
         """The newest version, and how many replicas have the last one."""
-        self._uplink, self._busy, self._waiting = Line(self.clock, self.plan.trainer_mbits), False, list[int]()
+        self._uplink, self._busy, self._waiting = Line(self.clock, self.plan.trainer_mbits * MBIT), False, list[int]()
         self.sites = [Site(self) for _ in range(self.plan.sites)]
         self.replicas = [Replica(self, self.sites[n % self.plan.sites]) for n in range(self.plan.replicas)]
 
@@ -261,8 +249,8 @@ class Site:
 
     def __init__(self, world: World) -> None:
         self._world, plan = world, world.plan
-        self._line, self._inside = Line(world.clock, plan.site_mbits), Line(world.clock, plan.replica_mbits)
-        self.cores, self.num_replicas = Cores(world.clock, world.scene.cores), plan.replicas / plan.sites
+        self._line, self._inside = (Line(world.clock, each * MBIT) for each in (plan.site_mbits, plan.replica_mbits))
+        self.cores, self.num_replicas = Line(world.clock, world.scene.cores, most=1.0), plan.replicas / plan.sites
         self._checked, self._known = -math.inf, 0
         self._there: dict[ListedHop, float] = {}
         self._asked: dict[ListedHop, list[Done]] = {}
@@ -402,7 +390,7 @@ class Replica:
     def _poll(self, life: int, turn: int) -> None:
         if (life, turn) == (self._life, self._turn):
             self._idle = False
-            self._site.cores.run(self._poll_seconds, lambda: self._ask(life))
+            self._site.cores.send(self._poll_seconds, lambda: self._ask(life))
 
     def _ask(self, life: int) -> None:
         self._world.clock.at(self._world.clock.now + self._site.poll_trip(), lambda: self._answer(life))
@@ -438,7 +426,7 @@ class Replica:
         seconds = deltas * plan.decode_seconds * self._slower + self._pull_seconds
         pause = plan.pause_seconds if deltas else plan.reload_seconds
         seconds += pause if scene.serves else measured()["cpu"]["apply"] * plan.weights
-        self._site.cores.run(seconds, lambda: self._serve(life, version))
+        self._site.cores.send(seconds, lambda: self._serve(life, version))
 
     def _serve(self, life: int, version: int) -> None:
         if life != self._life:
@@ -449,7 +437,6 @@ class Replica:
             self._world.outcome.served[version].append(self._world.clock.now)
         self.version = version
         self._world.num_current += version == self._world.scene.num_versions
-        self._world.outcome.pulls += 1
         self._later(self._wait())
 
 

@@ -1,5 +1,4 @@
 """The inference side: find a new version, fetch it, check it, and apply it to a target.
 
-May import: run, store, format, codec, tensors.
 Begin with `replica.py`, then `target.py` (memory) and `mirror.py` (a checkpoint folder).
 """

@@ -1,5 +1,4 @@
 """A delta and a checkpoint as safetensors files: written, read, compared, applied.
 
-May import: tensors, codec, errors, workers, disk.
 Begin with `delta.py` (diff), `replay.py` (apply) and `wire.py` (the header of a delta); docs/format.md specifies.
 """

@@ -16,8 +16,8 @@ identifies the run nor lets a reader verify the weights.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -90,8 +90,13 @@ class TrlBucket:
         weights: dict[str, Tensor] = {}
         with tempfile.TemporaryDirectory(prefix="deltawire-") as folder:
             for each in self._route(self.latest() if step is None else step):
-                with self._opened(each, Path(folder)) as container:
-                    layout.lay_over(weights, each, container)
+                # By way of a file, since an anchor may be as large as memory.
+                path = Path(folder) / each.key
+                path.parent.mkdir(exist_ok=True)
+                with path.open("wb") as out:
+                    out.writelines(fetch_parts(self.store, each.key, each.num_bytes))
+                layout.lay_over(weights, each, Container(path))
+                path.unlink()
         return weights
 
     def _route(self, want: int) -> list[TrlFile]:
@@ -141,18 +146,6 @@ class TrlBucket:
         length = min(int.from_bytes(size, "little"), MOST_HEADER_BYTES, max(file.num_bytes - 8, 0))
         data = size + self.store.get_range(file.key, 8, length)
         return read_header(BytesIO(data), file.num_bytes, f"{self.store.url}: {file.key}")
-
-    @contextmanager
-    def _opened(self, file: TrlFile, folder: Path) -> Iterator[Container]:
-        """Download a file for the duration of the block, since an anchor may be as large as memory."""
-        path = folder / file.key
-        path.parent.mkdir(exist_ok=True)
-        with path.open("wb") as out:
-            out.writelines(fetch_parts(self.store, file.key, file.num_bytes))
-        try:
-            yield Container(path)
-        finally:
-            path.unlink()
 
 
 def _absent(route: Sequence[TrlFile], want: int) -> list[range]:

@@ -1,5 +1,4 @@
 """Bits in, bits out: the inner loops. Nothing here knows of names, files or versions.
 
-May import: nothing of the package.
 Begin with `cpu/encode.py` and `cpu/decode.py`; `gpu/` has the same for 16-bit weights.
 """

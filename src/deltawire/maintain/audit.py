@@ -106,7 +106,7 @@ class _Chain:
         self.bad: set[HopKey] = set()
         self._sizes: dict[str, int] = {}
         self._partial = False
-        self._unreadable: set[int] = set()
+        self._listed: set[int] = set()
 
     def note(self, where: str, version: int | None, error: errors.DeltawireError) -> None:
         problem = Problem(where, version, error.message, type(error).__name__)
@@ -136,19 +136,18 @@ class _Chain:
                 continue
             with self.noting(key, number):
                 if is_manifest:
-                    self._unreadable.add(number)
+                    self._listed.add(number)
                     self.manifests[number] = self.run.manifest(number)
-                    self._unreadable.remove(number)
                 hop = self.manifests[number].hop if is_manifest else self.run.hop(number, base)
                 self.hops[number, hop.base] = hop
-        if version is not None and version not in self.manifests and version not in self._unreadable:
+        if version is not None and version not in self._listed:
             raise errors.ObjectMissing(f"version {version} does not exist in {self.run.store.url}", version=version)
 
     def check_documents(self) -> None:
         """Check that all documents agree on each version."""
         for hop in self.hops.values():
             with self.noting(manifest_key(hop.version), hop.version, hop):
-                if hop.version not in self.manifests and hop.version not in self._unreadable:
+                if hop.version not in self._listed:
                     raise errors.BrokenChain(f"{hop} leads to a version that does not exist")
                 self._check_digests(hop)
         for manifest in self.manifests.values():
@@ -196,9 +195,8 @@ class _Chain:
             return
         if self._partial:
             return
-        lost = sorted(
-            version for version in self.manifests.keys() - reachable(self.good_hops) if version >= self._oldest()
-        )
+        oldest, known = self._oldest(), reachable(self.good_hops)
+        lost = sorted(version for version in self.manifests if version not in known and version >= oldest)
         # Consecutive versions differ from their index by the same number.
         for _, stretch in groupby(enumerate(lost), key=lambda item: item[1] - item[0]):
             versions = [version for _, version in stretch]
@@ -244,9 +242,14 @@ class _Proof:
     def walk(self) -> None:
         # At each version the single delta comes first: its base is in memory.
         for hop in sorted(self._chain.hops.values(), key=lambda hop: (hop.version, hop.base is None, -(hop.base or 0))):
-            if (hop.version, hop.base) not in self._chain.bad:
-                with self._fetching([hop]) as (fetched,):
-                    self._prove(fetched)
+            key = hop.version, hop.base
+            if key in self._chain.bad:
+                continue
+            with self._fetching([hop]) as (fetched,), self._chain.noting(hop.objects[0].key, hop.version, hop):
+                prove = self._anchor if hop.base is None else self._delta
+                if key not in self._chain.bad and prove(fetched):  # it is bad where an object did not come
+                    self.proven.add(hop.version)
+                    self._followed.add(key)
         self._target = MemoryTarget({})
 
     @contextmanager
@@ -266,15 +269,6 @@ class _Proof:
     def _arrived(self, num_bytes: int) -> None:
         if self._progress is not None:
             self._progress(self._done + num_bytes, self._total)
-
-    def _prove(self, fetched: Fetched) -> None:
-        hop = fetched.hop
-        if (hop.version, hop.base) in self._chain.bad:
-            return
-        with self._chain.noting(hop.objects[0].key, hop.version, hop):
-            if self._anchor(fetched) if hop.base is None else self._delta(fetched):
-                self.proven.add(hop.version)
-                self._followed.add((hop.version, hop.base))
 
     def _anchor(self, fetched: Fetched) -> bool:
         checkpoint, hop = fetched.checkpoint(self._chain.run.id), fetched.hop

@@ -78,8 +78,8 @@ def plan_gc(
     documents = list(run.store.list(MANIFESTS))
     by_document = _read_hops(run, documents)
     known = [hop for hop in by_document.values() if hop is not None]
-    sizes = {stat.key: stat.num_bytes for stat in objects}
-    whole = [hop for hop in known if _is_whole(hop, sizes)]
+    listed = {(stat.key, stat.num_bytes) for stat in objects}
+    whole = [hop for hop in known if hop.at is not None or listed >= {(one.key, one.num_bytes) for one in hop.objects}]
     anchors = entries(whole)
     floor = anchors[-keep_anchors:][0] if anchors else 0
     kept = {hop for hop in known if (hop.version if hop.base is None else hop.base) >= floor}
@@ -132,11 +132,6 @@ def _read_hops(run: Run, documents: Sequence[Stat]) -> Hops:
     keys = [stat.key for stat in documents if read_document_key(stat.key)]
     with ThreadPoolExecutor(PARALLEL, "deltawire-gc") as pool:
         return {key: hop for found in pool.map(read, keys) for key, hop in found.items()}
-
-
-def _is_whole(hop: StoredHop, sizes: Mapping[str, int]) -> bool:
-    """Whether all objects of a hop exist, according to the listing."""
-    return hop.at is not None or all(sizes.get(each.key) == each.num_bytes for each in hop.objects)
 
 
 def _unneeded_documents(documents: Sequence[Stat], floor: int, hops: Hops, kept: set[StoredHop]) -> Iterator[Removal]:

@@ -19,7 +19,6 @@ from deltawire.pages.versions import Window, page_of
 from deltawire.run.fleet import weights_bytes
 from deltawire.run.keys import read_object_key
 from deltawire.run.plain import json_fields
-from deltawire.run.planner import ListedHop
 from deltawire.run.run import Run
 from deltawire.store import Store
 
@@ -149,7 +148,8 @@ class Chain:
         removals = [] if plan is None else [each for each in plan.removals if each.why != GIVEN_UP]
         going = {about[:2] for each in removals if (about := read_object_key(each.key))}
         rows: list[dict[str, Any]] = [
-            {"version": hop.version, "base": hop.base, "bytes": hop.num_bytes, "kind": kind_of(hop),
+            {"version": hop.version, "base": hop.base, "bytes": hop.num_bytes,
+             "kind": "anchor" if hop.base is None else "delta" if hop.version - hop.base == 1 else "skip",
              "goes": (hop.version, hop.base) in going}
             for hop in hops
         ]  # fmt: skip
@@ -157,12 +157,6 @@ class Chain:
         for row in rows:
             _add({"hops": 1, "bytes": row["bytes"], "goes": row["goes"]}, to=totals[row["kind"]])
         return rows, {"totals": totals, "gc": None if plan is None else gc_fields(plan), "gc_problem": problem}
-
-
-def kind_of(hop: ListedHop) -> str:
-    if hop.base is None:
-        return "anchor"
-    return "delta" if hop.version - hop.base == 1 else "skip"
 
 
 def gc_fields(plan: GcPlan) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """The page with sliders for `deltawire estimate`, served on this machine only; the numbers are computed here."""
 
 import json
-from functools import partial
 from http import HTTPStatus
-from http.server import ThreadingHTTPServer
 from io import BytesIO
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -12,22 +10,12 @@ from deltawire.estimate.bill import estimate
 from deltawire.estimate.plan import Plan, density_of
 from deltawire.estimate.prices import PRICES
 from deltawire.estimate.report import head_of, table_of
-from deltawire.pages.explain import HOST, STATIC, PageHandler
+from deltawire.pages.explain import STATIC, PageHandler
 
-ENTRY, DATA = "/estimate/", "/estimate/data"
 NUMBERS = {
     "weights": float, "steps_a_day": float, "sites": int, "replicas": int, "trainer_mbits": float, "site_mbits": float,
     "replica_mbits": float, "round_trip_ms": float, "poll_seconds": float, "joins_a_day": float,
 }  # fmt: skip
-
-
-def serve(port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page, bound but not yet running; port 0 takes a free one."""
-    return ThreadingHTTPServer((HOST, port), partial(_Handler, directory=str(STATIC)))
-
-
-def url_of(server: ThreadingHTTPServer) -> str:
-    return f"http://{HOST}:{server.server_address[1]}{ENTRY}"
 
 
 def answer(query: str) -> dict[str, Any]:
@@ -42,11 +30,11 @@ def answer(query: str) -> dict[str, Any]:
     return data | {"head": head_of(data), "table": [header, *rows]}
 
 
-class _Handler(PageHandler):
-    page, entry = STATIC / "estimate" / "index.html", ENTRY
+class EstimateHandler(PageHandler):
+    page, entry = STATIC / "estimate" / "index.html", "/estimate/"
 
     def send_head(self) -> Any:
-        if urlsplit(self.path).path != DATA:
+        if urlsplit(self.path).path != f"{self.entry}data":
             return super().send_head()
         try:
             status, body = HTTPStatus.OK, answer(urlsplit(self.path).query)

@@ -17,7 +17,6 @@ from typing import Any
 STATIC = Path(__file__).parent / "static"
 PAGE = STATIC / "explain" / "index.html"
 HOST = "127.0.0.1"
-ENTRY = "/explain/"
 
 _INLINE = re.compile(r'<script type="(?:importmap|module)">(.*?)</script>', re.DOTALL)
 _MAP = re.compile(r'(<script type="importmap">)(.*?)(</script>)', re.DOTALL)
@@ -41,10 +40,8 @@ def single_file() -> str:
     # A `<` could end the element early; escaped it means the same in JSON.
     recorded = (PAGE.parent / "recorded.json").read_text().replace("<", "\\u003c")
     policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-    html = html.replace(
-        '<meta charset="utf-8">',
-        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
-    )
+    charset = '<meta charset="utf-8">'
+    html = html.replace(charset, f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{policy}">')
     return html.replace("</main>", f'</main>\n<script type="application/json" id="recorded">{recorded}</script>')
 
 
@@ -58,19 +55,10 @@ def content_policy(html: str) -> str:
     )
 
 
-def serve(port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page, bound but not yet running; port 0 takes a free one."""
-    return ThreadingHTTPServer((HOST, port), partial(PageHandler, directory=str(STATIC)))
-
-
-def url_of(server: ThreadingHTTPServer) -> str:
-    return f"http://{HOST}:{server.server_address[1]}{ENTRY}"
-
-
 class PageHandler(SimpleHTTPRequestHandler):
     """Serves the files of a page, and logs nothing: the terminal belongs to the command."""
 
-    page, entry = PAGE, ENTRY
+    page, entry = PAGE, "/explain/"
 
     def send_head(self) -> Any:
         path = Path(self.translate_path(self.path))
@@ -95,3 +83,11 @@ class PageHandler(SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         pass
+
+
+class PageServer(ThreadingHTTPServer):
+    """A server of a page on this machine, bound but not yet running; port 0 takes a free one."""
+
+    def __init__(self, port: int = 0, handler: type[PageHandler] = PageHandler) -> None:
+        super().__init__((HOST, port), partial(handler, directory=str(STATIC)))
+        self.url = f"http://{HOST}:{self.server_address[1]}{handler.entry}"

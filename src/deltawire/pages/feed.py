@@ -151,11 +151,7 @@ class Feed:
             "epoch": self.epoch,
             "run": self._run.known_id,
             "url": self.store.url,
-            "store": {
-                "ok": self.failure is None,
-                "since": self._since,
-                "error": None if self.failure is None else str(self.failure),
-            },
+            "store": {"ok": self.failure is None, "since": self._since, "error": self.failure and str(self.failure)},
             "counts": {
                 "first": versions.first,
                 "latest": versions.latest,

@@ -1,5 +1,4 @@
 """A run in a store: the keys and documents that make versions exist, and which hops lead to one.
 
-May import: store, format, tensors, errors.
 Begin with `run.py`, then `manifest.py`; `planner.py` is pure.
 """

@@ -1,6 +1,5 @@
 """Places for objects: a folder, memory, S3, Google, Azure and Hugging Face buckets, web servers; one protocol.
 
-May import: errors, redact.
 Begin with `base.py` (the calls), then `object.py`; `retry.py` is the retry policy, and how versions come to exist.
 """
 
@@ -63,9 +62,9 @@ def open_store(
         return open_memory(name, prefix)
     _refuse_credentials(str(url), query=scheme not in ("http", "https"))
     if scheme in ("http", "https"):
-        from deltawire.store.web import open_web
+        from deltawire.store.web import WebStore
 
-        return open_web(str(url), config or {}, timeout_seconds=timeout_seconds)
+        return WebStore(str(url), config or {}, timeout_seconds=timeout_seconds)
     if scheme == "hf":
         return _open_hub(str(url), config or {})
     if scheme in CLOUD_SCHEMES:
@@ -108,14 +107,14 @@ def _open_folder(url: str | Path) -> Store:
 
 def _open_model(name: str, revision: str, config: Mapping[str, str]) -> Store:
     """The files of a model on the Hub, to read only."""
-    from deltawire.store.web import open_web
+    from deltawire.store.web import WebStore
 
     endpoint = config.get("endpoint") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     token = config.get("token") or os.environ.get("HF_TOKEN")
     hosts = config.get("redirect_hosts", os.environ.get("DELTAWIRE_WEB_REDIRECT_HOSTS", ""))
     headers = f"Authorization: Bearer {token}" if token else ""
     settings = {"headers": headers, "redirect_hosts": f"{hosts} {HUB_HOSTS}"}
-    return open_web(f"{endpoint}/{name}/resolve/{revision}", settings, timeout_seconds=60.0)
+    return WebStore(f"{endpoint}/{name}/resolve/{revision}", settings, timeout_seconds=60.0)
 
 
 def _open_hub(url: str, config: Mapping[str, str]) -> Store:

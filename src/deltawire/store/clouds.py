@@ -119,7 +119,7 @@ def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, r
         quick, patient = client(timeout_seconds), client(timeout_seconds * UPLOAD_PATIENCE)
     except BaseError as error:
         raise _refused(name, f"{shorten(str(error))}; look at", cloud) from None
-    return ObjectStore(name, quick, prefix, patient=patient, environment=cloud.environment)
+    return ObjectStore(name, quick, prefix, patient=patient, variables=cloud.environment)
 
 
 def _credentials(url: str, cloud: Cloud, known: Mapping[str, str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from obstore import exceptions
@@ -25,7 +25,7 @@ _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|builder error|LocalFileSyste
 
 
 @contextmanager
-def translated(url: str, key: str, *, environment: tuple[str, ...] = ()) -> Iterator[None]:
+def translated(url: str, key: str, *, environment: Sequence[str]) -> Iterator[None]:
     """Translate every failure of the store. The cause is not chained: it is long, and it may contain signed URLs."""
     try:
         yield
@@ -33,7 +33,7 @@ def translated(url: str, key: str, *, environment: tuple[str, ...] = ()) -> Iter
         raise translate(error, url, key, environment) from None
 
 
-def translate(error: Exception, url: str, key: str, environment: tuple[str, ...]) -> StoreError:
+def translate(error: Exception, url: str, key: str, environment: Sequence[str]) -> StoreError:
     """The corresponding deltawire error; `environment` are the variables to check when access is refused."""
     where = {"url": url, "key": key}
     text = str(error)
@@ -47,7 +47,7 @@ def translate(error: Exception, url: str, key: str, environment: tuple[str, ...]
     return StoreUnavailable(f"{url}: {message}", **where, refused=refused, uncertain=False)
 
 
-def _explain(error: Exception, text: str, environment: tuple[str, ...]) -> tuple[str, bool]:
+def _explain(error: Exception, text: str, environment: Sequence[str]) -> tuple[str, bool]:
     """The message, and whether the refusal is final."""
     if _DISK_FULL.search(text) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full", True

@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from datetime import datetime
 from itertools import islice
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ NO_ANSWER = 0
 # After a refusal nothing was done; after the others it may have been.
 REFUSED = frozenset({429, 503})
 UNSURE = frozenset({NO_ANSWER, 408, 500, 502, 504})
+PASSING = REFUSED | UNSURE
 
 # The Hub's description of an object: path, size, xetHash, times.
 Entry = dict[str, Any]
@@ -57,7 +58,7 @@ class HubStore:
 
     def put(self, key: str, data: Buffer | Pieces) -> None:
         check_key(key)
-        self._add(key, self._hub.upload(key, data), repeated=REFUSED | UNSURE)
+        self._add(key, self._hub.upload(key, data), repeated=PASSING)
 
     def create(self, key: str, data: bytes) -> None:
         # Without a conditional write, two writers that both find nothing may each read back their own bytes before the
@@ -111,7 +112,7 @@ class HubStore:
         rest = iter(keys)
         while some := [*islice(rest, BATCH_LENGTH)]:
             steps = [{"type": "deleteFile", "path": self._path(key)} for key in some]
-            failed = [failure["path"] for failure in self._hub.batch(steps, some[0], repeated=REFUSED | UNSURE)]
+            failed = [failure["path"] for failure in self._hub.batch(steps, some[0], repeated=PASSING)]
             if left := [entry["path"].removeprefix(self._folder) for entry in self._hub.paths_info(failed, some[0])]:
                 raise self._hub.unavailable(f"{len(left)} objects were not removed, {left[0]} is one", left[0])
 
@@ -133,7 +134,7 @@ class HubStore:
         modified = datetime.fromisoformat(moment).timestamp() if moment else 0.0
         return Stat(entry["path"].removeprefix(self._folder), entry["size"], modified)
 
-    def _add(self, key: str, content: str, *, repeated: frozenset[int]) -> None:
+    def _add(self, key: str, content: str, *, repeated: Set[int]) -> None:
         """Assign a name to uploaded content."""
         step = {"type": "addFile", "path": self._path(key), "xetHash": content, "mtime": int(time.time() * 1000)}
         for failure in self._hub.batch([step], key, repeated=repeated):
@@ -150,7 +151,7 @@ class _Hub:
         self._endpoint = (endpoint or _load("huggingface_hub.constants").ENDPOINT).rstrip("/")
         self._session: tuple[int, Any] | None = None
 
-    def batch(self, steps: Iterable[Entry], key: str, *, repeated: frozenset[int]) -> Any:
+    def batch(self, steps: Iterable[Entry], key: str, *, repeated: Set[int]) -> Any:
         """Run operations and return those that failed. The others were done: a batch is not a transaction."""
         lines = "".join(json.dumps(step) + "\n" for step in steps).encode()
         kind = {"Content-Type": "application/x-ndjson"}
@@ -213,18 +214,12 @@ class _Hub:
         return f"{self._endpoint}/api/buckets/{self._bucket}/{call}"
 
     def _send(
-        self,
-        method: str,
-        url: str,
-        key: str,
-        repeated: frozenset[int] = REFUSED | UNSURE,
-        accepted: tuple[int, ...] = (),
-        **options: Any,
+        self, method: str, url: str, key: str, repeated: Set[int] = PASSING, accepted: Sequence[int] = (), **given: Any
     ) -> Any:
         """Send one request, repeated a few times while the status is one of `repeated`."""
-        options["headers"] = self._headers() | options.get("headers", {})
+        given["headers"] = self._headers() | given.get("headers", {})
         for attempt in range(NUM_REPEATS + 1):
-            reply = self._ask(method, url, key, options)
+            reply = self._ask(method, url, key, given)
             if NO_ANSWER < reply.status_code < 400 or reply.status_code in accepted:
                 return reply
             wait = _wait_seconds(reply, attempt)

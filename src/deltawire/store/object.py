@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
@@ -44,7 +44,7 @@ def open_memory(name: str, prefix: str = "") -> "ObjectStore":
 
 
 class ObjectStore:
-    """A store over an obstore client. `environment` are the variables that hold its credentials.
+    """A store over an obstore client. `variables` of the environment hold its credentials.
 
     `patient` is a client for large uploads: the limit on silence of a client also runs while a body is being sent.
     """
@@ -52,18 +52,12 @@ class ObjectStore:
     conditional = True
 
     def __init__(
-        self,
-        url: str,
-        client: "Client",
-        prefix: str = "",
-        *,
-        patient: "Client | None" = None,
-        environment: tuple[str, ...] = (),
+        self, url: str, client: "Client", prefix: str, *, patient: "Client | None" = None, variables: Sequence[str] = ()
     ) -> None:
         self.url = url
         self._client, self._patient = client, patient or client
         self._root = f"{prefix}/" if prefix else ""
-        self._environment = environment
+        self._variables = variables
 
     def put(self, key: str, data: Buffer | Pieces) -> None:
         """Write an object, or replace it; large ones are sent in parallel parts."""
@@ -182,7 +176,7 @@ class ObjectStore:
         if _first_use.setdefault("process", os.getpid()) != os.getpid():
             said = "this process was forked after its parent had used a store; start it with spawn instead"
             raise StoreUnavailable(f"{self.url}: {said}", url=self.url, key=key, refused=True, uncertain=False)
-        return translated(self.url, key, environment=self._environment)
+        return translated(self.url, key, environment=self._variables)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r})"

@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from deltawire.errors import CorruptObject, ObjectMissing, StoreUnavailable
@@ -29,12 +28,14 @@ def download(
     `progress` is called with the bytes that have arrived. CorruptObject: the object has other bytes, or too few.
     """
     kept, report = path.with_name(path.name + ".part"), progress or (lambda _: None)
-    if _is_right(path, num_bytes, sha256):
-        report(num_bytes)
-        return
+    if path.is_file() and path.stat().st_size == num_bytes:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
+                report(num_bytes)
+                return
     for _ in range(2):
         try:
-            actual = _complete(kept, num_bytes, partial(fetch_parts, store, key, num_bytes), report)
+            actual = _complete(kept, store, key, num_bytes, report)
             if actual == sha256:
                 os.replace(kept, path)
                 return
@@ -49,14 +50,7 @@ def download(
     )
 
 
-def _is_right(path: Path, num_bytes: int, sha256: str) -> bool:
-    if not path.is_file() or path.stat().st_size != num_bytes:
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
-
-
-def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[bytes]], report: Progress) -> str:
+def _complete(partial: Path, store: Store, key: str, num_bytes: int, report: Progress) -> str:
     digest = hashlib.sha256()
     partial.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, "a+b") as file:
@@ -68,7 +62,7 @@ def _complete(partial: Path, num_bytes: int, fetch: Callable[[int], Iterator[byt
         done = file.tell()
         if done:
             report(done)
-        for data in fetch(done):
+        for data in fetch_parts(store, key, num_bytes, done):
             file.write(data)
             digest.update(data)
             done += len(data)

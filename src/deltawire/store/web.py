@@ -28,16 +28,6 @@ _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x20-\x7e]*)")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 
-def open_web(url: str, config: Mapping[str, str], *, timeout_seconds: float) -> "WebStore":
-    """The store at an http or https URL; `headers` and `redirect_hosts` come from `config` or the environment."""
-    unknown = set(config) - {"headers", "redirect_hosts"}
-    if unknown:
-        raise ValueError(f"a web store has the settings headers and redirect_hosts, not {min(unknown)!r}")
-    headers = config.get("headers", os.environ.get(HEADERS, ""))
-    hosts = config.get("redirect_hosts", os.environ.get(REDIRECT_HOSTS, ""))
-    return WebStore(url, headers=_read_headers(headers), redirect_hosts=hosts.split(), timeout_seconds=timeout_seconds)
-
-
 def _read_headers(text: str) -> dict[str, str]:
     """Headers, one `Name: value` a line. Values are secrets and never shown."""
     found = [_HEADER.fullmatch(line.strip()) for line in text.splitlines() if line.strip()]
@@ -47,26 +37,24 @@ def _read_headers(text: str) -> dict[str, str]:
 
 
 class WebStore:
-    """Objects under an http or https URL. A query, such as a signature, is sent with every request and never shown."""
+    """Objects under an http or https URL; `headers` and `redirect_hosts` come from `config` or the environment.
+
+    A query, such as a signature, is sent with every request and never shown.
+    """
 
     conditional = True
     listable = False
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        redirect_hosts: Iterable[str] = (),
-        timeout_seconds: float = 20.0,
-    ) -> None:
+    def __init__(self, url: str, config: Mapping[str, str], *, timeout_seconds: float) -> None:
+        if unknown := set(config) - {"headers", "redirect_hosts"}:
+            raise ValueError(f"a web store has the settings headers and redirect_hosts, not {min(unknown)!r}")
+        self._headers = _read_headers(config.get("headers", os.environ.get(HEADERS, "")))
+        self._hosts = config.get("redirect_hosts", os.environ.get(REDIRECT_HOSTS, "")).lower().split()
         base, _, query = url.partition("?")
         if not urlsplit(base).hostname or "@" in urlsplit(base).netloc or "#" in url:
             raise ValueError("that is no web server: write https://host/run, without a user and without '#'")
         self.url = base.rstrip("/")
         self._query = f"?{query}" if query else ""
-        self._headers = dict(headers or {})
-        self._hosts = frozenset(host.lower() for host in redirect_hosts)
         self._timeout = timeout_seconds
         self._readable: str | None = None
         try:

@@ -1,5 +1,4 @@
 """What weights are: dtypes, boxes, bits, names, and the digest of them all.
 
-May import: kernels, errors, workers.
 Begin with `weights.py` (numpy and torch seen as bits), then `digest.py`.
 """

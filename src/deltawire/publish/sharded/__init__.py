@@ -1,5 +1,4 @@
 """Publishing from all ranks of a model at once: each rank compares, encodes and uploads its own shard.
 
-May import: what publish may, and publish itself.
 Begin with `publisher.py`; `messages.py` is what ranks send each other, `exchange.py` how boxes become whole tensors.
 """

@@ -331,13 +331,9 @@ REFUSED = {
 
 
 def trace_small(how, model=None):
-    model = model or Small()
+    model, specs = model or Small(), {"w": ("F32", (6, 4))}
     try:
-        return trace(
-            lambda weights: [how(model.weight.data, tensor) for _, tensor in weights],
-            flat_storages(model),
-            {"w": ("F32", (6, 4))},
-        )
+        return trace(lambda weights: [how(model.weight.data, each) for _, each in weights], flat_storages(model), specs)
     finally:
         assert (model.weight == 7).all()
         assert (model.other == 7).all()

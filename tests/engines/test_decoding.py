@@ -214,7 +214,7 @@ def test_kernels_are_tried_before_anybody_is_served(monkeypatch):
     from deltawire.engines import device_memory
 
     device_memory.warm_up_decoding(torch.device(DEVICE), {"BF16", "F16", "F32", "I8"})
-    monkeypatch.setattr(device_memory, "_digest", lambda sums: Digest(1, 2))
+    monkeypatch.setattr(device_memory, "from_sums", lambda sums: Digest(1, 2))
     with pytest.raises(RuntimeError, match="wrong results"):
         device_memory.warm_up_decoding(torch.device(DEVICE), {"BF16"})
 

@@ -13,7 +13,7 @@ from deltawire.engines import layout as layouts
 from deltawire.engines import places as all_places
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Piece, cuts, each_once, pieces_of_copy
-from deltawire.engines.places import Computed, check_covered, left_out, plain_pieces
+from deltawire.engines.places import Computed, check_covered, left_out
 from deltawire.engines.staged import left_out_digests, split
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import EngineRejected, UnknownParameter
@@ -21,7 +21,7 @@ from deltawire.format.patches import Patch
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.weights import torch_view
-from support.fused_model import SPECS, FusedModel, bits_of, live_model, make_checkpoint, whole
+from support.fused_model import SPECS, FusedModel, bits_of, live_model, make_checkpoint, plain_pieces, whole
 from support.patterns import examples
 
 
@@ -307,13 +307,9 @@ REFUSED = {
 
 
 def trace_small(how, model=None):
-    model = model or Small()
+    model, specs = model or Small(), {"w": ("F32", (6, 4))}
     try:
-        return trace(
-            lambda weights: [how(model.weight.data, tensor) for _, tensor in weights],
-            flat_storages(model),
-            {"w": ("F32", (6, 4))},
-        )
+        return trace(lambda weights: [how(model.weight.data, each) for _, each in weights], flat_storages(model), specs)
     finally:
         assert (model.weight == 7).all()
         assert (model.other == 7).all()

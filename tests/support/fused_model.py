@@ -5,7 +5,7 @@ import torch
 
 from deltawire.engines.layout import Piece
 from deltawire.engines.live_weights import Found, LiveModel
-from deltawire.engines.places import plain_pieces
+from deltawire.engines.places import check_recoverable
 from deltawire.engines.trace import flat_storages, trace
 from deltawire.tensors.weights import torch_view
 
@@ -97,6 +97,12 @@ class FusedModel(torch.nn.Module):
                 self.w13.data[int(parts[1])].narrow(0, first, half).copy_(self._own(tensor, 0))
             else:
                 getattr(self, name).data.copy_(tensor)
+
+
+def plain_pieces(traced):
+    """The pieces of all tensors, where each must be copied as it is."""
+    check_recoverable(traced)
+    return [piece for copy in traced.copies for piece in copy.pieces()]
 
 
 def live_model(model):

@@ -32,15 +32,9 @@ def allowed_encodings(choice: EncodingChoice) -> list[str]:
 
 
 def encode(
-    old: Elements,
-    new: Elements,
-    dtype: DType,
-    allowed: list[str],
-    workers: Workers,
-    watch: Watch | None = None,
-    tile_log2: int | None = None,
-    known: Known | None = None,
-) -> Encoded | None:
+    old: Elements, new: Elements, dtype: DType, allowed: list[str], workers: Workers, watch: Watch | None = None,
+    tile_log2: int | None = None, known: Known | None = None,
+) -> Encoded | None:  # fmt: skip
     """Encode the changes with the smallest allowed encoding; None if nothing changed. `watch` sees every change once.
 
     `tile_log2` is the tile size for callers that know the number of changes; by default it is estimated from a sample.

@@ -102,16 +102,9 @@ def sampled_tile_log2(old: Elements, new: Elements, workers: Workers) -> int:
 
 
 def encode_payload(
-    old: Elements,
-    new: Elements,
-    dtype: DType,
-    contextual: bool,
-    workers: Workers,
-    watch: Watch | None = None,
-    limit_bytes: int | None = None,
-    tile_log2: int | None = None,
-    known: Known | None = None,
-) -> Payload:
+    old: Elements, new: Elements, dtype: DType, contextual: bool, workers: Workers, watch: Watch | None = None,
+    limit_bytes: int | None = None, tile_log2: int | None = None, known: Known | None = None,
+) -> Payload:  # fmt: skip
     """Encode tile by tile. A payload that exceeds the limit is abandoned early, so that it never fills the memory."""
     from deltawire.kernels.cpu.encode import encode_tile
 

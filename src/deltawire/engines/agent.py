@@ -45,7 +45,7 @@ class Health:
     lag: int | None = None
 
 
-class Agent:
+class Agent(AbstractContextManager["Agent"]):
     """Keeps an engine at the newest version of a run, until `stop` is called.
 
     Deltas are fetched and decoded against the mirror while the engine serves. While the engine or the store is
@@ -191,9 +191,6 @@ class Agent:
     def __repr__(self) -> str:
         url = redacted(self.replica.run.store.url)
         return f"Agent({redacted(self.target.engine.address)!r}, {url!r}, version={self.version})"
-
-    def __enter__(self) -> "Agent":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,7 +3,7 @@
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from deltawire.format.patches import Patch
 from deltawire.publish.publisher import Publisher
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, digest
-from deltawire.tensors.weights import Tensor, Weights, spec, view
+from deltawire.tensors.weights import Tensor, Viewed, Weights, spec, view
 
 RUN = "conformance"
 NUM_READERS = 4
@@ -74,8 +74,10 @@ class QuantizedHarness(Harness):
         """What `served` would be in an engine that was just started with these weights."""
 
     def matches(self, weights: Weights) -> bool:
-        found, wanted = self.served(), self.fresh(weights)
-        return found.keys() == wanted.keys() and all(_same(name, found[name], wanted[name]) for name in found)
+        found, wanted = (Viewed(each) for each in (self.served(), self.fresh(weights)))
+        return found.keys() == wanted.keys() and all(
+            np.array_equal(found[name].bits, wanted[name].bits) for name in found
+        )
 
 
 Factory = Callable[[], Harness]
@@ -158,6 +160,14 @@ class _Subject:
     def matches(self) -> bool:
         return self.harness.matches(_copy(self.weights))
 
+    @property
+    def matrices(self) -> list[str]:
+        return [name for name, each in self.weights.items() if len(each.shape) > 1 and each.dtype.name == "BF16"]
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.engine.close()
+
     @contextmanager
     def requests(self, num_readers: int) -> Iterator[None]:
         """Requests from some threads, one after the other while the block runs, each with a timeout."""
@@ -190,15 +200,10 @@ class _Subject:
             pass
 
     def expect_state(self, when: str) -> None:
-        served = self.engine.status()
-        _expect(
-            served.state == self.state,
-            f"status() must give version {self.version} and the digest {self.state.digest}, and gives {served}: {when}",
-        )
-        _expect(
-            served.version in (None, str(self.version)),
-            f"clients see version {served.version!r} and not {str(self.version)!r}: {when}",
-        )
+        served, wanted = self.engine.status(), f"version {self.version} and the digest {self.state.digest}"
+        _expect(served.state == self.state, f"status() must give {wanted}, and gives {served}: {when}")
+        seen, own = served.version, str(self.version)
+        _expect(seen in (None, own), f"clients see version {seen!r} and not {own!r}: {when}")
 
     def expect_current(self, when: str) -> None:
         self.expect_unchanged(when, f"those of version {self.version}")
@@ -214,7 +219,7 @@ def _case(begins: bool = True, *, quantized: bool = False) -> Callable[[Callable
 
     def register(body: Callable[[_Subject], None]) -> Case:
         def case(factory: Factory) -> None:
-            with _subject(factory) as subject:
+            with closing(factory()) as harness, closing(_Subject(harness)) as subject:
                 if begins:
                     if not subject.engine.in_place:
                         raise SkipTest("the engine takes no changes in place")
@@ -228,20 +233,6 @@ def _case(begins: bool = True, *, quantized: bool = False) -> Callable[[Callable
         return case
 
     return register
-
-
-@contextmanager
-def _subject(factory: Factory) -> Iterator[_Subject]:
-    harness = factory()
-    try:
-        subject = _Subject(harness)
-        try:
-            yield subject
-        finally:
-            if not subject.is_closed:
-                subject.engine.close()
-    finally:
-        harness.close()
 
 
 @_case(begins=False)
@@ -411,12 +402,10 @@ def concurrent_requests(subject: _Subject) -> None:
 @_case(quantized=True)
 def moving_scales(subject: _Subject) -> None:
     """Largest elements come and go, rows become zero and are filled again, elements are subnormal."""
-    names = [name for name, each in subject.weights.items() if len(each.shape) > 1 and each.dtype.name == "BF16"]
-    _expect(bool(names), "the harness must have matrices of bf16")
+    _expect(bool(subject.matrices), "the harness must have matrices of bf16")
     for what, edit in EDITS.items():
         new = _copy(subject.weights)
-        for name in names:
-            tensor = new[name]
+        for tensor in map(new.__getitem__, subject.matrices):
             edit(tensor.bits.reshape(-1, tensor.shape[-1]), subject.rng)
         change = subject.change_to(new)
         subject.write(change)
@@ -434,9 +423,8 @@ def moving_scales(subject: _Subject) -> None:
 def not_finite_is_refused(subject: _Subject) -> None:
     """An infinity has no code: nothing is written, or it is as in an engine that was started with it."""
     subject.update()
-    name = next(name for name, each in subject.weights.items() if len(each.shape) > 1 and each.dtype.name == "BF16")
     new = _copy(subject.weights)
-    new[name].bits[-1] = 0x7F80
+    new[subject.matrices[0]].bits[-1] = 0x7F80
     change = subject.change_to(new)
     try:
         subject.write(change)
@@ -467,10 +455,6 @@ def check(factory: Factory) -> dict[str, str]:
 def _expect(holds: bool, sentence: str) -> None:
     if not holds:
         raise NotConforming(sentence)
-
-
-def _same(name: str, one: Any, other: Any) -> bool:
-    return bool(np.array_equal(view(name, one).bits, view(name, other).bits))
 
 
 def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from deltawire.kernels.gpu.live import Launch
 from deltawire.kernels.gpu.streams import TILE_SIZE
 from deltawire.kernels.gpu.sums import SIGNED, Runs, box_sum, signed
 from deltawire.tensors.boxes import Box
-from deltawire.tensors.digest import Digest, TensorKey, tensor_key
+from deltawire.tensors.digest import Digest, TensorKey, from_sums, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import SERIAL
 
@@ -85,8 +85,12 @@ class DeviceMemory(Memory):
             near = next(iter(self._bits.values()))
             found = decode_boxes([boxes[i] for i in numbers], near, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
             for i, (status, positions, old, new) in zip(numbers, found, strict=True):
-                _check_status(entries[i][0].name, status)
-                changes[i] = DeviceChange(_in_tensor(entries[i][0].box, positions), old, new)
+                entry = entries[i][0]
+                try:
+                    check_status(status)
+                except CorruptObject as error:
+                    raise CorruptObject(f"{entry.name}: {error.message}", tensor=entry.name) from None
+                changes[i] = DeviceChange(_in_tensor(entry.box, positions), old, new)
         return [changes[i] for i in range(len(entries))]
 
     def _box(self, entry: Entry, piece: Piece, gathered: list[torch.Tensor]) -> EncodedBox:
@@ -113,46 +117,34 @@ class DeviceMemory(Memory):
         for part in _stretches(piece):
             length, stride = (part.num_elements,) * 2 if part.is_one_run else (part.columns, part.stride)
             sums += box_sum(grid(flat, part), int(key.seed), Runs(length, stride, part.start))
-        return _digest(sums.tolist())
+        return from_sums(sums.tolist())
 
     def put(self, items: Sequence[Item], *, undo: bool = False, writes: bool = True) -> list[Written]:
         if self._is_gpu and writes:
             # Work that is queued on any stream finishes with the old weights.
             torch.cuda.synchronize(self._device)
-        return [Written(unexpected, _digest(sums)) for unexpected, *sums in self._run(items, writes, undo)]
+        return [Written(unexpected, from_sums(sums)) for unexpected, *sums in self._run(items, writes, undo)]
 
     def _run(self, items: Sequence[Item], writes: bool, undo: bool) -> list[list[int]]:
         """One launch for each element size, and one wait for all of them."""
         if self._ready is None or self._ready[0] is not items:
-            self._ready = items, self._launches(items)
+            sizes: dict[int, list[int]] = {}
+            for i, item in enumerate(items):
+                sizes.setdefault(item.change.old.itemsize, []).append(i)
+            rows = {size: [self._row(items[i]) for i in own] for size, own in sizes.items()}
+            self._ready = items, [(own, Launch(rows[size], size, self._device)) for size, own in sizes.items()]
         found: list[list[int]] = [[] for _ in items]
         results = [launch.run(writes=writes, undo=undo) for _, launch in self._ready[1]]
-        rows = torch.cat(results).tolist() if results else []
-        for number, row in zip((i for numbers, _ in self._ready[1] for i in numbers), rows, strict=True):
+        numbers = (i for own, _ in self._ready[1] for i in own)
+        for number, row in zip(numbers, torch.cat(results).tolist() if results else [], strict=True):
             found[number] = row
         return found
-
-    def _launches(self, items: Sequence[Item]) -> list[tuple[list[int], Launch]]:
-        numbers: dict[int, list[int]] = {}
-        for i, item in enumerate(items):
-            numbers.setdefault(item.change.old.itemsize, []).append(i)
-        return [
-            (own, Launch([self._row(items[i]) for i in own], itemsize, self._device))
-            for itemsize, own in numbers.items()
-        ]
 
     def _row(self, item: Item) -> tuple[int, ...]:
         _, piece, key, change = item
         addresses = (each.data_ptr() for each in (self._bits[piece.storage], *change))
-        return (
-            *addresses,
-            len(change.index),
-            piece.columns,
-            piece.start,
-            piece.stride,
-            *piece.place,
-            signed(int(key.seed)),
-        )
+        places = piece.columns, piece.start, piece.stride, *piece.place
+        return *addresses, len(change.index), *places, signed(int(key.seed))
 
 
 def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
@@ -179,13 +171,6 @@ def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
         memory.digest(piece, key)
 
 
-def _check_status(name: str, status: int) -> None:
-    try:
-        check_status(status)
-    except CorruptObject as error:
-        raise CorruptObject(f"{name}: {error.message}", tensor=name) from None
-
-
 def _in_tensor(box: Box, positions: torch.Tensor) -> torch.Tensor:
     """Positions in a box as positions in its tensor."""
     if box.is_whole:
@@ -206,8 +191,3 @@ def _stretches(piece: Piece) -> Iterator[Piece]:
             piece.tensor, piece.storage, min(rows, piece.rows - row), piece.columns,
             piece.start + row * piece.stride, piece.stride, (offset + row * row_step, row_step, column_step),
         )  # fmt: skip
-
-
-def _digest(sums: Sequence[int]) -> Digest:
-    low, high = (word % (1 << 64) for word in sums)
-    return Digest(low, high)

@@ -10,8 +10,8 @@ from deltawire.engines.server import Server
 from deltawire.engines.shared_folder import SharedFolder
 from deltawire.errors import EngineBroken, EngineRejected
 from deltawire.redact import redacted
-from deltawire.tensors.digest import Digest, WeightVersion
-from deltawire.tensors.weights import TensorSpec
+from deltawire.tensors.digest import Digest
+from deltawire.tensors.weights import Specs
 
 Answers = Sequence[Mapping[str, Any]]
 """One for each process of a server, in order of ranks: `rank`, `error`, `result` and what `LiveModel.status` has."""
@@ -70,10 +70,7 @@ class HttpEngine(Engine):
         return () if self._layout is None else self._layout.left_out
 
     def _set_layout(
-        self,
-        specs: Mapping[str, TensorSpec],
-        pieces: Iterable[Iterable[Sequence[Any]]],
-        left_out: Collection[str] = (),
+        self, specs: Specs, pieces: Iterable[Iterable[Sequence[Any]]], left_out: Collection[str] = ()
     ) -> None:
         self._layout = Layout(specs, [[Piece.from_list(each) for each in own] for own in pieces], left_out)
 
@@ -103,13 +100,9 @@ class HttpEngine(Engine):
         return EngineBroken(f"{problem}; {self.address} stays paused: restart it", url=self.address)
 
 
-def spec_fields(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+def spec_fields(specs: Specs) -> dict[str, Any]:
     """Dtypes and shapes as JSON has them."""
     return {name: [dtype, list(shape)] for name, (dtype, shape) in specs.items()}
-
-
-def version_of(answer: Mapping[str, Any]) -> WeightVersion | None:
-    return WeightVersion.parse(answer["state"])
 
 
 def refuse(answers: Answers, what: str) -> None:

@@ -23,6 +23,11 @@ from deltawire.tensors.weights import TensorSpec
 MOST_ELEMENTS = 1 << 31
 MOST_PIECES = 1 << 16
 
+Dim = tuple[int, int, int]
+"""A size, a stride, and a stride elsewhere."""
+StridedView = tuple[int, Sequence[int]]
+"""An offset, and a stride for each dimension."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -129,25 +134,16 @@ def cuts(holders: Mapping[tuple[Any, ...], Sequence[tuple[int, int]]]) -> dict[s
 
 
 def pieces_of_copy(
-    tensor: str,
-    storage: str,
-    shape: Sequence[int],
-    source: tuple[int, Sequence[int]],
-    place: tuple[int, Sequence[int]],
+    tensor: str, storage: str, shape: Sequence[int], source: StridedView, place: StridedView
 ) -> list[Piece]:
-    """A copy between two strided views of one shape, each an offset and strides, as pieces."""
+    """A copy between two views of one shape as pieces."""
     if prod(shape) == 0:
         return []
     start, offset = source[0], place[0]
     # Each dimension's size, stride in the tensor and stride in the storage; the tensor's order decides.
     dims = [dim for dim in zip(shape, source[1], place[1], strict=True) if dim[0] > 1]
     dims.sort(key=lambda dim: -dim[1])
-    merged: list[tuple[int, int, int]] = []
-    for size, near, far in dims:
-        if merged and (merged[-1][1], merged[-1][2]) == (near * size, far * size):
-            merged[-1] = merged[-1][0] * size, near, far
-        else:
-            merged.append((size, near, far))
+    merged = merged_dims(dims)
     if not merged or merged[-1][1] != 1:
         merged.append((1, 1, 1))
     columns, _, column_step = merged.pop()
@@ -179,6 +175,17 @@ def pieces_of_copy(
             number = min(most_rows, rows - row)
             pieces.append(Piece(tensor, storage, number, columns, near + row * stride, stride, at_row))
     return pieces
+
+
+def merged_dims(dims: Iterable[Dim]) -> list[Dim]:
+    """Dimensions without those that go on where the next one ends."""
+    merged: list[Dim] = []
+    for size, near, far in dims:
+        if merged and merged[-1][1:] == (near * size, far * size):
+            merged[-1] = merged[-1][0] * size, near, far
+        else:
+            merged.append((size, near, far))
+    return merged
 
 
 def _overlap(dims: Iterable[tuple[int, int]]) -> bool:

@@ -291,6 +291,7 @@ class LiveModel:
 
     def status(self) -> dict[str, Any]:
         """The state of this process, as JSON."""
+        derived = None if self.derived is None else str(self.derived)
         return {
             "boot": self.boot,
             "state": None if self.state is None else self.state.as_dict(),
@@ -298,13 +299,8 @@ class LiveModel:
             "staged": None if self.staged is None else self.staged.token,
             "planned": None if self.staged is None or self.staged.partial is None else str(self.staged.partial),
             "num_pieces": len(self.pieces),
-            **self._about_quantized(),
+            **({"quantized": self._quantized.recipes, "derived": derived} if self._quantized.tensors else {}),
         }
-
-    def _about_quantized(self) -> dict[str, Any]:
-        if not self._quantized.tensors:
-            return {}
-        return {"quantized": self._quantized.recipes, "derived": None if self.derived is None else str(self.derived)}
 
 
 def _other_base(found: WeightVersion | None, base: WeightVersion, state: WeightVersion) -> BaseMismatch:
@@ -325,7 +321,10 @@ def text(state: WeightVersion | None) -> str:
     return "of an unknown version" if state is None else f"version {state.version} of run {state.run}"
 
 
-def error_fields(error: Exception) -> dict[str, Any]:
-    """Why a command to a process of an engine failed, as JSON."""
-    kind = type(error).__name__
-    return {"kind": kind, "message": f"{kind}: {error}", "tensor": getattr(error, "tensor", None)}
+def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
+    """What a command to a process of an engine returns, or why it failed, as JSON."""
+    try:
+        return work(), None
+    except Exception as error:
+        kind = type(error).__name__
+        return None, {"kind": kind, "message": f"{kind}: {error}", "tensor": getattr(error, "tensor", None)}

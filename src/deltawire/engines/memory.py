@@ -11,7 +11,7 @@ from deltawire.engines.staged import PieceChange, changed_elements
 from deltawire.errors import EngineRejected
 from deltawire.format.patches import decode_entry
 from deltawire.format.wire import Entry
-from deltawire.tensors.digest import Digest, TensorKey, runs_digest
+from deltawire.tensors.digest import Digest, TensorKey, from_sums, runs_digest
 from deltawire.tensors.weights import Tensor, torch_view
 from deltawire.workers import Workers
 
@@ -112,11 +112,11 @@ class HostMemory(Memory):
         def one(item: Item) -> Written:
             _, piece, key, change = item
             old, new = (change.new, change.old) if undo else (change.old, change.new)
-            unexpected, low, high = live.put(
+            unexpected, *sums = live.put(
                 self._bits[piece.storage], change.index, old, new, piece.columns,
                 (piece.start, piece.stride), piece.place, key.seed, writes,
             )  # fmt: skip
-            return Written(int(unexpected), Digest(int(low), int(high)))
+            return Written(int(unexpected), from_sums(sums))
 
         return self._workers.map(one, items)
 
@@ -160,14 +160,10 @@ class SplitMemory(Memory):
     def put(self, items: Sequence[Item], *, undo: bool = False, writes: bool = True) -> list[Written]:
         if self._split is None or self._split[0] is not items:
             # Kept, so that what a device has prepared for them is found again.
-            kinds = [self._is_host[item.piece.storage] for item in items]
-            parts = {
-                kind: [item for item, own in zip(items, kinds, strict=True) if own == kind] for kind in self._parts
-            }
-            self._split = items, parts
-        found = {
-            kind: iter(self._parts[kind].put(own, undo=undo, writes=writes)) for kind, own in self._split[1].items()
-        }
+            own = {kind: [each for each in items if self._is_host[each.piece.storage] == kind] for kind in self._parts}
+            self._split = items, own
+        put = {kind: self._parts[kind].put(own, undo=undo, writes=writes) for kind, own in self._split[1].items()}
+        found = {kind: iter(written) for kind, written in put.items()}
         return [next(found[self._is_host[item.piece.storage]]) for item in items]
 
 

@@ -11,48 +11,26 @@ from math import prod
 import torch
 
 from deltawire.engines.layout import Piece
-from deltawire.engines.trace import Copy, Node, Trace, View, torch_dtype
+from deltawire.engines.trace import Copy, Node, Trace, View, not_copied, torch_dtype
 from deltawire.errors import EngineRejected
-from deltawire.tensors.weights import TensorSpec
+from deltawire.tensors.weights import Specs
 
 # Of all tensors together that are computed on loading: more would be felt in a pause.
 MOST_COMPUTED = 1 << 24
-
-
-def plain_pieces(traced: Trace) -> list[Piece]:
-    """The pieces of all tensors, where each must be copied as it is."""
-    pieces = []
-    for copy in traced.copies:
-        found = copy.pieces()
-        if found is None:
-            raise _not_copied(copy)
-        pieces += found
-    return pieces
 
 
 def check_recoverable(traced: Trace) -> None:
     """Refuse a tensor that is neither copied nor cast to a wider dtype: its values could not be read back."""
     for copy in traced.copies:
         if copy.pieces() is None and not _is_widened(copy.node):
-            raise _not_copied(copy)
-
-
-def _not_copied(copy: Copy) -> EngineRejected:
-    return EngineRejected(
-        f"what goes into {copy.storage} is computed from {copy.node.tensor}, not copied: it cannot be changed in place",
-        tensor=copy.node.tensor,
-    )
+            raise not_copied(copy.storage, copy.node.tensor, copy.node.tensor)
 
 
 class Computed:
     """The tensors that a model computes something from when it loads them."""
 
     def __init__(
-        self,
-        traced: Trace,
-        storages: Mapping[str, torch.Tensor],
-        specs: Mapping[str, TensorSpec],
-        before: "Computed | None" = None,
+        self, traced: Trace, storages: Mapping[str, torch.Tensor], specs: Specs, before: "Computed | None" = None
     ) -> None:
         """`before` has the tensors as they were when they were last looked for."""
         self._storages = storages
@@ -177,7 +155,7 @@ def _kept_buffers(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-def left_out(model: torch.nn.Module, traced: Trace, specs: Mapping[str, TensorSpec]) -> list[str]:
+def left_out(model: torch.nn.Module, traced: Trace, specs: Specs) -> list[str]:
     """Tensors that the model's own loading code passes over, and for which there is no parameter either."""
     loaded = {copy.node.tensor for copy in traced.copies}
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}

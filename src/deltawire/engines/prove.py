@@ -113,10 +113,8 @@ class _Prover:
         self._plain: dict[tuple[bool, int], tuple[list[int], str, Any]] = {}
 
     def parameter(self, parameter: Parameter, part: int | None) -> Found:
-        states = {}
-        for decodes in (False, True):
-            states[decodes] = self._state(parameter, part, decodes)
-        return Found(parameter.rank, parameter.name, part, states[False], states[True])
+        prefill, decode = (self._state(parameter, part, decodes) for decodes in (False, True))
+        return Found(parameter.rank, parameter.name, part, prefill, decode)
 
     def _state(self, parameter: Parameter, part: int | None, decodes: bool) -> str:
         """Answers must differ from those before; an expert that no token reached says nothing."""

@@ -31,9 +31,9 @@ class Server:
     def post(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
         return self._request("POST", path, body, timeout)
 
-    def trigger(self, path: str, body: Any = None, timeout: float | None = None) -> None:
+    def trigger(self, path: str, body: Any = None) -> None:
         """POST a request whose response has no content that matters."""
-        self._send("POST", path, body, timeout)
+        self._send("POST", path, body, None)
 
     def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         answer = self._send(method, path, body, timeout)

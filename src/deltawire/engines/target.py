@@ -1,7 +1,8 @@
 """An engine as the target of a replica, with a mirror next to it, or alone where it decodes deltas itself."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,23 +86,20 @@ class EngineTarget(Target):
             self.mirror = None
 
     def about(self) -> dict[str, Any]:
+        now = self._now
         return {
             "engine": {
                 "kind": self.engine.kind,
                 "address": self.engine.address,
-                "boot": None if self._now is None else self._now.boot,
-                "weight_version": None if self._now is None else self._now.version,
+                "boot": None if now is None else now.boot,
+                "weight_version": None if now is None else now.version,
                 "error": self._error,
                 **({"left_out": len(self.engine.left_out)} if self.engine.left_out else {}),
-                **self._quantized(),
+                **({"quantized": now.quantized, "derived": now.derived} if now is not None and now.quantized else {}),
             },
             "pause_seconds": self.pause_seconds,
             "updated": self.updated,
         }
-
-    def _quantized(self) -> dict[str, Any]:
-        now = self._now
-        return {"quantized": now.quantized, "derived": now.derived} if now is not None and now.quantized else {}
 
     def digest(self, tied: Mapping[str, str]) -> Digest | None:
         if self.mirror is not None:
@@ -158,11 +156,9 @@ class EngineTarget(Target):
             raise EngineRejected(
                 "the engine cannot decode deltas, since its processes hold parts of tensors: use a mirror"
             )
-        have = mirror.state()
-        patches = None
+        have, patches, is_there = mirror.state(), None, False
         if have is not None and self.engine.in_place:
             patches = anchor.patches_from(mirror.weights(), state.digest, LITTLE)
-        is_there = False
         if have is not None and patches is not None and self._open(mirror) and self._is_at(have, state):
             is_there = self._switch(EngineChange(have, state, patches, mirror.weights()))
         mirror.load(anchor, state, files, tied)
@@ -171,11 +167,9 @@ class EngineTarget(Target):
 
     def _decodes(self, weights: Weights) -> bool:
         """Whether the engine can do without a mirror for these tensors."""
-        if self.mirror is not None and not self._may_drop:
+        if not self.engine.in_place or (self.mirror is not None and not self._may_drop):
             return False
-        if not self.engine.in_place:
-            return False
-        self._bind({name: spec(weights, name) for name in weights})
+        self._bind(weights)
         if not self.engine.decodes or (self.mirror is not None and not self.engine.on_gpu):
             return False
         self._drop_mirror()
@@ -209,9 +203,8 @@ class EngineTarget(Target):
 
     def _open(self, mirror: Target) -> bool:
         """Bind the engine to the mirror's tensors. False if it takes no changes in place."""
-        weights = mirror.weights()
         if self.engine.in_place:
-            self._bind({name: spec(weights, name) for name in weights})
+            self._bind(mirror.weights())
         return self.engine.in_place
 
     def _is_bound(self) -> bool:
@@ -222,10 +215,10 @@ class EngineTarget(Target):
             self._opened = None if bound is None else (boot, dict(bound))
         return self._opened is not None
 
-    def _bind(self, specs: Mapping[str, TensorSpec]) -> None:
+    def _bind(self, weights: Weights) -> None:
         """Have the engine find its places, after it was restarted or when the tensors have changed."""
         self.refresh()
-        wanted = self._now.boot if self._now else "", dict(specs)
+        wanted = self._now.boot if self._now else "", {name: spec(weights, name) for name in weights}
         if self._opened != wanted:
             self._opened = None
             self.engine.bind(wanted[1])
@@ -252,7 +245,7 @@ class EngineTarget(Target):
 
     def _load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> None:
         """Give the engine these weights, whatever it has now."""
-        self._bind({name: spec(weights, name) for name in weights})
+        self._bind(weights)
         try:
             if self._digest(weights) == state.digest:
                 self.engine.mark(state)
@@ -278,17 +271,8 @@ class EngineTarget(Target):
                 self.mirror.close()
 
 
-class _OnlyInEngine(Mapping[str, Any]):
+class _OnlyInEngine(UserDict[str, Any]):
     """The names of weights that only an engine has."""
-
-    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
-        self._specs = specs
 
     def __getitem__(self, name: str) -> Any:
         raise EngineRejected(f"only the engine has {name}: there is no mirror to read it from", tensor=name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)

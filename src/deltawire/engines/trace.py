@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltawire.engines.layout import Piece, pieces_of_copy
+from deltawire.engines.layout import Dim, Piece, merged_dims, pieces_of_copy
 from deltawire.errors import EngineRejected
 from deltawire.tensors.weights import TensorSpec
 
@@ -22,7 +22,6 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset in a storage."""
 Fill = tuple[str, View, Any]
 """A part of a storage, and the value that it is filled with."""
-Dim = tuple[int, int, int]
 
 # Operations whose result has the same elements in the same order.
 _SAME = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
@@ -149,9 +148,12 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         origin = next(filter(None, map(self._origin, given)), None)
         self.last = origin or self.last
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            self._refuse_value(args[0])
-        elementwise = len(given) == 1 and args and args[0] is given[0] and _is_elementwise(func)
+        value_of = self._storage_of(args[0]) if func is torch.ops.aten._local_scalar_dense.default else None
+        if value_of is not None and args[0].is_floating_point():
+            # A number from a parameter would be that of now, also after the parameter has changed.
+            raise not_in_place(f"what {self.last} is loaded as depends on the value of {value_of}", self.last)
+        is_same_each_time = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+        elementwise = is_same_each_time and len(given) == 1 and args and args[0] is given[0]
         if func._schema.is_mutable:
             if self._write(func, args, kwargs, origin, elementwise):
                 return args[0]
@@ -191,8 +193,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
 
     def _loaded(self, part: torch.Tensor) -> torch.Tensor | None:
         """What was loaded into a part of a parameter before; None if nothing was, or not into this very part."""
-        storage = self._storages.get(part.untyped_storage().data_ptr())
-        found = None if storage is None else self.written.get((storage[0], _view(part)))
+        found = self.written.get((self._storage_of(part) or "", _view(part)))
         if found is None or len(found) > 1:
             return None
         (copy,) = found.values()
@@ -204,19 +205,9 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         self._alive.append(flat)
         return flat.as_strided(*copy.source)
 
-    def _cast(self, source: torch.Tensor, node: Node, dtype: torch.dtype) -> torch.Tensor:
-        if source.dtype == dtype:
-            return source
-        return self._made(torch.ops.aten._to_copy.default, source, node, (), {"dtype": dtype})
-
-    def _refuse_value(self, tensor: torch.Tensor) -> None:
-        """A number from a parameter would be that of now, also after the parameter has changed."""
-        storage = None if tensor.is_meta else self._storages.get(tensor.untyped_storage().data_ptr(), (None,))[0]
-        if storage is not None:
-            raise EngineRejected(
-                f"what {self.last} is loaded as depends on the value of {storage}: it cannot be changed in place",
-                tensor=self.last,
-            )
+    def _storage_of(self, tensor: torch.Tensor) -> str | None:
+        """The storage that a tensor is a part of, if that is one of the model's."""
+        return None if tensor.is_meta else self._storages.get(tensor.untyped_storage().data_ptr(), (None,))[0]
 
     def _origin(self, tensor: torch.Tensor) -> str | None:
         """The tensor of the checkpoint that this is, or is computed from."""
@@ -233,7 +224,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for to in filter(torch.is_tensor, tree_leaves((outputs, kwargs.get("out")))):
-            storage = None if to.is_meta else self._storages.get(to.untyped_storage().data_ptr(), (None,))[0]
+            storage = self._storage_of(to)
             node = self._nodes.get(_identity(to)) if to.is_meta else None
             if func is torch.ops.aten.copy_.default and args[1].is_meta and not to.is_meta:
                 self._copied(to, args[1])
@@ -251,15 +242,10 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
                 self._copied(to, self._made(func, loaded, self._nodes[_identity(loaded)], args[1:], kwargs))
                 return True
             if node is not None:
-                raise EngineRejected(
-                    f"{origin} is changed by {func} before it is copied: it cannot be changed in place", tensor=origin
-                )
+                raise not_in_place(f"{origin} is changed by {func} before it is copied", origin)
             if storage is not None or (origin is not None and not to.is_meta):
-                raise EngineRejected(
-                    f"{origin or self.last} goes into {storage or 'the model'} by {func}, not by a copy: it cannot be "
-                    "changed in place",
-                    tensor=origin or self.last,
-                )
+                name = origin or self.last
+                raise not_in_place(f"{name} goes into {storage or 'the model'} by {func}, not by a copy", name)
             if origin is not None:
                 self._lost.setdefault(_identity(to), origin)
                 self._alive.append(to)
@@ -272,26 +258,24 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         storage, dtype = self._storages.get(to.untyped_storage().data_ptr(), (None, None))
         if node is None:
             origin = self._origin(source)
-            raise EngineRejected(
-                f"what goes into {storage or 'the model'} is computed from {origin or 'something else'}, not copied: "
-                "it cannot be changed in place",
-                tensor=origin or self.last,
-            )
+            raise not_copied(storage or "the model", origin or "something else", origin or self.last)
         if storage is None:
             raise EngineRejected(f"{node.tensor} goes to memory that is no parameter of the model", tensor=node.tensor)
         if to.shape != source.shape or to.dtype != dtype:
-            raise EngineRejected(
-                f"{node.tensor} is {source.dtype} {list(source.shape)} in the checkpoint and {to.dtype} "
-                f"{list(to.shape)} in {storage}: it cannot be changed in place",
-                tensor=node.tensor,
-            )
-        source = self._cast(source, node, to.dtype)
+            here, there = f"{source.dtype} {list(source.shape)}", f"{to.dtype} {list(to.shape)}"
+            raise not_in_place(f"{node.tensor} is {here} in the checkpoint and {there} in {storage}", node.tensor)
+        if source.dtype != to.dtype:
+            source = self._made(torch.ops.aten._to_copy.default, source, node, (), {"dtype": to.dtype})
         copy = Copy(self._nodes[_identity(source)], _view(source), storage, _view(to))
         self.written.setdefault((storage, copy.to), {})[node.tensor] = copy
 
 
-def _is_elementwise(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+def not_in_place(problem: str, tensor: str | None) -> EngineRejected:
+    return EngineRejected(f"{problem}: it cannot be changed in place", tensor=tensor)
+
+
+def not_copied(storage: str, source: str, tensor: str) -> EngineRejected:
+    return not_in_place(f"what goes into {storage} is computed from {source}, not copied", tensor)
 
 
 def _repeated(func: Any, args: Any, kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -306,10 +290,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Callable[[torch.Tensor], tor
 
 
 def _through(dims: list[Dim], offset: int, view: View) -> tuple[list[Dim], int] | None:
-    """Dimensions and an offset in a contiguous copy of a view, as those in what the view is of; None if they are none.
-
-    Each dimension has a size, a stride, and a stride elsewhere.
-    """
+    """Dimensions and an offset in a contiguous copy of a view, as those in what it is a view of; None for others."""
     axes, place = [], 1
     for size, near in reversed(list(zip(view[0], view[1], strict=True))):
         if size > 1:
@@ -319,7 +300,7 @@ def _through(dims: list[Dim], offset: int, view: View) -> tuple[list[Dim], int] 
     reach = [offset // place % size for size, place, _ in axes]
     start = view[2] + sum(digit * near for digit, (_, _, near) in zip(reach, axes, strict=True))
     found: list[Dim] = []
-    for number, stride, far in _merged(dims):
+    for number, stride, far in merged_dims(dims):
         at = next((i for i, (size, place, _) in enumerate(axes) if stride < place * size), None)
         if number > 1 and (at is None or stride == 0 or stride % axes[at][1]):
             return None
@@ -340,17 +321,6 @@ def _through(dims: list[Dim], offset: int, view: View) -> tuple[list[Dim], int] 
             reach[at] = (each - 1) * step
             number, far, stride, at = number // each, far * each, place * size, at + 1
     return found, start
-
-
-def _merged(dims: list[Dim]) -> list[Dim]:
-    """Dimensions without those that go on where the next one ends."""
-    merged: list[Dim] = []
-    for size, near, far in dims:
-        if merged and merged[-1][1:] == (near * size, far * size):
-            merged[-1] = merged[-1][0] * size, near, far
-        else:
-            merged.append((size, near, far))
-    return merged
 
 
 def _view(tensor: torch.Tensor) -> View:

@@ -110,10 +110,8 @@ def store_of(hop: StoredHop, store: Store) -> Store:
     try:
         return open_store(hop.at)
     except ValueError as error:
-        raise ObjectMissing(
-            f"{hop} is at {redacted(hop.at)}, which cannot be opened here ({error}): give the checkpoint as base",
-            url=redacted(hop.at),
-        ) from None
+        problem = f"{hop} is at {redacted(hop.at)}, which cannot be opened here ({error}): give the checkpoint as base"
+        raise ObjectMissing(problem, url=redacted(hop.at)) from None
 
 
 def download_object(store: Store, stored: StoredObject, folder: Path, progress: Callable[[int], None]) -> None:

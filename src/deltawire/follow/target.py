@@ -97,12 +97,9 @@ class MemoryTarget(Target):
     """
 
     def __init__(
-        self,
-        weights: Weights | Callable[[], Weights],
-        *,
-        dtype: DTypeChoice = None,
+        self, weights: Weights | Callable[[], Weights], *, dtype: DTypeChoice = None,
         make: Callable[[str, DType, Shape], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._read = weights if callable(weights) else lambda: weights
         self._owned = weights if isinstance(weights, MutableMapping) and not weights else None
         """The dictionary if it was empty: its names then follow those of the run."""

@@ -197,14 +197,9 @@ def name_shards(groups: list[dict[str, TensorSpec]]) -> dict[str, dict[str, Tens
 
 
 def write_checkpoint(
-    path: Path,
-    shards: Mapping[str, Specs],
-    metadata: Mapping[str, str],
-    bits_of: Callable[[str], Bits],
-    *,
-    extra_files: Sequence[Path] = (),
-    check: Callable[[], None] = lambda: None,
-) -> None:
+    path: Path, shards: Mapping[str, Specs], metadata: Mapping[str, str], bits_of: Callable[[str], Bits], *,
+    extra_files: Sequence[Path] = (), check: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Write a checkpoint tensor by tensor. It appears at `path` once all is written and `check` did not raise."""
     if path.suffix == ".safetensors":
         (specs,) = shards.values()

@@ -165,19 +165,10 @@ def diff(
 
 
 def diff_into(
-    add: Callable[[Entry], None],
-    old: Weights,
-    new: Weights,
-    *,
-    encoding: EncodingChoice = "auto",
-    dtype: DTypeChoice = None,
-    tied: Ties | None = None,
-    run: str = "",
-    version: int = 1,
-    base_version: int = 0,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> DeltaInfo:
+    add: Callable[[Entry], None], old: Weights, new: Weights, *, encoding: EncodingChoice = "auto",
+    dtype: DTypeChoice = None, tied: Ties | None = None, run: str = "", version: int = 1, base_version: int = 0,
+    threads: int | None = None, progress: Progress | None = None,
+) -> DeltaInfo:  # fmt: skip
     """Like `diff`, but pass each entry to `add` as soon as it is encoded."""
     allowed = allowed_encodings(encoding)
     old, new = mapping_of(old), mapping_of(new)

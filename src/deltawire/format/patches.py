@@ -50,16 +50,9 @@ class Patch:
 
 
 def encode_box(
-    name: str,
-    dtype: DType,
-    old: Elements,
-    new: Elements,
-    box: Box,
-    allowed: list[str],
-    workers: Workers = SERIAL,
-    tile_log2: int | None = None,
-    known: Known | None = None,
-) -> tuple[Entry | None, Digest]:
+    name: str, dtype: DType, old: Elements, new: Elements, box: Box, allowed: list[str], workers: Workers = SERIAL,
+    tile_log2: int | None = None, known: Known | None = None,
+) -> tuple[Entry | None, Digest]:  # fmt: skip
     """Encode the changes in a box of a tensor, and what they add to the digest; `old` and `new` hold only the box."""
     key = tensor_key(name, dtype, box.full)
     gains: list[Digest] = []
@@ -84,10 +77,8 @@ def decode_entry(entry: Entry, old: Tensor | None, workers: Workers = SERIAL) ->
 def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers = SERIAL) -> Patch | None:
     """Decode the part of an entry that lies in a shard, from the shard's own old bits; None if there is no overlap."""
     if part.full != entry.box.full:
-        raise ShapeMismatch(
-            f"the shard of {entry.name} is of a tensor of shape {list(part.full)}, not {list(entry.box.full)}",
-            tensor=entry.name, expected=list(entry.box.full), actual=list(part.full),
-        )  # fmt: skip
+        problem = f"the shard of {entry.name} is of a tensor of shape {list(part.full)}, not {list(entry.box.full)}"
+        raise ShapeMismatch(problem, tensor=entry.name, expected=list(entry.box.full), actual=list(part.full))
     if shard is not None and (shard.dtype, shard.shape) != (entry.dtype, part.shape):
         raise ShapeMismatch(
             f"the shard of {entry.name} is {describe(shard.dtype, shard.shape)}, "
@@ -149,10 +140,8 @@ def check_spec(entry: Entry, spec: TensorSpec) -> None:
     """Check the dtype and shape of a target's tensor against those of an entry."""
     if spec != (entry.dtype.name, entry.box.full):
         expected, actual = describe(entry.dtype, entry.box.full), f"{spec[0]} {list(spec[1])}"
-        raise ShapeMismatch(
-            f"{entry.name} is {actual}, the delta was made for {expected}",
-            tensor=entry.name, expected=expected, actual=actual,
-        )  # fmt: skip
+        problem = f"{entry.name} is {actual}, the delta was made for {expected}"
+        raise ShapeMismatch(problem, tensor=entry.name, expected=expected, actual=actual)
 
 
 def describe(dtype: DType, shape: Shape) -> str:

@@ -41,10 +41,8 @@ class Replay:
         self._before = self._after = Digest()
         for before, after in pairwise(deltas):
             if (before.version, before.digest) != (after.base_version, after.base_digest):
-                raise BrokenChain(
-                    f"the delta to version {after.version} does not start where the one to {before.version} ends",
-                    version=after.version,
-                )
+                problem = f"the delta to version {after.version} does not start where the one to {before.version} ends"
+                raise BrokenChain(problem, version=after.version)
         # For each tensor, one list of entries per delta that changes it.
         self._entries: dict[str, list[list[Entry]]] = {}
         for delta in deltas:
@@ -106,10 +104,8 @@ class Replay:
             check_base(self.deltas[0].info, before)
             check_reached(self.deltas[-1].info, after)
         if after != expected:
-            raise DigestMismatch(
-                f"the weights have digest {after}, not {expected} as they should",
-                expected=str(expected), actual=str(after),
-            )  # fmt: skip
+            problem = f"the weights have digest {after}, not {expected} as they should"
+            raise DigestMismatch(problem, expected=str(expected), actual=str(after))
 
     def verify(self, expected: Digest) -> None:
         """Compute all tensors and check the digests, without keeping them."""

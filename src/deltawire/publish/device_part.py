@@ -17,12 +17,12 @@ from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena, Begun, Pieces
 from deltawire.kernels.gpu.compare import BLOCK
-from deltawire.kernels.gpu.sums import Runs, box_sum
+from deltawire.kernels.gpu.sums import Runs, box_sum, signed
 from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
 from deltawire.publish.memory import Memory
 from deltawire.publish.sources import ModuleWeights
 from deltawire.tensors.boxes import Box, Shape
-from deltawire.tensors.digest import Digest, tensor_key
+from deltawire.tensors.digest import Digest, from_sums, tensor_key
 from deltawire.tensors.dtypes import Bits, DType
 from deltawire.tensors.weights import torch_view
 
@@ -129,16 +129,9 @@ class Part:
             )
             for name, tensor, first in zip(names, tensors, self._arena.first_blocks, strict=True)
         }  # fmt: skip
-        seeds = np.array([held.seed for held in self.held.values()], np.uint64).view(np.int64)
-        tensor_rows = np.array(
-            [
-                (held.first_block, held.num_elements, 0, seed, *held.runs)
-                for held, seed in zip(self.held.values(), seeds, strict=True)
-            ],
-            np.int64,
-        )
+        rows = [(each.first_block, each.num_elements, 0, signed(each.seed), *each.runs) for each in self.held.values()]
         # All chunks follow each other without a gap.
-        self._chunks = Chunks(np.arange(len(names)), tensor_rows).split(np.full(len(names), CHUNK_LOG2))
+        self._chunks = Chunks(np.arange(len(names)), np.array(rows, np.int64)).split(np.full(len(names), CHUNK_LOG2))
         edges = np.append(self._chunks.first_blocks, self._arena.num_blocks)
         self._chunk_edges = torch.from_numpy(edges).to(self._device)
         self._small: dict[str, Bits] | None = None
@@ -262,7 +255,7 @@ class Part:
     def digest(self, name: str) -> Digest:
         held = self.held[name]
         with self._alone():
-            return as_digest(box_sum(self._kept(name), held.seed, held.runs).cpu().numpy())
+            return from_sums(box_sum(self._kept(name), held.seed, held.runs).tolist())
 
     def num_changed(self, record: kernels.Record) -> dict[str, Numbers]:
         """The number of changes in each chunk, for each tensor."""
@@ -355,7 +348,7 @@ class _Batch:
         gains, *lengths = np.split(torch.cat(numbers).cpu().numpy(), np.cumsum([*map(len, numbers)])[:-1])
         sizes = dict(zip(rows, lengths, strict=False))
         for tensor, some in split.by_tensor():
-            self.gains[tensor] += as_digest(gains.reshape(-1, 2)[some].sum(0))
+            self.gains[tensor] += from_sums(gains.reshape(-1, 2)[some].sum(0))
             for each, streams in self.streams.items():
                 streams[tensor].sizes += sizes[each][some].tolist()
         # Streams of the encoding that is the smaller one for each tensor here: mostly that is the same for all.
@@ -397,8 +390,3 @@ def single_stride(box: Box) -> Runs | None:
     if len(strides) > 1:
         return None
     return Runs(length, int(strides[0]) if len(strides) else length, int(starts[0]))
-
-
-def as_digest(sums: npt.NDArray[np.int64]) -> Digest:
-    low, high = sums.reshape(2).view(np.uint64)
-    return Digest(int(low), int(high))

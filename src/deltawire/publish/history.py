@@ -415,10 +415,8 @@ class History:
             box_now = box_now or Box.whole(now[1])
             if box != box_now:
                 expected, actual = f"{expected} {box.place}", f"{actual} {box_now.place}"
-            raise ShapeMismatch(
-                f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start over",
-                tensor=name, expected=expected, actual=actual,
-            )  # fmt: skip
+            problem = f"{name} was {expected} and is now {actual}: call publish(anchor=True) to start over"
+            raise ShapeMismatch(problem, tensor=name, expected=expected, actual=actual)
 
 
 class TensorAt:

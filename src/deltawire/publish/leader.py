@@ -259,14 +259,9 @@ class Leader:
         return hop
 
     def _write_delta(
-        self,
-        version: int,
-        call: int,
-        base: Committed,
-        model: Model,
-        expected: Digest | None = None,
+        self, version: int, call: int, base: Committed, model: Model, expected: Digest | None = None,
         threads: int | None = None,
-    ) -> tuple[StoredHop, dict[str, float]]:
+    ) -> tuple[StoredHop, dict[str, float]]:  # fmt: skip
         started = time.perf_counter()
         answers = self._round("encode", base=base.call, call=call, threads=threads)
         encoded, check_seconds = time.perf_counter(), max(answer["check_seconds"] for answer in answers)
@@ -312,14 +307,9 @@ class Leader:
         folder = upload.anchor_folder(version)
         shards, files = self._lay_out(model)
         upload.check_count(len(shards))
-        answers = self._round(
-            "write",
-            call=call,
-            folder=folder,
-            files=files,
-            boxes=_boxes_by_name(answers),
-            metadata={"format": "pt"} | anchor_info(self._run.id, version, state, model.num_elements, model.tied),
-        )
+        info = {"format": "pt"} | anchor_info(self._run.id, version, state, model.num_elements, model.tied)
+        boxes = _boxes_by_name(answers)
+        answers = self._round("write", call=call, folder=folder, files=files, boxes=boxes, metadata=info)
         objects = self._count((*objects_from(answers), *upload.put_index(self._run.store, folder, shards)))
         seconds = {"encode_seconds": measured - started, "upload_seconds": time.perf_counter() - measured}
         return upload.anchor_hop(version, state, (*objects, *self.hops.extra_files), model.specs), model, seconds
@@ -362,10 +352,8 @@ def check_steps(call: int, answers: list[Message]) -> None:
     for rank, answer in enumerate(answers):
         if first is not None and answer["step"] not in (None, first):
             reason = f"its {call}. call of publish was for step {answer['step']}, that of rank 0 for step {first}"
-            raise RankFailed(
-                f"rank {rank}: {reason}; all must call it equally often, so make new publishers",
-                rank=rank, reason=reason,
-            )  # fmt: skip
+            problem = f"rank {rank}: {reason}; all must call it equally often, so make new publishers"
+            raise RankFailed(problem, rank=rank, reason=reason)
 
 
 def add_up(answers: list[Message]) -> tuple[Model, Digest]:
@@ -375,10 +363,8 @@ def add_up(answers: list[Message]) -> tuple[Model, Digest]:
         differing = {name for name in specs.keys() | answer["specs"] if specs.get(name) != answer["specs"].get(name)}
         if differing:
             name = min(differing)
-            raise ShapeMismatch(
-                f"{name} is not the same tensor on rank 0 and on rank {rank}: give all ranks the same model",
-                tensor=name,
-            )
+            problem = f"{name} is not the same tensor on rank 0 and on rank {rank}: give all ranks the same model"
+            raise ShapeMismatch(problem, tensor=name)
     model = Model({name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()}, answers[0]["tied"])
     for name, boxes in _boxes_by_name(answers).items():
         num_held, num_elements = sum(prod(shape) for _, _, shape in boxes), prod(model.specs[name][1])

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -61,17 +61,10 @@ class BasePublisher:
     """What Publisher and ShardedPublisher have in common."""
 
     def __init__(
-        self,
-        run: Run,
-        name: str | None,
-        ranks: Alone,
-        worker: Worker,
-        settings: Settings,
-        find_files: Callable[[], list[Path]],
-        *,
-        coalesces: bool = False,
+        self, run: Run, name: str | None, ranks: Alone, worker: Worker, settings: Settings,
+        find_files: Callable[[], list[Path]], *, coalesces: bool = False,
         reference: Callable[[], Reference] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run = run
         self.version: int | None = None
         """The last version that was committed."""
@@ -445,11 +438,8 @@ class BasePublisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
         # The error that ended the block goes first; a failed version was logged.
-        with suppress(Exception):
+        with nullcontext() if kind is None else suppress(Exception):
             self.close()
 
 

@@ -20,7 +20,7 @@ from deltawire.publish.history import History
 from deltawire.publish.sources import TORCH_NAMES, is_wide, lies_on_gpu, local_part
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box, Shape
-from deltawire.tensors.digest import Digest, box_digest, tensor_key
+from deltawire.tensors.digest import Digest, box_digest, from_sums, tensor_key
 from deltawire.tensors.dtypes import DType
 from deltawire.tensors.weights import Tensor, Weights, is_torch
 from deltawire.workers import SERIAL, Workers
@@ -81,12 +81,8 @@ class Recheck:
         if not self._share:
             return {}
         sources = _sources(history)
-
-        def one(name: str) -> Digest:
-            return _measured_now(weights, name, sources[name], history)
-
-        names = list(sources)
-        found = dict(zip(names, workers.map(one, names), strict=True))
+        digests = workers.map(lambda name: _measured_now(weights, name, sources[name], history), sources)
+        found = dict(zip(sources, digests, strict=True))
         for name, source in sources.items():
             if found[name] != found[source]:
                 raise _mismatch(name, source)
@@ -203,11 +199,10 @@ def _hashed(value: Any, name: str, dtype: DType, box: Box) -> Digest:
         flat = value.reshape(-1).view(torch.uint8)
         if flat.is_cuda and box.is_whole and find_spec("triton") is not None:
             from deltawire.kernels.gpu.sums import SIGNED, box_sum
-            from deltawire.publish.device_part import as_digest
 
             # A stream of its own, not to wait for the work on the trainer's.
             with torch.cuda.stream(torch.cuda.Stream(flat.device)):
-                return as_digest(box_sum(flat.view(SIGNED[dtype.itemsize]), int(key.seed)).cpu().numpy())
+                return from_sums(box_sum(flat.view(SIGNED[dtype.itemsize]), int(key.seed)).tolist())
         value = flat.cpu().numpy()
     bits = np.ascontiguousarray(value).reshape(-1).view(dtype.unsigned)
     return box_digest(key, box, bits, SERIAL)

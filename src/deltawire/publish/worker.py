@@ -217,8 +217,8 @@ class Worker:
         # A delta without changes has one part, and rank 0 writes it.
         if info["num_changed"] == 0 and self._ranks.rank == 0:
             groups = [[]]
-        number = first[self._ranks.rank]
-        stored = put_parts(self._store, info_from(info), groups, names, number)
+        digests = {name: Digest.parse(info[name]) for name in ("base_digest", "digest")}
+        stored = put_parts(self._store, DeltaInfo(**info | digests), groups, names, first[self._ranks.rank])
         return {"objects": [asdict(each) for each in stored]}
 
     def measure(self, call: int, threads: int | None = None) -> Message:
@@ -306,8 +306,3 @@ def objects_from(answers: list[Message]) -> Objects:
 
 def info_message(info: DeltaInfo) -> Message:
     return {**asdict(info), "base_digest": str(info.base_digest), "digest": str(info.digest)}
-
-
-def info_from(message: Message) -> DeltaInfo:
-    digests = {name: Digest.parse(message[name]) for name in ("base_digest", "digest")}
-    return DeltaInfo(**message | digests)

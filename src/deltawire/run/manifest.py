@@ -108,10 +108,8 @@ class Manifest:
         for name, to in self.tied.items():
             if name in own or to not in known:
                 what = f"{name!r} has weights of its own" if name in own else f"there is no {to!r}"
-                raise CorruptObject(
-                    f"version {self.version} says that {name!r} is tied to {to!r}, but {what}",
-                    tensor=name, version=self.version,
-                )  # fmt: skip
+                problem = f"version {self.version} says that {name!r} is tied to {to!r}, but {what}"
+                raise CorruptObject(problem, tensor=name, version=self.version)
 
 
 def manifest_bytes(manifest: Manifest, sign: Sign | None = None) -> bytes:

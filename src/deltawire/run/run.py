@@ -66,16 +66,16 @@ class Run:
     def id(self) -> str:
         """The run's id, from `run.json`."""
         if self._id is None:
+            url = self.store.url
             try:
                 found = self._read(keys.RUN_KEY, documents.read_run)
             except errors.ObjectMissing:
-                raise errors.ObjectMissing(
-                    f"there is no run at {self.store.url}: publish to it first, or check the URL", url=self.store.url
-                ) from None
+                problem = f"there is no run at {url}: publish to it first, or check the URL"
+                raise errors.ObjectMissing(problem, url=url) from None
             if self.expected not in (None, found):
                 raise errors.RunMismatch(
-                    f"{self.store.url} holds run {found}, not {self.expected}: check the URL, or name the run that is "
-                    "there. Nothing was fetched",
+                    f"{url} holds run {found}, not {self.expected}: check the URL, or name the run that is there. "
+                    "Nothing was fetched",
                     expected=self.expected, actual=found,
                 )  # fmt: skip
             self._id = found
@@ -103,9 +103,8 @@ class Run:
             self._create(keys.RUN_KEY, data)
         except errors.Conflict:
             if name is not None and self.id != name:
-                raise errors.Conflict(
-                    f"{self.store.url} holds run {self.id}, not {name}", expected=name, actual=self.id
-                ) from None
+                problem = f"{self.store.url} holds run {self.id}, not {name}"
+                raise errors.Conflict(problem, expected=name, actual=self.id) from None
 
     def versions(self, after: int = -1) -> list[int]:
         """All versions later than `after`, in order."""
@@ -172,9 +171,8 @@ class Run:
         try:
             manifest = self._read(keys.manifest_key(version), documents.read_manifest)
         except errors.ObjectMissing:
-            raise errors.ObjectMissing(
-                f"version {version} does not exist in {self.store.url}, or was removed", version=version
-            ) from None
+            problem = f"version {version} does not exist in {self.store.url}, or was removed"
+            raise errors.ObjectMissing(problem, version=version) from None
         if (manifest.run, manifest.version) != (self.id, version):
             if manifest.run != self.id and self._read(keys.RUN_KEY, documents.read_run) == manifest.run:
                 raise errors.RunMismatch(
@@ -182,10 +180,8 @@ class Run:
                     "again with fresh weights or an empty folder",
                     expected=self.id, actual=manifest.run,
                 )  # fmt: skip
-            raise errors.CorruptObject(
-                f"the manifest of version {version} is about version {manifest.version} of run {manifest.run}",
-                version=version,
-            )
+            about = f"version {manifest.version} of run {manifest.run}"
+            raise errors.CorruptObject(f"the manifest of version {version} is about {about}", version=version)
         self._remember(manifest)
         return manifest
 
@@ -209,9 +205,8 @@ class Run:
         except errors.ObjectMissing:
             run, hop = self.id, self.manifest(version).hop
         if (run, hop.version, hop.base) != (self.id, version, base):
-            raise errors.BrokenChain(
-                f"{hop_text(ListedHop(version, base, 0))} is not part of the chain", version=version
-            )
+            named = hop_text(ListedHop(version, base, 0))
+            raise errors.BrokenChain(f"{named} is not part of the chain", version=version)
         return hop
 
     def hops(self, after: int = -1) -> list[ListedHop]:

@@ -100,16 +100,12 @@ class Box:
 
     def intersection(self, other: "Box") -> "Box | None":
         """The overlap of two boxes of one tensor; None if there is none."""
-        starts = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
-        stops = [
-            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        ]
+        starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        stops = (min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True))
         shape = tuple(max(stop - start, 0) for start, stop in zip(starts, stops, strict=True))
-        return Box(self.full, tuple(starts), shape) if prod(shape) else None
+        return Box(self.full, starts, shape) if prod(shape) else None
 
     def slices_in(self, outer: "Box") -> tuple[slice, ...]:
         """The slices of this box in an array that holds the box `outer`."""
-        return tuple(
-            slice(start - base, start - base + size)
-            for start, size, base in zip(self.offset, self.shape, outer.offset, strict=True)
-        )
+        begins = (start - base for start, base in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True))

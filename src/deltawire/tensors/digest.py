@@ -6,7 +6,7 @@ sum over its tensors. Because it is a sum, shards add up to the whole in any ord
 difference of its own elements.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -56,6 +56,12 @@ class Digest:
         if len(text) != 32 or set(text) - set("0123456789abcdef"):
             raise CorruptObject(f"{text[:64]!r} is not a digest: expected 32 hexadecimal digits")
         return cls(int(text[16:], 16), int(text[:16], 16))
+
+
+def from_sums(sums: Iterable[Any]) -> Digest:
+    """The two sums of a kernel as a digest, whatever their sign."""
+    low, high = sums
+    return Digest(int(low) & _WORD, int(high) & _WORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +114,9 @@ def runs_digest(key: TensorKey, starts: Positions, length: int, bits: Elements, 
     def part(at: int) -> Digest:
         if is_single:
             stretch = bits[at : at + step]
-            low, high = sum_runs(stretch, starts + at, len(stretch), key.seed)
-        else:
-            low, high = sum_runs(bits[at * length : (at + step) * length], starts[at : at + step], length, key.seed)
-        return Digest(int(low), int(high))
+            return from_sums(sum_runs(stretch, starts + at, len(stretch), key.seed))
+        some = bits[at * length : (at + step) * length]
+        return from_sums(sum_runs(some, starts[at : at + step], length, key.seed))
 
     return sum(workers.map(part, range(0, length if is_single else len(starts), step)), Digest())
 
@@ -120,8 +125,7 @@ def change_digest(key: TensorKey, positions: Positions, old: Bits, new: Bits) ->
     """What the digest of a tensor gains when the elements at `positions` change from `old` to `new` bits."""
     from deltawire.kernels.cpu.sums import sum_change
 
-    low, high = sum_change(old, new, positions, key.seed)
-    return Digest(int(low), int(high))
+    return from_sums(sum_change(old, new, positions, key.seed))
 
 
 def tensor_digest(name: str, tensor: Tensor, workers: Workers = SERIAL) -> Digest:

@@ -225,19 +225,16 @@ def _span(value: Any, name: str) -> tuple[str, int, int, str]:
 
 def check_writable(name: str, value: Any) -> None:
     """Reject tensors that `write` cannot change in place."""
-    if is_torch(value):
+    value, of_torch = _array(value), is_torch(value)
+    if of_torch:
         check_plain(name, value)
-    value = _array(value)
-    contiguous = value.is_contiguous() if is_torch(value) else value.flags.c_contiguous
-    if not contiguous:
+    if not (value.is_contiguous() if of_torch else value.flags.c_contiguous):
         raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
-    if is_torch(value):
-        if value.is_neg():
-            raise ValueError(f"{name} is the negative of another tensor's memory; pass a copy, with resolve_neg()")
-        return
-    if not value.flags.writeable:
+    if of_torch and value.is_neg():
+        raise ValueError(f"{name} is the negative of another tensor's memory; pass a copy, with resolve_neg()")
+    if not of_torch and not value.flags.writeable:
         raise ValueError(f"{name} is read-only; pass an array that can be changed")
-    if not value.dtype.isnative:
+    if not of_torch and not value.dtype.isnative:
         raise ValueError(f"{name} is in the other byte order; pass an array in this machine's")
 
 

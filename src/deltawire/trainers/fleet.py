@@ -96,14 +96,9 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        run: Run,
-        engines: Mapping[str, EngineChoice],
-        *,
-        mirrors: str | Path | None = None,
-        public_key: str | None = None,
-        poll_seconds: float = 1.0,
-    ) -> None:
+        self, run: Run, engines: Mapping[str, EngineChoice], *, mirrors: str | Path | None = None,
+        public_key: str | None = None, poll_seconds: float = 1.0,
+    ) -> None:  # fmt: skip
         self._changed = threading.Condition()
         self._connections: dict[str, _Here | _Elsewhere] = {}
         self._errors: dict[str, str | None] = {}

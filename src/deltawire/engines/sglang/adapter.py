@@ -20,7 +20,7 @@ from secrets import token_hex
 from typing import Any, ClassVar
 
 from deltawire.engines.engine import EngineChange, EngineDelta, Served
-from deltawire.engines.http_engine import HttpEngine, refuse, spec_fields, version_of
+from deltawire.engines.http_engine import HttpEngine, refuse, spec_fields
 from deltawire.engines.sglang.ranks import Ranks
 from deltawire.engines.sglang.releases import About, about
 from deltawire.errors import EngineBroken, EngineRejected
@@ -74,13 +74,11 @@ class SglangEngine(HttpEngine):
             known = state is not None and version == str(state.version)
             return Served("", (state if known else None,), version, interrupted=self._mixed)
         statuses = self._ranks.statuses() or []
-        states = tuple(version_of(each) for each in statuses) or (None,)
+        states = tuple(WeightVersion.parse(each["state"]) for each in statuses) or (None,)
         # Weights are written first, and named then.
         unnamed = states[0] is not None and version != str(states[0].version)
-        busy = any(each["busy"] for each in statuses)
-        return Served(
-            "-".join(each["boot"] for each in statuses), states, version, interrupted=busy or unnamed or self._mixed
-        )
+        busy, boot = any(each["busy"] for each in statuses), "-".join(each["boot"] for each in statuses)
+        return Served(boot, states, version, interrupted=busy or unnamed or self._mixed)
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> None:
         if self._ranks is None:
@@ -263,7 +261,8 @@ class SglangEngine(HttpEngine):
         started = time.perf_counter()
         self._pause(self.pauses[self._running_requests])
         server = self._about
-        refuses = not server.flushes_while_requests_wait
+        # Since it has sessions, the cache can be emptied while requests that were retracted wait.
+        refuses = not server.has_sessions
         if self._running_requests == "keep" or (refuses and not server.keeps_prefixes):
             return started
         try:

@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 
 from deltawire.disk import locked
-from deltawire.engines.live_weights import Found, LiveModel, error_fields
+from deltawire.engines.live_weights import Found, LiveModel, attempt
 from deltawire.engines.places import Computed, check_covered, check_recoverable
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
@@ -85,11 +85,7 @@ class Worker:
             work()
 
     def _answer(self, folder: Path, call: str, name: str, arguments: Mapping[str, Any]) -> None:
-        result = error = None
-        try:
-            result = self._do(folder, name, **arguments)
-        except Exception as problem:
-            error = error_fields(problem)
+        result, error = attempt(lambda: self._do(folder, name, **arguments))
         self._save_status(folder)
         save_json(folder / f"{call}-rank{self.rank}.json", {**self.status(), "result": result, "error": error})
 

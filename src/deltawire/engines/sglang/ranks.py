@@ -37,20 +37,16 @@ class Ranks:
 
     def connect(self) -> About:
         """Find out how many there are. A server that does not know the loader would end at the first order."""
-        info = self._server.get("/server_info", self._timeout)
+        info, server = self._server.get("/server_info", self._timeout), f"the server at {self._server.url}"
         found = about(info)
         if LOADER not in (info.get("custom_weight_loader") or []):
-            raise EngineRejected(f"the server at {self._server.url} was not started with {FLAG}")
+            raise EngineRejected(f"{server} was not started with {FLAG}")
         for parallel in ("pp_size", "dp_size"):
             if info.get(parallel, 1) != 1:
-                raise EngineRejected(
-                    f"the server at {self._server.url} has {parallel} {info[parallel]}: weights can be "
-                    "changed in place in tensor-parallel ranks only, use mode 'disk'"
-                )
+                where = "weights can be changed in place in tensor-parallel ranks only, use mode 'disk'"
+                raise EngineRejected(f"{server} has {parallel} {info[parallel]}: {where}")
         if info.get("enable_eplb"):
-            raise EngineRejected(
-                f"the server at {self._server.url} moves experts between its ranks: start it without --enable-eplb"
-            )
+            raise EngineRejected(f"{server} moves experts between its ranks: start it without --enable-eplb")
         self.number = int(info.get("tp_size", 1))
         return found
 

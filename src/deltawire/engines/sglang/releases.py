@@ -10,8 +10,7 @@ from deltawire.errors import EngineRejected
 
 FIRST, LAST = (0, 5, 17), (0, 5, 23)
 RUN_WITH = "deltawire needs SGLang 0.5.17 or later, was run with 0.5.17, and has read the source of those up to 0.5.23"
-# Weights change between `/begin_weight_update` and `/end_weight_update` only, and the cache can be emptied while
-# requests that were retracted wait.
+# Weights change between `/begin_weight_update` and `/end_weight_update` only.
 _SESSIONS = (0, 5, 21)
 _log = logging.getLogger(__name__)
 
@@ -24,10 +23,6 @@ class About:
     has_sessions: bool = True
     keeps_prefixes: bool = True
     """Whether what was computed for one request is used for others."""
-
-    @property
-    def flushes_while_requests_wait(self) -> bool:
-        return self.has_sessions
 
 
 def about(info: Mapping[str, Any]) -> About:

@@ -12,10 +12,10 @@ from secrets import token_hex
 from typing import Any, ClassVar
 
 from deltawire.engines.engine import EngineChange, EngineDelta, Served
-from deltawire.engines.http_engine import Answers, HttpEngine, refuse, spec_fields, version_of
+from deltawire.engines.http_engine import Answers, HttpEngine, refuse, spec_fields
 from deltawire.engines.staged import left_out_digests
 from deltawire.engines.token import engine_token
-from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected, EngineUnavailable
+from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.weights import TensorSpec, Weights
 
@@ -53,10 +53,9 @@ class VllmEngine(HttpEngine):
         boot = "-".join(each["boot"] for each in workers)
         quantized = next((each["quantized"] for each in workers if "quantized" in each), None)
         sums = [Digest.parse(each["derived"]) for each in workers if each.get("derived")]
-        return Served(
-            boot, tuple(version_of(each) for each in workers), version, interrupted=held, quantized=quantized,
-            derived=str(sum(sums, Digest())) if sums else None,
-        )  # fmt: skip
+        states = tuple(WeightVersion.parse(each["state"]) for each in workers)
+        derived = str(sum(sums, Digest())) if sums else None
+        return Served(boot, states, version, interrupted=held, quantized=quantized, derived=derived)
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> None:
         self._take_layout(specs, self._ask("bind", specs=spec_fields(specs))["workers"])
@@ -145,14 +144,10 @@ class VllmEngine(HttpEngine):
             beside = left_out_digests(change, layout)
             before, after = before - beside[0], after - beside[1]
         answer = self._ask(
-            "commit",
-            token=self._take_token(change),
-            running_requests=self._running_requests,
-            num_workers=len(layout.ranks),
-            before=layout.partial(before),
-            after=layout.partial(after),
+            "commit", token=self._take_token(change), running_requests=self._running_requests,
+            num_workers=len(layout.ranks), before=layout.partial(before), after=layout.partial(after),
             version=str(change.state.version),
-        )
+        )  # fmt: skip
         if answer.get("failed"):
             raise self._broken(
                 f"the update failed ({answer['problem']}) and could not be taken back ({answer['failed']})"
@@ -167,14 +162,11 @@ class VllmEngine(HttpEngine):
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         with self._shared.checkpoint(weights, folder, state) as source:
+            after = self._bound.partial(state.digest - digest({name: weights[name] for name in self.left_out}))
             answer = self._ask(
-                "load",
-                folder=str(source),
-                running_requests=self._running_requests,
-                after=self._bound.partial(state.digest - digest({name: weights[name] for name in self.left_out})),
-                state=state.as_dict(),
-                version=str(state.version),
-            )
+                "load", folder=str(source), running_requests=self._running_requests, after=after,
+                state=state.as_dict(), version=str(state.version),
+            )  # fmt: skip
         if answer["problem"]:
             raise self._broken(f"version {state.version} could not be loaded: {answer['problem']}")
         return float(answer["seconds"])
@@ -186,8 +178,6 @@ class VllmEngine(HttpEngine):
     def _ask(self, name: str, **arguments: Any) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = self._server.post(f"/deltawire/{name}", arguments, self._load_timeout)
-        except EngineUnavailable:
-            raise
         except EngineRejected as error:
             raise EngineRejected(f"{error}; the server must be started with {FLAGS}") from error
         return answer

@@ -54,21 +54,12 @@ def _process_nothing(self: Any, layer: torch.nn.Module) -> None:
 
 
 def _route_and_apply(
-    self: Any,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    router_logits: torch.Tensor,
-    activation: Any,
-    global_num_experts: int,
-    expert_map: torch.Tensor | None,
-    a1q_scale: torch.Tensor | None,
-    apply_router_weight_on_input: bool,
-    num_expert_group: int | None = None,
-    e_score_correction_bias: torch.Tensor | None = None,
-    routed_scaling_factor: float | None = None,
+    self: Any, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, router_logits: torch.Tensor,
+    activation: Any, global_num_experts: int, expert_map: torch.Tensor | None, a1q_scale: torch.Tensor | None,
+    apply_router_weight_on_input: bool, num_expert_group: int | None = None,
+    e_score_correction_bias: torch.Tensor | None = None, routed_scaling_factor: float | None = None,
     topk_group: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """As vLLM 0.29 has it, whose experts on a CPU also choose among themselves."""
     topk_weights, topk_ids = self._select_experts(
         hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, routed_scaling_factor
@@ -84,20 +75,10 @@ def _route_and_apply(
 
 
 def _apply_experts(
-    self: Any,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: Any,
-    global_num_experts: int,
-    expert_map: torch.Tensor | None,
-    *_: Any,
-    apply_router_weight_on_input: bool = False,
-    **__: Any,
-) -> None:
+    self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, global_num_experts: int,
+    expert_map: torch.Tensor | None, *_: Any, apply_router_weight_on_input: bool = False, **__: Any,
+) -> None:  # fmt: skip
     """Each expert's product for the tokens that it was chosen for, added up in the order of the experts."""
     from vllm.model_executor.layers.activation import SwigluOAIAndMul
     from vllm.model_executor.layers.fused_moe.activation import (

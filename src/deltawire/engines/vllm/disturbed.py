@@ -33,7 +33,7 @@ class Disturbed:
                 "device": str(next(iter(own.values())).device.type),
                 "versions": {"vllm": str(vllm.__version__), "torch": str(torch.__version__), "deltawire": __version__},
             },
-            "parameters": [[name, self._num_experts(name, value)] for name, value in own.items()],
+            "parameters": [[name, 0 if self._gate(name) is None else len(value)] for name, value in own.items()],
             "block_size": cache.block_size if cache.enable_prefix_caching else 0,
             "max_tokens": config.model_config.max_model_len,
         }
@@ -46,9 +46,6 @@ class Disturbed:
             if value.numel() and name not in made:
                 found.setdefault(value.untyped_storage().data_ptr(), (name, value.data))
         return dict(found.values())
-
-    def _num_experts(self, name: str, value: torch.Tensor) -> int:
-        return len(value) if self._gate(name) is not None else 0
 
     def _gate(self, name: str) -> str | None:
         """The parameter that chooses between the experts of a layer, one row for each; None if there are none."""

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deltawire.engines.live_weights import Derived, Found, LiveModel, error_fields
+from deltawire.engines.live_weights import Derived, Found, LiveModel, attempt
 from deltawire.engines.places import Computed, check_covered, left_out
 from deltawire.engines.quantized.derive import QuantizedModel
 from deltawire.engines.shared_folder import save_json
@@ -74,13 +74,10 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         config = self.parallel_config
         return int(config.data_parallel_index * config.world_size + config.rank)
 
-    def init_transfer_engine(self, init_info: Any) -> None: ...
+    def shutdown(self, *_: Any, **__: Any) -> None:
+        """Nothing: there is no connection to open or to close."""
 
-    def start_weight_update(self) -> None: ...
-
-    def finish_weight_update(self) -> None: ...
-
-    def shutdown(self) -> None: ...
+    init_transfer_engine = start_weight_update = finish_weight_update = shutdown
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         raise RuntimeError("weights come through deltawire's own route: see `deltawire attach`")
@@ -144,14 +141,13 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _write(self, token: str) -> None:
         """Write what is staged, between two steps. If that fails twice, the weights are those of before."""
-        live = self.live
         try:
             self._write_once(token)
         except Exception:
             try:
                 self._write_once(token)
             except Exception:
-                live.write(token, undo=True)
+                self.live.write(token, undo=True)
                 raise
 
     def _write_once(self, token: str) -> None:
@@ -161,8 +157,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             raise EngineRejected("after the write the weights have another digest than was computed before it")
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
-        works: dict[str, Callable[[Mapping[str, Any]], None]]
-        works = {"stage": self._stage, "decode": self._decode, "drop": self._drop}
+        works: dict[str, Callable[[Any], None]] = {"stage": self._stage, "decode": self._decode, "drop": self._drop}
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
         before = self._thread
 
@@ -256,14 +251,6 @@ class WorkerExtension:
         if name in ("write", "load"):
             self.model_runner.reset_lora_state()  # type: ignore[attr-defined]
         return engine.answer(result, error)
-
-
-def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
-    """What some work returns, or why it failed."""
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error_fields(error)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

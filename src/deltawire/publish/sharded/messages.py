@@ -212,7 +212,5 @@ class Ranks(Alone):
             return call()
         except RuntimeError as error:
             reason = first_line(error)
-            raise RankFailed(
-                f"the store that the ranks talk through does not answer, rank 0 may be gone: {reason}",
-                rank=0, ranks=[0], reason=reason, is_lost=True,
-            ) from None  # fmt: skip
+            problem = f"the store that the ranks talk through does not answer, rank 0 may be gone: {reason}"
+            raise RankFailed(problem, rank=0, ranks=[0], reason=reason, is_lost=True) from None

@@ -348,10 +348,10 @@ def report_sources() -> str:
     for path in sorted(RESULTS.glob("*.csv")):
         notes = read(path.name)[0]
         machine = notes.get("gpu") or notes.get("machine", "-").split(",")[0]
-        digest = sha256(path.read_bytes()).hexdigest()[:16]
+        digest = sha256(path.read_bytes()).hexdigest()
         commit = notes.get("commit", "-").removesuffix("-dirty")
         rows.append([f"[`{path.name}`](../benchmarks/results/{path.name})", machine, commit, f"`{digest}`"])
-    return table(["file", "machine", "commit", "SHA-256, first 16 digits"], rows)
+    return table(["file", "machine", "commit", "SHA-256"], rows)
 
 
 @cache

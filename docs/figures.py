@@ -105,7 +105,7 @@ def figures() -> dict[str, str]:
     return whole_runs() | recordings() | servers() | chains() | demo() | smollm2() | polling() | bill() | {
         "models": models(), "sizes": sizes(), "sizing": sizing(),
         "report-runs": report_runs(), "report-ways": report_ways(), "report-chain": report_chain(),
-        "report-sources": report_sources(), "report-soak": report_soak(),
+        "report-sources": report_sources(), "report-soak": report_soak(), "first-minute": first_minute(),
     }  # fmt: skip
 
 
@@ -352,6 +352,13 @@ def report_sources() -> str:
         commit = notes.get("commit", "-").removesuffix("-dirty")
         rows.append([f"[`{path.name}`](../benchmarks/results/{path.name})", machine, commit, f"`{digest}`"])
     return table(["file", "machine", "commit", "SHA-256"], rows)
+
+
+def first_minute() -> str:
+    """From nothing to the page of `deltawire explain`."""
+    found = re.search(r"^all of it, .* ([\d.]+) s$", (RESULTS / "first_minute.txt").read_text(), re.MULTILINE)
+    assert found
+    return duration(float(found[1]))
 
 
 @cache

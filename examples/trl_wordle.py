@@ -12,11 +12,13 @@ The environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md
 
 A server on another machine has its agent beside it (`deltawire attach ... --listen 0.0.0.0:9100`): give that one as
 `--agent http://host:9100`, its token in DELTAWIRE_TOKEN, and the server as `--server`, where TRL sends its requests. A
-server behind the proxy of deploy/ wants a key, which is in API_TOKEN; the proxy is then the `--agent`, too.
+server behind the proxy of deploy/ wants a key, which is in API_TOKEN; the proxy is then the `--agent`, too. A Wordle
+server elsewhere has a token, which is in WORDLE_TOKEN there and here.
 """
 
 import argparse
 import os
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -38,7 +40,8 @@ class Wordle:
     def _connect(self):
         from deltawire_demo.wordle.env import WordleEnv
 
-        return WordleEnv(base_url=self._url).sync()
+        token = os.environ.get("WORDLE_TOKEN")
+        return WordleEnv(base_url=self._url, headers=bearer(token) if token else None).sync()
 
     def reset(self, seed=None, **_):
         """Begin the game of a row. Rows of a group have the same seed, so all of it looks for the same word."""
@@ -100,9 +103,30 @@ def parse(arguments=None):
     return parser.parse_args(arguments)
 
 
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}
+
+
 def with_key(url, key):
     """A server's URL with its key, which TRL has no other place for."""
     return url if key is None else url.replace("://", f"://key:{key}@", 1)
+
+
+def max_tokens(url, key, patience=240):
+    """The most tokens of a request, when the server is up. TRL would ask itself, and log its URL with the key."""
+    import httpx
+
+    give_up = time.monotonic() + patience
+    with httpx.Client(base_url=url, headers=bearer(key), timeout=30) as client:
+        while True:
+            try:
+                answer = client.get("/v1/models")
+                if answer.status_code not in (502, 503) or time.monotonic() > give_up:
+                    return answer.raise_for_status().json()["data"][0]["max_model_len"]
+            except httpx.TransportError:
+                if time.monotonic() > give_up:
+                    raise
+            time.sleep(2)
 
 
 def make_trainer(options, **settings):
@@ -112,13 +136,14 @@ def make_trainer(options, **settings):
 
     from deltawire.trainers.trl import AgentAt, DeltawireTransfer
 
-    token = os.environ.get("DELTAWIRE_TOKEN")
+    key, token = os.environ.get("API_TOKEN"), os.environ.get("DELTAWIRE_TOKEN")
     engines = [AgentAt(url, token=token) for url in options.agent] or [options.server]
     transfer = DeltawireTransfer(options.store, engines=engines, max_lag=options.max_lag)
     games = {"prompt": [[{"role": "user", "content": RULES}]] * options.games, "seed": list(range(options.games))}
     config = {
         "output_dir": options.output,
-        "vllm_server_base_url": with_key(options.server, os.environ.get("API_TOKEN")),
+        "vllm_server_base_url": with_key(options.server, key),
+        "token_budget": max_tokens(options.server, key) if key else None,
         "max_steps": options.steps,
         "per_device_train_batch_size": options.batch_size,
         "num_generations": options.num_generations,
@@ -138,8 +163,11 @@ def make_trainer(options, **settings):
         environment_factory=partial(Wordle, options.env),
         weight_transfer=transfer,
     )
-    # Trackers and checkpoints keep the arguments: without the key.
+    # Trackers and checkpoints keep the arguments, and TRL's client logs its URL: without the key. Rollouts have it, and
+    # aiohttp keeps it out of its errors.
     trainer.args.vllm_server_base_url = options.server
+    if trainer.vllm_client:
+        trainer.vllm_client.server_url = options.server
     transfer.attach(trainer)
     return trainer, transfer
 

@@ -142,6 +142,20 @@ def test_the_wordle_command_is_known():
     parse(wordle_main, arguments)
 
 
+def test_the_examples_command_is_known_and_its_tokens_are_set():
+    sys.path.append(str(ROOT / "examples"))
+    import trl_wordle
+
+    (arguments,) = (words[1:] for _, words in commands("python") if words[0] == "examples/trl_wordle.py")
+    assert trl_wordle.parse(arguments).agent
+    asked = {*re.findall(r'environ.get\("(\w+)"\)', Path(trl_wordle.__file__).read_text())}
+    assert asked == {"API_TOKEN", "DELTAWIRE_TOKEN", "WORDLE_TOKEN"}
+    # Wherever a server is started, the tokens that it asks for are given, or named as what is to be given.
+    for name in ("compose.yaml", "k8s/secret.yaml", "spaces/README.md"):
+        assert asked <= {*re.findall(r"\w+_TOKEN", (DEPLOY / name).read_text())}, name
+    assert "key: WORDLE_TOKEN" in (DEPLOY / "k8s/wordle.yaml").read_text()
+
+
 @pytest.mark.parametrize(("path", "arguments"), list(commands("hf")), ids=identify)
 def test_hub_commands_are_known(path, arguments):
     pytest.importorskip("huggingface_hub")

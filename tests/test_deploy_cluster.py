@@ -16,8 +16,9 @@ from support import ROOT
 
 DEPLOY = ROOT / "deploy"
 CHART, MONITORING = DEPLOY / "helm" / "deltawire", DEPLOY / "monitoring"
-HELM = shutil.which("helm") or shutil.which("helm", path=Path(sys.executable).parent)
-PROMTOOL = shutil.which("promtool")
+HELM, PROMTOOL = (
+    shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent) for name in ("helm", "promtool")
+)
 RUN = "storeUrl=s3://bucket/run"
 EVERYTHING = [
     RUN, "serviceMonitor.enabled=true", "persistence.enabled=true", "persistence.storageClass=fast",
@@ -172,7 +173,7 @@ def test_the_panels_have_places_and_sources():
 
 
 @pytest.mark.process
-@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool: apt-get install prometheus")
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of the package prometheus")
 def test_prometheus_takes_the_rules_and_they_fire(tmp_path):
     subprocess.run([PROMTOOL, "check", "rules", MONITORING / "rules.yaml"], check=True, capture_output=True)
     groups = yaml.safe_load((MONITORING / "rules.yaml").read_text())

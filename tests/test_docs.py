@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -296,14 +297,22 @@ def test_every_metric_is_documented():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
+    """As `make docs` builds it, in another folder."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [BIN / "mkdocs", "build", "--strict", "--site-dir", folder], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr
-    return folder
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    for name in ("docs", "src"):
+        (folder / name).symlink_to(ROOT / name)
+    prepare = [sys.executable, DOCS / "prepare.py", folder / "build/docs"]
+    for command in (prepare, [BIN / "zensical", "build", "--strict"]):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "No issues found" in done.stdout + done.stderr
+    return folder / "site"
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} <= {*nav.split()}
 
 
 class Assets(HTMLParser):
@@ -362,9 +371,9 @@ def test_the_site_in_a_browser(site, open_page):
         with open_page(address, width=360) as page:
             assert page.evaluate("document.documentElement.scrollWidth") <= 360
         with open_page(address + "getting-started/") as page:
-            page.locator("input.md-search__input").click()
-            page.locator("input.md-search__input").press_sequentially("EngineBroken")
-            page.locator(".md-search-result__item").first.wait_for()
+            page.locator(".md-search__button").click()
+            page.get_by_placeholder("Search").press_sequentially("EngineBroken")
+            page.locator("a:has-text('EngineBroken'):visible").first.wait_for()
     finally:
         server.shutdown()
         server.server_close()
@@ -422,10 +431,19 @@ def test_readme_first_screen():
         assert f"\n## {title}\n" in text
 
 
-def test_the_citation_is_of_this_version():
+def test_everything_is_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == deltawire.__version__
     assert {"cff-version", "message", "title", "authors", "license"} <= cited.keys()
+    assert re.search(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == deltawire.__version__
+    chart = yaml.safe_load((ROOT / "deploy/helm/deltawire/Chart.yaml").read_text())
+    values = yaml.safe_load((ROOT / "deploy/helm/deltawire/values.yaml").read_text())
+    minor = deltawire.__version__.rpartition(".")[0]
+    assert (chart["version"], chart["appVersion"], values["image"]["tag"]) == (deltawire.__version__, minor, minor)
+    images = [path for path in (ROOT / "deploy").rglob("*.yaml") if "image: deltawire-" in path.read_text()]
+    assert len(images) == 3
+    for path in images:
+        assert {*re.findall(r"image: deltawire-\w+:(\S+)", path.read_text())} == {minor}, path
 
 
 @pytest.mark.process

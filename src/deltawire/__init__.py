@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deltawire.tensors.digest import Digest as Digest
     from deltawire.tensors.digest import digest as digest
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Box": "tensors.boxes",

@@ -186,7 +186,8 @@ class Demo:
     def _environments(self) -> list[Part]:
         if self.options.model != "wordle":
             return []
-        return [self._part("environment", *module("wordle", "--port", self._port(0)))]
+        alone = {**self._environment, "WORDLE_TOKEN": ""}  # on this machine only, whatever another server's is
+        return [self._part("environment", *module("wordle", "--port", self._port(0)), environment=alone)]
 
     def _replica(self, number: int, start: Path) -> list[Part]:
         """A replica of the demo's own, or a vLLM server and its agent."""

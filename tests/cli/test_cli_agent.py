@@ -1,5 +1,6 @@
 """The commands attach and status, as a user types them."""
 
+import itertools
 import json
 import os
 import pty
@@ -19,8 +20,9 @@ import pytest
 from click.testing import CliRunner
 
 from deltawire.cli import attach, main
-from deltawire.cli.watch import Screen
+from deltawire.cli.watch import MOST_REFUSALS, Screen
 from deltawire.engines.agent import Agent
+from deltawire.errors import EngineRejected, EngineUnavailable
 from deltawire.run.run import Run
 from support import ROOT
 from support.agents import Server, Trainer, bits
@@ -110,6 +112,35 @@ def test_attach_follows_until_a_version(url, trainer, server, tmp_path):
     line = attached(url, "--until", 4, "--mirror", tmp_path / "mirror").stdout
     assert line.startswith("version 4 (from 3), lag 0,")
     assert " ms, faults 0" in line
+
+
+def test_who_waits_for_a_version_does_not_wait_for_a_server_that_refuses_it(url, trainer, server):
+    server.failing["bind"] = EngineRejected("a parameter that the run does not fill")
+    trainer.step()
+    result = attached(url, "--until", 1)
+    assert result.exit_code == 1
+    assert "version 1 was refused 5 times: giving up" in result.stderr
+    assert "error: a parameter that the run does not fill" in result.stderr
+
+
+def test_who_waits_for_a_version_waits_for_a_server_that_is_away(url, trainer, server):
+    server.go_away()
+    tries = itertools.count()
+    # One that refuses now and then is still waited for, and so is one that does not answer for long.
+    errors = [EngineUnavailable("a server does not answer"), EngineRejected("not now")]
+
+    def status():
+        number = next(tries)
+        if number > 2 * MOST_REFUSALS:
+            server.failing.clear()
+            return server.engine.status()
+        raise errors[number % 5 == 4]
+
+    del server.failing["status"]
+    server.status = status
+    result = attached(url, "--until", 0, "--poll", 0.01)
+    assert result.exit_code == 0, result.output
+    assert next(tries) > 2 * MOST_REFUSALS
 
 
 def test_the_table_shows_the_pause(url, trainer, server):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -216,9 +217,9 @@ def test_a_move_that_is_sent_again_is_made_once():
 
 
 @contextmanager
-def serving(*arguments):
+def serving(*arguments, token=""):
     command = [sys.executable, "-m", "deltawire_demo.wordle", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "WORDLE_TOKEN": token})
     try:
         url = process.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:"), "it is to bind to the loopback interface, and say where"
@@ -430,6 +431,42 @@ def test_a_port_that_is_taken_is_an_error(url):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "cannot listen on 127.0.0.1" in ended.stderr
+
+
+@pytest.mark.process
+def test_strangers_play_nothing(env):
+    token = "players-of-Wordle"
+    headers = {"Authorization": f"Bearer {token}"}
+    with serving(token=token) as address:
+        for bad in ({}, {"Authorization": token}, {"Authorization": f"Bearer {token}x"},
+                    {"Authorization": f"Bearer {token.lower()}"}):  # fmt: skip
+            with httpx.Client(base_url=address, headers=bad) as client:
+                for path in ("/", "/docs", "/openapi.json", "/reset", "/batch/reset", "/health/"):
+                    answer = client.post(path, json={})
+                    assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), path
+                assert client.get("/health").json() == {"status": "healthy"}, "for probes, which have no token"
+            with pytest.raises(ConnectionError, match="401"):
+                env.WordleEnv(base_url=address, headers=bad).sync().reset(seed=1)
+            with WordleGames(address, headers=bad) as games:
+                refused(lambda: games.reset(num_games=1), "UNAUTHORIZED")
+        with WordleGames(address, headers=headers) as games:
+            assert len(games.reset(num_games=2)) == 2
+        with env.WordleEnv(base_url=address, headers=headers).sync() as client:
+            assert client.reset(seed=1).observation.guesses_left == 6
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("host", "token"), [("0.0.0.0", ""), ("::", ""), ("127.0.0.1", "short"), ("127.0.0.1", "$" * 16)]
+)
+def test_other_machines_need_a_token(host, token):
+    command = [sys.executable, "-m", "deltawire_demo.wordle", "--port", "0", "--host", host]
+    ended = subprocess.run(
+        command, env={**os.environ, "WORDLE_TOKEN": token}, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "WORDLE_TOKEN is to be 16 to 200 characters" in ended.stderr
+    assert not token or token not in ended.stderr
 
 
 @pytest.mark.process

@@ -56,6 +56,7 @@ def recipes_of(name, shape):
     """The pure recipe, and vLLM's own functions where they run on a CPU."""
     yield RECIPES[name]
     if name != "fp8_per_tensor":
+        pytest.importorskip("vllm")
         from deltawire.engines.vllm.quantized import _recipe
 
         yield _recipe(name, "weight")

@@ -4,6 +4,7 @@ TRL wants CUDA in two places. What stands in for it there is all in `on_cpu`.
 """
 
 import json
+import logging
 import sys
 import threading
 from contextlib import contextmanager
@@ -84,10 +85,11 @@ def attention(module, query, key, value, mask, *, tree_kv_index, tree_cu_seqlens
 
 
 def settings(options):
-    """What a test wants of AsyncGRPOConfig: small, on the CPU, and batches of a fixed size."""
-    return {
+    """What a test wants of AsyncGRPOConfig: small, on a CPU, and batches of a fixed size, or of what a server takes."""
+    fixed = {} if "agent" in options else {"token_budget": 0}
+    return fixed | {
         "learning_rate": 1e-5, "per_device_train_batch_size": 8, "num_generations": 8, "max_inflight_tasks": 16,
-        "max_completion_length": 16, "token_budget": 0, "queue_maxsize": 16, "logging_steps": 1, "report_to": "none",
+        "max_completion_length": 16, "queue_maxsize": 16, "logging_steps": 1, "report_to": "none",
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
         "save_strategy": "steps", "save_steps": options["steps"], "save_total_limit": 2,
     }  # fmt: skip
@@ -120,8 +122,8 @@ def wordle_trainer(options):
     """The example's."""
     import trl_wordle
 
-    names = {"--model": "model", "--store": "store", "--server": "server", "--env": "env", "--output": "output"}
-    given = [text for flag, name in names.items() for text in (flag, options[name])]
+    names = [name for name in ("model", "store", "server", "agent", "env", "output") if name in options]
+    given = [text for name in names for text in (f"--{name}", options[name])]
     parsed = trl_wordle.parse([*given, "--steps", str(options["steps"]), "--games", "8", "--max-lag", "1"])
     return trl_wordle.make_trainer(parsed, **settings(options))
 
@@ -137,6 +139,7 @@ def main(options):
         def on_train_end(self, *_, **__):
             threading.Thread(target=lambda: [trainer.rollout_queue.get() for _ in iter(int, 1)], daemon=True).start()
 
+    logging.basicConfig(level=options.get("log_level", "WARNING"))
     torch.set_num_threads(1)
     with on_cpu():
         trainer, transfer = wordle_trainer(options) if "env" in options else simple_trainer(options)

@@ -18,6 +18,9 @@ from deltawire.cli.runs import pull_fields
 
 NUM_ROWS = 8
 REDRAW_SECONDS = 0.25
+# Who waits for a version does not wait for a server that refuses it, and always will.
+MOST_REFUSALS = 5
+REFUSALS = (errors.EngineRejected, errors.UnknownParameter, errors.ShapeMismatch)
 
 
 @click.command("watch")
@@ -122,6 +125,7 @@ class Watch:
         self._stop = False
         self._ended = threading.Event()
         self._failure: BaseException | None = None
+        self._refused: tuple[tuple[object, ...] | None, int] = None, 0  # what, and the faults before
 
     def run(self) -> None:
         thread = threading.Thread(target=self._work, name="deltawire-watch", daemon=True)
@@ -167,6 +171,18 @@ class Watch:
         version = self._replica.version
         if self._until is not None and version is not None and version >= self._until:
             self._stop = True
+            self._replica.stop()
+        elif self._until is not None:
+            self._check_refusals()
+
+    def _check_refusals(self) -> None:
+        replica, error = self._replica, self._replica.error
+        what = (replica.latest, type(error)) if isinstance(error, REFUSALS) else None
+        if what != self._refused[0]:
+            self._refused = what, replica.num_faults - 1
+        elif what is not None and replica.num_faults - self._refused[1] >= MOST_REFUSALS:
+            terminal.say(f"version {replica.latest} was refused {MOST_REFUSALS} times: giving up", err=True)
+            self._failure, self._stop = error, True
             self._replica.stop()
 
     def _signalled(self, number: int, _frame: object) -> None:

@@ -1,8 +1,14 @@
-"""Starts the server; its address is the first line of the output."""
+"""Starts the server; its address is the first line of the output. Its token, if it has one, is in WORDLE_TOKEN."""
 
+import os
+import re
 import socket
 
 import click
+
+from deltawire.hosts import is_loopback
+
+TOKEN_VARIABLE = "WORDLE_TOKEN"  # noqa: S105
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -13,7 +19,13 @@ import click
 @click.option("--expire", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
               help="Give up a game after so many seconds of silence.")  # fmt: skip
 def main(host: str, port: int, max_sessions: int, expire: float) -> None:
-    """Serve Wordle as an OpenEnv environment. Ctrl-C ends it."""
+    """Serve Wordle as an OpenEnv environment. Ctrl-C ends it.
+
+    With WORDLE_TOKEN set, clients must send it as a bearer token; an address that other machines reach needs one.
+    """
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if (token is None and not is_loopback(host)) or (token and not re.fullmatch("[A-Za-z0-9_-]{16,200}", token)):
+        raise click.ClickException(f"{TOKEN_VARIABLE} is to be 16 to 200 characters out of A-Z a-z 0-9 _ -")
     try:
         listening = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
@@ -26,7 +38,7 @@ def main(host: str, port: int, max_sessions: int, expire: float) -> None:
         from deltawire_demo.wordle.server import create
     except ImportError as error:
         raise click.ClickException(f"{error.name} is missing: pip install 'deltawire[wordle]'") from None
-    application = create(max_sessions=max_sessions, expire_seconds=expire)
+    application = create(max_sessions=max_sessions, expire_seconds=expire, token=token)
     address = f"[{host}]" if ":" in host else host
     click.echo(f"http://{address}:{listening.getsockname()[1]}")
     config = uvicorn.Config(

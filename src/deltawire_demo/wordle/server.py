@@ -11,9 +11,11 @@ The first two answer `{"games": [{"session", "observation", "reward", "done"}]}`
 observations of `/ws`. `turn` may be left out; with it, a request whose answer was lost can be sent again. A request
 that names one bad session changes none. Errors are `{"detail", "code"}`.
 
-Sessions that are idle for too long expire, on both endpoints, and each has room for `max_sessions`.
+Sessions that are idle for too long expire, on both endpoints, and each has room for `max_sessions`. With a token,
+everything but `/health` needs the header `Authorization: Bearer TOKEN`.
 """
 
+import hmac
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -121,7 +123,7 @@ class _Close(_Strict):
     sessions: list[str]
 
 
-def create(*, max_sessions: int = 512, expire_seconds: float = 600.0) -> Any:
+def create(*, max_sessions: int = 512, expire_seconds: float = 600.0, token: str | None = None) -> Any:
     """The application, for an ASGI server."""
     sessions = Sessions(max_sessions=max_sessions, expire_seconds=expire_seconds)
     app = create_fastapi_app(
@@ -152,6 +154,8 @@ def create(*, max_sessions: int = 512, expire_seconds: float = 600.0) -> Any:
 
     app.add_exception_handler(SessionError, refuse)
     app.add_middleware(_Limited)
+    if token is not None:
+        app.add_middleware(_Guarded, token=token)  # outermost: strangers learn nothing else
     return app
 
 
@@ -174,5 +178,21 @@ class _Limited:
             if not length.isdigit() or int(length) > MAX_BODY_BYTES:
                 error = {"detail": f"a request states its length, {MAX_BODY_BYTES} bytes at most", "code": "TOO_LONG"}
                 await JSONResponse(error, 413)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _Guarded:
+    """Refuses who does not send the token. Health is for probes, which have none."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], token: str) -> None:
+        self._app, self._expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] in ("http", "websocket") and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = {"detail": "this needs the header Authorization: Bearer TOKEN", "code": "UNAUTHORIZED"}
+                await JSONResponse(error, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)

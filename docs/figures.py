@@ -105,6 +105,7 @@ def figures() -> dict[str, str]:
     return whole_runs() | recordings() | servers() | chains() | demo() | smollm2() | polling() | bill() | {
         "models": models(), "sizes": sizes(), "sizing": sizing(),
         "report-runs": report_runs(), "report-ways": report_ways(), "report-chain": report_chain(),
+        "quantized-servers": quantized_servers(),
         "report-sources": report_sources(), "report-soak": report_soak(), "first-minute": first_minute(),
     }  # fmt: skip
 
@@ -322,6 +323,28 @@ def report_ways() -> str:
         name = f"vLLM on two cores, {int(notes['weights']) / 1e6:.0f} M"
         rows.append([name, row["mode"], "-", pause, "-", served])
     return table(["server", "way", "sent", "pause", "longest token gap", "publish to served"], rows)
+
+
+def quantized_servers() -> str:
+    """Servers of one model that follow one run: medians of 20 updates."""
+    rows = []
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in read("quantized_gpu.csv")[1]:
+        found.setdefault((row["model"], row["quantization"]), []).append(row)
+    for (model, kind), own in found.items():
+        numbers = {
+            each: median(float(row[each]) for row in own) for each in own[0] if each.endswith(("_ms", "_s", "_mb"))
+        }
+        written = [sum(int(row[each]) for each in ("served", "codes", "scales")) for row in own]
+        shares = [number / int(row["changed"]) for number, row in zip(written, own, strict=True)]
+        rows.append([
+            model, "bf16" if kind == "none" else f"`{kind}`", f"{median(written) / 1e6:.2f} M", f"{median(shares):.2f}",
+            f"{numbers['staged_mb']:.0f} MB", f"{numbers['pause_ms']:.1f} ms", f"{numbers['gap_ms']:.0f} ms",
+            f"{numbers['pull_s']:.2f} s",
+        ])  # fmt: skip
+    header = ["model", "serves", "elements written on the GPU", "for each changed weight", "staged", "pause",
+              "longest token gap", "pull"]  # fmt: skip
+    return table(header, rows)
 
 
 def report_chain() -> str:

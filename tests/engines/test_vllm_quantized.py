@@ -167,7 +167,6 @@ def test_two_workers_follow_with_scales_that_they_share(tmp_path, vllm_pool):
             assert ours == answers(fresh)
 
 
-@pytest.mark.slow
 def test_a_fleet_of_bf16_fp8_and_files(tmp_path, vllm_pool):
     """One run, three kinds of replicas; `deltawire status` tells what each serves."""
     store = tmp_path / "run"

@@ -407,12 +407,14 @@ class QuantizedModel:
 
 
 def _alike(tensors: Sequence[QuantizedTensor]) -> Iterator[Alike]:
-    """Those of one recipe together, as far as a change of them does not take too much memory."""
+    """Those of one recipe together, as far as a change of them does not take too much memory. Where workers agree on
+    scales all of them have the same ones together.
+    """
     found: dict[Any, list[QuantizedTensor]] = {}
     for each in tensors:
         key = each.recipe, each.is_shared, each.original.dtype, each.codes.device
         own = found.setdefault(key, [])
-        if own and sum(other.original.numel() for other in own) + each.original.numel() > TOGETHER:
+        if not each.is_shared and sum(other.original.numel() for other in own) > TOGETHER:
             yield Alike(found.pop(key))
             own = found.setdefault(key, [])
         own.append(each)

@@ -65,7 +65,10 @@ def pull(replica, sink, published):
     try:
         replica.pull()
     except REFUSALS:
-        assert (replica.version, sink.arrived(replica)) == before
+        # Copies are other tensors each time, whose version is not known, also if they once had the bits of one.
+        versions = [before[0], None] if sink.kind == "copies" else [before[0]]
+        assert replica.version in versions
+        assert sink.arrived(replica) == before[1]
         return
     expected, arrived = published[replica.version], sink.arrived(replica)
     tied = replica.run.manifest(replica.version).tied

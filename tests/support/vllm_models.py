@@ -7,6 +7,8 @@ SMALL = {
     "vocab_size": 304, "intermediate_size": 256, "max_position_embeddings": 512,
 }  # fmt: skip
 _PLAIN = {name: size for name, size in SMALL.items() if name != "head_dim"}
+# These compute keys and values for all heads. vLLM would believe a number of its own and write behind its cache.
+_ALL_HEADS = {name: size for name, size in _PLAIN.items() if name != "num_key_value_heads"}
 _LATENT = {
     **_PLAIN, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
@@ -30,8 +32,8 @@ ARCHITECTURES = {
     "starcoder2": ("Starcoder2Config", _PLAIN),
     "nemotron": ("NemotronConfig", SMALL),
     "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 304, "n_positions": 512}),
-    "gpt_neox": ("GPTNeoXConfig", _PLAIN),
-    "opt": ("OPTConfig", {**_PLAIN, "ffn_dim": 256, "word_embed_proj_dim": 128}),
+    "gpt_neox": ("GPTNeoXConfig", _ALL_HEADS),
+    "opt": ("OPTConfig", {**_ALL_HEADS, "ffn_dim": 256, "word_embed_proj_dim": 128}),
     "bloom": ("BloomConfig", {"hidden_size": 128, "n_layer": 2, "n_head": 4, "vocab_size": 304}),
     "deepseek_v2": ("DeepseekV2Config", _LATENT),
     "deepseek_v3": (

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece, cuts, pieces_of_copy
-from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, is_finite, magnitudes
+from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, group_of, is_finite, magnitudes
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
 from deltawire.tensors.digest import TensorKey, tensor_key
 from deltawire.tensors.dtypes import ALIASES, dtype_named
 
 # So many weights are looked at together.
-TOGETHER = 1 << 30
+TOGETHER = 1 << 28
 
 Change = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions, ascending, and what is there before and after."""
@@ -154,9 +154,10 @@ class Alike:
         if not is_finite(new):
             where = zip(self.tensors, new.split(numbers), strict=True)
             raise _not_finite(next(tensor.name for tensor, own in where if not is_finite(own)))
-        parts = zip(self.tensors, self.starts, self.bases, positions.split(numbers), strict=True)
-        own = [tensor.groups.of(each - start) + base for tensor, start, base, each in parts if len(each)]
-        touched, which = torch.unique(torch.cat(own or [positions]), return_inverse=True)
+        table = [(start, base, *tensor.groups.sizes)
+                 for tensor, start, base in zip(self.tensors, self.starts, self.bases, strict=True)]  # fmt: skip
+        start, base, *sizes = self._spread(table, numbers, 8)
+        touched, which = torch.unique(group_of(positions - start, *sizes) + base, return_inverse=True)
         before = self.maxima[touched]
         most = torch.zeros_like(before).scatter_reduce(0, which, magnitudes(new).int(), "amax")
         # The largest one has become smaller: there may be another as large, or the next one counts.
@@ -240,18 +241,19 @@ class Alike:
 
         index, old, new = (there([getattr(each, name) for each in every], kind)
                            for name, kind in (("index", np.int32), ("old", np.int16), ("new", np.int16)))  # fmt: skip
-        parts = iter(index.split([len(each.index) for each in every]))
-        places = [torch.empty(0, dtype=torch.int64, device=self.device)]
-        for own, start in zip(of_tensors, self.starts, strict=True):
-            for piece, _ in own:
-                offset, row_step, column_step = piece.place
-                place = next(parts).long() & 0xFFFFFFFF
-                if (row_step, column_step) != (piece.columns, 1):
-                    place = place // piece.columns * row_step + place % piece.columns * column_step
-                places.append(place + (start + offset))
-        positions, order = torch.sort(torch.cat(places))
+        places = [(start + piece.place[0], piece.columns, *piece.place[1:])
+                  for own, start in zip(of_tensors, self.starts, strict=True) for piece, _ in own]  # fmt: skip
+        offset, columns, row_step, column_step = self._spread(places, [len(each.index) for each in every], 4)
+        inside = index.long() & 0xFFFFFFFF
+        positions, order = torch.sort(offset + inside // columns * row_step + inside % columns * column_step)
         old, new = (each[order].view(self._dtype) for each in (old, new))
         return positions, old, new, [sum(len(change.index) for _, change in own) for own in of_tensors]
+
+    def _spread(self, table: Sequence[tuple[int, ...]], numbers: Sequence[int], width: int) -> list[torch.Tensor]:
+        """The columns of a table, each row of it for so many elements."""
+        columns = torch.tensor(table, dtype=torch.int64).view(len(table), width).T.to(self.device)
+        repeats = torch.tensor(numbers, dtype=torch.int64).to(self.device)
+        return [each.repeat_interleave(repeats, output_size=sum(numbers)) for each in columns]
 
 
 @dataclass

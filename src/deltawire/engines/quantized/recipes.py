@@ -6,7 +6,7 @@ element and on the scale. So a change of some elements changes their codes, and 
 moves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -76,26 +76,6 @@ class Groups:
     def sizes(self) -> tuple[int, ...]:
         """What `group_of` needs."""
         return *self.shape[1:], self.rows, self.columns, *self.scale_shape[1:]
-
-    def members(self, chosen: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The elements of some groups: their positions, and which of the groups each is in; some groups at a time."""
-        _, rows, columns = self.shape
-        down, across = self.scale_shape[1:]
-        inner, outer = (torch.arange(size, device=chosen.device) for size in (self.columns, self.rows))
-        step = max(CHUNK // (self.rows * self.columns), 1)
-        for start in range(0, len(chosen), step):
-            part = chosen[start : start + step]
-            row = (part // across % down * self.rows)[:, None] + outer
-            column = (part % across * self.columns)[:, None] + inner
-            line = (part // across // down)[:, None] * rows + row
-            place = line[:, :, None] * columns + column[:, None, :]
-            number = torch.arange(start, start + len(part), device=chosen.device)[:, None, None].expand(place.shape)
-            if rows % self.rows or columns % self.columns:
-                inside = (row < rows)[:, :, None] & (column < columns)[:, None, :]
-                yield place[inside], number[inside]
-            else:
-                # Without a wait for the device.
-                yield place.flatten(), number.flatten()
 
     def maxima(self, weights: torch.Tensor) -> torch.Tensor:
         """The bits of the largest magnitude of each group, flat."""

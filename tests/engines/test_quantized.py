@@ -11,6 +11,7 @@ from deltawire import Publisher, Replica
 from deltawire.engines import conformance
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import HostMemory, Item, SplitMemory
+from deltawire.engines.quantized import derive
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.published import quantize_checkpoint, quantized
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
@@ -96,13 +97,32 @@ def test_fp8_per_tensor_has_one_scale():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_members_of_groups(name, shape):
-    groups = Groups(RECIPES[name], shape)
-    places, numbers = zip(*groups.members(torch.arange(groups.count)), strict=True)
-    places, numbers = torch.cat(places), torch.cat(numbers)
-    assert torch.equal(places.sort().values, torch.arange(np.prod(shape)))
-    assert torch.equal(groups.of(places), numbers)
+@pytest.mark.parametrize("chunk", [1, 5000, 1 << 24])
+def test_members_of_groups(name, chunk, monkeypatch):
+    """Of several tensors at once, some groups of each, against a look at every element."""
+    monkeypatch.setattr(derive, "CHUNK", chunk)
+    weights = [made(shape, seed) for seed, shape in enumerate(SHAPES)]
+    recipe = RECIPES[name]
+    in_rows, in_columns = recipe.group
+    alike = derive.Alike([
+        QuantizedTensor("w", each, recipe, torch.empty(each.shape), torch.empty(Groups(recipe, each.shape).count))
+        for each in weights
+    ])  # fmt: skip
+    seen, base = [], 0
+    for each in weights:
+        *experts, rows, columns = each.shape
+        expert, row, column = np.indices((int(np.prod(experts)), rows, columns))
+        down, across = -(-rows // (in_rows or rows)), -(-columns // (in_columns or columns))
+        seen.append(base + (expert * down + row // (in_rows or rows)) * across + column // (in_columns or columns))
+        base += int(np.prod(experts)) * down * across
+    of = torch.from_numpy(np.concatenate([each.ravel() for each in seen]))
+    kept = torch.cat([each.reshape(-1) for each in weights])
+    chosen = torch.arange(0, base, 1 if base < 20 else 3)
+    places, numbers, values = (torch.cat(parts) for parts in zip(*alike.members(chosen), strict=True))
+    assert torch.equal(places.sort().values, torch.isin(of, chosen).nonzero().view(-1))
+    assert torch.equal(chosen[numbers], of[places])
+    assert same(values, kept[places])
+    assert not list(alike.members(chosen[:0]))
 
 
 class Server:

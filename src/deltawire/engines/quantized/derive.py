@@ -8,21 +8,21 @@ elements are. Where a group is divided between workers, they tell each other the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece, cuts, pieces_of_copy
-from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, is_finite, magnitudes
+from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, group_of, is_finite, magnitudes
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
 from deltawire.tensors.digest import TensorKey, tensor_key
 from deltawire.tensors.dtypes import ALIASES, dtype_named
 
 # So many weights are looked at together.
-TOGETHER = 1 << 30
+TOGETHER = 1 << 28
 
 Change = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions, ascending, and what is there before and after."""
@@ -118,6 +118,8 @@ class Alike:
         self.sizes = [each.original.numel() for each in tensors]
         self.counts = [each.groups.count for each in tensors]
         self.starts, self.bases = _starts(self.sizes), _starts(self.counts)
+        places = zip(self.starts, self.bases, tensors, strict=True)
+        self._table = [(start, base, *each.groups.sizes) for start, base, each in places]
         self._maxima: torch.Tensor | None = None
         self._agreed: torch.Tensor | None = None
 
@@ -154,9 +156,8 @@ class Alike:
         if not is_finite(new):
             where = zip(self.tensors, new.split(numbers), strict=True)
             raise _not_finite(next(tensor.name for tensor, own in where if not is_finite(own)))
-        parts = zip(self.tensors, self.starts, self.bases, positions.split(numbers), strict=True)
-        own = [tensor.groups.of(each - start) + base for tensor, start, base, each in parts if len(each)]
-        touched, which = torch.unique(torch.cat(own or [positions]), return_inverse=True)
+        start, base, *sizes = self._spread(self._table, numbers, 8)
+        touched, which = torch.unique(group_of(positions - start, *sizes) + base, return_inverse=True)
         before = self.maxima[touched]
         most = torch.zeros_like(before).scatter_reduce(0, which, magnitudes(new).int(), "amax")
         # The largest one has become smaller: there may be another as large, or the next one counts.
@@ -166,7 +167,7 @@ class Alike:
         after = torch.maximum(most, before)
         if lost.any():
             found = torch.zeros_like(before[lost])
-            for place, number, there in self._members(touched[lost]):
+            for place, number, there in self.members(touched[lost]):
                 values = _looked_up(place, positions, new, there)
                 found = found.scatter_reduce(0, number, magnitudes(values).int(), "amax")
             after[lost] = found
@@ -181,7 +182,7 @@ class Alike:
         few = ~_looked_up(touched, groups, moved, torch.zeros_like(agreed, dtype=torch.bool))[which]
         was, becomes = (_looked_up(touched, groups, each, agreed)[which[few]] for each in (before, after))
         changes = [self._codes(positions[few], old[few], new[few], was, becomes)]
-        for place, number, there in self._members(groups[moved]):
+        for place, number, there in self.members(groups[moved]):
             one, other = (_looked_up(place, positions, each, there) for each in (old, new))
             changes.append(self._codes(place, one, other, before[moved][number], after[moved][number]))
         place, *codes = (torch.cat(parts) for parts in zip(*changes, strict=True))
@@ -205,27 +206,37 @@ class Alike:
         largest = as_values(maxima, self._dtype)
         return self.recipe.elements(torch.zeros_like(largest), largest)[1]
 
-    def _members(self, chosen: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def members(self, chosen: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """The elements of some groups, which ascend: their positions, which of the groups each is in, and the weights
         that are kept there; some groups at a time.
         """
         edges = torch.searchsorted(chosen, torch.tensor([*self.bases, sum(self.counts)], device=self.device)).tolist()
-        own: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        for i, tensor in enumerate(self.tensors):
-            for place, number in tensor.groups.members(chosen[edges[i] : edges[i + 1]] - self.bases[i]):
-                own.append((i, place, number + edges[i]))
-                if sum(len(each[1]) for each in own) >= CHUNK:
-                    yield self._kept(own)
-                    own = []
-        if own:
-            yield self._kept(own)
+        of_tensors = [last - first for first, last in pairwise(edges)]
+        start, base, rows, columns, in_rows, in_columns, down, across = self._spread(self._table, of_tensors, 8)
+        row, column = (chosen - base) // across, (chosen - base) % across * in_columns
+        expert, row = row // down, row % down * in_rows
+        first = start + (expert * rows + row) * columns + column
+        width = torch.minimum(columns - column, in_columns)
+        sizes = width * torch.minimum(rows - row, in_rows)
+        ends = np.cumsum([0, *sizes.tolist()])
+        begin = 0
+        while begin < len(chosen):
+            end = max(int(np.searchsorted(ends, ends[begin] + CHUNK, "right")) - 1, begin + 1)
+            own = slice(begin, end)
+            number = torch.arange(begin, end, device=self.device)
+            number = number.repeat_interleave(sizes[own], output_size=int(ends[end] - ends[begin]))
+            before = torch.from_numpy(ends[own] - ends[begin]).to(self.device)
+            inside, wide = torch.arange(len(number), device=self.device) - before[number - begin], width[number]
+            place = first[number] + inside // wide * columns[number] + inside % wide
+            yield place, number, self._kept(place, [ends[min(max(each, begin), end)] for each in edges])
+            begin = end
 
-    def _kept(self, own: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        numbers, places, groups = zip(*own, strict=True)
-        inside = torch.cat(places).cpu().split([len(each) for each in places])
-        there = [self.tensors[i].original.view(-1)[each] for i, each in zip(numbers, inside, strict=True)]
-        place = torch.cat([each + self.starts[i] for i, each in zip(numbers, places, strict=True)])
-        return place, torch.cat(groups), torch.cat(there).to(self.device)
+    def _kept(self, place: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+        """The weights at some places, of each tensor between two ends."""
+        places = place.cpu().split([int(last - first) for first, last in pairwise(ends)])
+        parts = zip(self.tensors, self.starts, places, strict=True)
+        there = [tensor.original.view(-1)[each - start] for tensor, start, each in parts if len(each)]
+        return torch.cat(there).to(self.device)
 
     def _joined(
         self, changes: Mapping[str, Sequence[tuple[Piece, PieceChange]]]
@@ -240,18 +251,19 @@ class Alike:
 
         index, old, new = (there([getattr(each, name) for each in every], kind)
                            for name, kind in (("index", np.int32), ("old", np.int16), ("new", np.int16)))  # fmt: skip
-        parts = iter(index.split([len(each.index) for each in every]))
-        places = [torch.empty(0, dtype=torch.int64, device=self.device)]
-        for own, start in zip(of_tensors, self.starts, strict=True):
-            for piece, _ in own:
-                offset, row_step, column_step = piece.place
-                place = next(parts).long() & 0xFFFFFFFF
-                if (row_step, column_step) != (piece.columns, 1):
-                    place = place // piece.columns * row_step + place % piece.columns * column_step
-                places.append(place + (start + offset))
-        positions, order = torch.sort(torch.cat(places))
+        places = [(start + piece.place[0], piece.columns, *piece.place[1:])
+                  for own, start in zip(of_tensors, self.starts, strict=True) for piece, _ in own]  # fmt: skip
+        offset, columns, row_step, column_step = self._spread(places, [len(each.index) for each in every], 4)
+        inside = index.long() & 0xFFFFFFFF
+        positions, order = torch.sort(offset + inside // columns * row_step + inside % columns * column_step)
         old, new = (each[order].view(self._dtype) for each in (old, new))
         return positions, old, new, [sum(len(change.index) for _, change in own) for own in of_tensors]
+
+    def _spread(self, table: Sequence[tuple[int, ...]], numbers: Sequence[int], width: int) -> list[torch.Tensor]:
+        """The columns of a table, each row of it for so many elements."""
+        columns = torch.tensor(table, dtype=torch.int64).view(len(table), width).T.to(self.device)
+        repeats = torch.tensor(numbers, dtype=torch.int64).to(self.device)
+        return [each.repeat_interleave(repeats, output_size=sum(numbers)) for each in columns]
 
 
 @dataclass

@@ -6,9 +6,10 @@ element and on the scale. So a change of some elements changes their codes, and 
 moves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -69,31 +70,12 @@ class Groups:
 
     def of(self, positions: torch.Tensor) -> torch.Tensor:
         """The group of each element."""
-        _, rows, columns = self.shape
-        line = positions // columns
-        expert, row, column = line // rows, line % rows, positions % columns
-        down, across = self.scale_shape[1:]
-        return (expert * down + row // self.rows) * across + column // self.columns
+        return group_of(positions, *self.sizes)
 
-    def members(self, chosen: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The elements of some groups: their positions, and which of the groups each is in; some groups at a time."""
-        _, rows, columns = self.shape
-        down, across = self.scale_shape[1:]
-        inner, outer = (torch.arange(size, device=chosen.device) for size in (self.columns, self.rows))
-        step = max(CHUNK // (self.rows * self.columns), 1)
-        for start in range(0, len(chosen), step):
-            part = chosen[start : start + step]
-            row = (part // across % down * self.rows)[:, None] + outer
-            column = (part % across * self.columns)[:, None] + inner
-            line = (part // across // down)[:, None] * rows + row
-            place = line[:, :, None] * columns + column[:, None, :]
-            number = torch.arange(start, start + len(part), device=chosen.device)[:, None, None].expand(place.shape)
-            if rows % self.rows or columns % self.columns:
-                inside = (row < rows)[:, :, None] & (column < columns)[:, None, :]
-                yield place[inside], number[inside]
-            else:
-                # Without a wait for the device.
-                yield place.flatten(), number.flatten()
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What `group_of` needs."""
+        return *self.shape[1:], self.rows, self.columns, *self.scale_shape[1:]
 
     def maxima(self, weights: torch.Tensor) -> torch.Tensor:
         """The bits of the largest magnitude of each group, flat."""
@@ -104,6 +86,17 @@ class Groups:
         if any(padding):
             found = torch.nn.functional.pad(found, padding)
         return found.view(expert, down, self.rows, across, self.columns).amax((2, 4)).view(-1).int()
+
+
+def group_of(
+    positions: torch.Tensor, rows: Any, columns: Any, in_rows: Any, in_columns: Any, down: Any, across: Any
+) -> torch.Tensor:
+    """The group of each element of matrices with so many rows and columns, where a group has rows and columns, and
+    there are so many down and across. All of these may be of each element.
+    """
+    line = positions // columns
+    place = line // rows * down + line % rows // in_rows
+    return place * across + positions % columns // in_columns
 
 
 def magnitudes(weights: torch.Tensor) -> torch.Tensor:

@@ -27,12 +27,13 @@ class Extension(WorkerExtension):
         return sha256s(dict(self.model_runner.model.named_parameters()))
 
     def count_writes(self) -> None:
-        """Count what is written from now on."""
+        """Count what is staged from now on; not what is written, which would be in the pause."""
         live = self.weight_transfer_engine.live
         self._counts: dict[str, int] = {}
-        original = type(live).write.__get__(live)
+        original = live._ready
 
-        def write(token: str, *, undo: bool = False) -> None:
+        def ready(*arguments: Any) -> None:
+            original(*arguments)
             counts = dict.fromkeys(("served", "codes", "scales", "kept", "staged_bytes"), 0)
             for item in live.staged.items:
                 index, old, new = (getattr(item.change, each) for each in ("index", "old", "new"))
@@ -41,10 +42,9 @@ class Extension(WorkerExtension):
                 if item.number < 0:
                     kind = item.piece.tensor.partition(" ")[0]
                 counts[kind] += len(index)
-            original(token, undo=undo)
             self._counts = counts
 
-        live.write = write
+        live._ready = ready
 
     def written(self) -> dict[str, int]:
         """Of the last update: elements of weights that are served as they are, codes and scales; elements of the

@@ -6,7 +6,7 @@
 For each model a server without `--quantization` and one for each of `--quantizations` are started together, with
 random weights. All follow one run. In each round 1 % of the weights go one step up or down, a few become zero,
 subnormal or the largest of their group, and an expert that was zero gets weights; that is published once, and pulled
-by one server after the other while streams come from each. After each round every parameter of each server, codes and
+by one server after the other, each while it alone streams. After each round every parameter of each server, codes and
 scales included, is compared by SHA-256 with what vLLM's own quantization functions, called here with the trainer's
 tensors, make of them. At the end fresh servers are started with the same flags from the trainer's checkpoint: every
 parameter must be the same as in the server that followed, and so must greedy log probabilities.
@@ -14,7 +14,8 @@ parameter must be the same as in the server that followed, and so must greedy lo
 Columns: changed is how many bf16 weights the trainer changed, served, codes and scales how many elements of each kind
 the server wrote into what it computes with, kept how many it wrote into the bf16 weights in its host memory;
 per_change is codes and scales for each changed weight of a quantized tensor; staged_mb all that was staged for that;
-pause_ms, gap_ms and idle_ms are as in vllm_gpu.py, gap_ms from the pull on; gpu_mb the GPU memory that staging took.
+pause_ms, gap_ms and idle_ms are as in vllm_gpu.py, gap_ms from the pull on, idle_ms in the second before it; gpu_mb the
+GPU memory that staging took.
 On a machine without a GPU it runs with a tiny model and `--quantizations fp8_per_channel`, which shows that it works.
 """
 
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -190,27 +191,31 @@ class Follower:
             folder, self.out, eager=options.mode == "eager", memory=options.memory,
             extension="quantized_extension.Extension", flags=flags,
         )  # fmt: skip
-        self.streams = self.replica = None
+        self.replica = None
 
     def ask(self, method):
         return (
             self.server.client.post("/collective_rpc", json={"method": method}).raise_for_status().json()["results"][0]
         )
 
-    def follow(self, run):
-        self.target = EngineTarget(VllmEngine(self.server.url, running_requests="recompute"))
+    def follow(self, run, running):
+        if self.replica is not None:
+            self.replica.close()
+        self.target = EngineTarget(VllmEngine(self.server.url, running_requests=running))
         self.replica = Replica(run, self.target, heartbeat_seconds=None)
         started = time.perf_counter()
         self.replica.pull()
         self.first_seconds = time.perf_counter() - started
-        self.ask("count_writes")
 
-    def stream(self, number):
-        self.streams = vllm_gpu.Streams(self.server.url, number, self.out / "gaps.jsonl")
+    @contextmanager
+    def streaming(self, number):
+        streams = vllm_gpu.Streams(self.server.url, number, self.out / "gaps.jsonl")
+        try:
+            yield streams
+        finally:
+            streams.close()
 
     def close(self):
-        if self.streams is not None:
-            self.streams.close()
         if self.replica is not None:
             self.replica.close()
         # It may not have started.
@@ -221,7 +226,7 @@ class Follower:
 class Case:
     def __init__(self, folder, out, options, model, before):
         self.folder, self.out, self.options, self.model, self.before = folder, out, options, model, before
-        self.problems = []
+        self.problems, self.num_changes = [], 0
         self.started, self.rows, self.followers = time.time(), [], []
         self.weights = make_model(folder / "base", MODELS[model])
 
@@ -256,24 +261,19 @@ class Case:
                 Publisher(run, self.weights, run="quantized", anchors=None, skips=(), check_share=0)
             )
             publisher.publish().wait()
-            self.together(lambda each: self.join(each, run))
-            for each in self.followers:
-                each.stream(options.streams)
-            # The first requests of a server compile.
-            time.sleep(options.warm_up)
-            quiet = time.time()
-            time.sleep(3)
-            idle = {each.kind: each.streams.longest_ms(quiet, time.time()) for each in self.followers}
-            for number in range(options.rounds):
-                total, quantized = change(self.weights, options.density, number)
-                publisher.publish().wait()
-                for each in list(self.followers):
-                    self.attempt(each, partial(self.update, number=number, idle=idle[each.kind]))
-                self.together(partial(self.verify, total=total, quantized=quantized))
-                self.write()
-            for each in self.followers:
-                each.streams.close()
-                each.streams = None
+            self.together(lambda each: self.check(each, "as started"))
+            for running in options.running_requests:
+                self.together(partial(self.join, run=run, running=running))
+                for number in range(options.rounds):
+                    total, quantized = change(self.weights, options.density, self.num_changes)
+                    self.num_changes += 1
+                    publisher.publish().wait()
+                    for each in list(self.followers):
+                        self.attempt(each, partial(self.update, running=running, number=number))
+                    self.together(partial(self.verify, total=total, quantized=quantized))
+                    self.write()
+            if not options.fresh:
+                return
             ours = {each.kind: (each.server.checksums(), each.server.logprobs()) for each in self.followers}
         save(self.weights, self.folder / "base")
         self.out = self.out / "fresh"
@@ -303,10 +303,15 @@ class Case:
             self.say(self.problems[-1])
             self.followers.remove(follower)
 
-    def join(self, follower, run):
-        self.check(follower, "as started")
-        follower.follow(run)
-        self.check(follower, f"first version, in {follower.first_seconds:.1f} s")
+    def join(self, follower, run, running):
+        is_first = follower.replica is None
+        follower.follow(run, running)
+        self.check(follower, f"newest version, in {follower.first_seconds:.1f} s")
+        if is_first:
+            follower.ask("count_writes")
+            # The first requests of a server compile.
+            with follower.streaming(self.options.streams):
+                time.sleep(self.options.warm_up)
 
     def write(self):
         rows = [*self.before, *self.rows]
@@ -327,17 +332,19 @@ class Case:
         self.say(f"{follower.kind}, {when}: all {len(wanted)} parameters as vLLM makes them")
         return len(wanted)
 
-    def update(self, follower, number, idle):
-        # Until streams have got over checksums.
-        time.sleep(0.3)
-        watch = vllm_gpu.Watch() if vllm_gpu.DEVICE == "cuda" else None
-        since, clock = time.time(), time.perf_counter()
-        pulled = follower.replica.pull()
-        seconds = time.perf_counter() - clock
-        time.sleep(0.5)
-        gap = follower.streams.longest_ms(since, time.time())
-        staging = watch.end()[0] if watch else 0
-        follower.measured = {"round": number}, {
+    def update(self, follower, running, number):
+        with follower.streaming(self.options.streams) as streams:
+            # Until the processes that stream are up, and requests are at different places.
+            time.sleep(2.5)
+            idle = streams.longest_ms(time.time() - 1, time.time())
+            watch = vllm_gpu.Watch() if vllm_gpu.DEVICE == "cuda" else None
+            since, clock = time.time(), time.perf_counter()
+            pulled = follower.replica.pull()
+            seconds = time.perf_counter() - clock
+            time.sleep(0.5)
+            gap = streams.longest_ms(since, time.time())
+            staging = watch.end()[0] if watch else 0
+        follower.measured = {"requests": running, "round": number}, {
             "pause_ms": round(1000 * follower.target.pause_seconds, 2), "gap_ms": round(gap, 1),
             "idle_ms": round(idle, 1), "decode_s": round(pulled.decode_seconds, 3),
             "apply_s": round(pulled.apply_seconds, 3), "pull_s": round(seconds, 3), "gpu_mb": round(staging),
@@ -369,6 +376,8 @@ def main():
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--streams", type=int, default=8, help="for each server")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--running-requests", nargs="+", default=["keep", "recompute"])
+    parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="start no servers to compare with")
     parser.add_argument("--warm-up", type=float, default=12)
     parser.add_argument("--memory", default="0.2", help="of the GPU, for each server")
     parser.add_argument("--cache-mb", type=int, default=4096, help="for the context of requests, for each server")

@@ -4,7 +4,8 @@ In addition to the weights it holds the indices, old and new bits of what is sta
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from dataclasses import replace
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,7 @@ class DeviceMemory(Memory):
         batches: dict[tuple[str, str, int], list[int]] = {}
         boxes: dict[int, EncodedBox] = {}
         gathered: list[torch.Tensor] = []
+        others: dict[int, list[int]] = {}
         for i, (entry, piece) in enumerate(entries):
             if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype):
                 boxes[i] = self._box(entry, piece, gathered)
@@ -80,7 +82,7 @@ class DeviceMemory(Memory):
                 largest = int(boxes[i].tiles[:, TILE_SIZE.value].max(initial=1))
                 batches.setdefault((entry.dtype.name, entry.encoding, largest.bit_length()), []).append(i)
             else:
-                changes[i] = self._decode_on_host(entry, piece)
+                others.setdefault(entry.dtype.itemsize, []).append(i)
         for (dtype, encoding, _), numbers in batches.items():
             near = next(iter(self._bits.values()))
             found = decode_boxes([boxes[i] for i in numbers], near, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
@@ -91,6 +93,8 @@ class DeviceMemory(Memory):
                 except CorruptObject as error:
                     raise CorruptObject(f"{entry.name}: {error.message}", tensor=entry.name) from None
                 changes[i] = DeviceChange(_in_tensor(entry.box, positions), old, new)
+        for numbers in others.values():
+            changes |= zip(numbers, self._decode_on_host([entries[i] for i in numbers]), strict=True)
         return [changes[i] for i in range(len(entries))]
 
     def _box(self, entry: Entry, piece: Piece, gathered: list[torch.Tensor]) -> EncodedBox:
@@ -104,12 +108,19 @@ class DeviceMemory(Memory):
         payload = entry.arrays[entry.encoding]
         return EncodedBox(payload, tile_table(*stream_edges(payload, size), size), address, size, entry.num_changed)
 
-    def _decode_on_host(self, entry: Entry, piece: Piece) -> DeviceChange:
-        """For small tensors, and those that changed nearly everywhere."""
-        host = HostMemory({"": grid(self._bits[piece.storage], piece).to("cpu", copy=True)}, SERIAL)
-        whole = Piece(piece.tensor, "", piece.rows, piece.columns, 0, piece.stride, (0, piece.columns, 1))
-        (change,) = host.decode([(entry, whole)])
-        return self.take([(change, piece)])[0]
+    def _decode_on_host(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
+        """For small tensors of one element size, and those that changed nearly everywhere: many in one copy."""
+        found: list[PieceChange] = []
+        ends = accumulate(piece.num_elements for _, piece in entries)
+        for _, some in groupby(zip(ends, entries, strict=True), lambda each: each[0] // GATHERED):
+            own = [each for _, each in some]
+            joined = torch.cat([grid(self._bits[piece.storage], piece) for _, piece in own]).cpu()
+            starts = accumulate((piece.num_elements for _, piece in own), initial=0)
+            there = [replace(piece, storage="", place=(start, piece.columns, 1))
+                     for start, (_, piece) in zip(starts, own, strict=False)]  # fmt: skip
+            host = HostMemory({"": joined}, SERIAL)
+            found += host.decode([(entry, piece) for (entry, _), piece in zip(own, there, strict=True)])
+        return self.take([(change, piece) for change, (_, piece) in zip(found, entries, strict=True)])
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         flat = self._bits[piece.storage]

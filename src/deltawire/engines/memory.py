@@ -91,11 +91,13 @@ class HostMemory(Memory):
         return [_writable(change) for change, _ in changes]
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[PieceChange]:
-        return [self._decode(*each) for each in entries]
+        found = self._workers.spread(entries, lambda each: each[1].num_elements, self._decode)
+        return [change for _, change in found]
 
-    def _decode(self, entry: Entry, piece: Piece) -> PieceChange:
+    def _decode(self, pair: tuple[Entry, Piece], workers: Workers) -> PieceChange:
+        entry, piece = pair
         old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
-        _, *changed = changed_elements(decode_entry(entry, old, self._workers), old.bits)
+        _, *changed = changed_elements(decode_entry(entry, old, workers), old.bits)
         return _writable(PieceChange(0, *changed))
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:

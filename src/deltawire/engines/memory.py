@@ -13,7 +13,10 @@ from deltawire.format.patches import decode_entry
 from deltawire.format.wire import Entry
 from deltawire.tensors.digest import Digest, TensorKey, from_sums, runs_digest
 from deltawire.tensors.weights import Tensor, torch_view
-from deltawire.workers import Workers
+from deltawire.workers import SERIAL, SMALL, Workers
+
+# Threads that change host memory while a device serves: more of them would take the interpreter from the one that does.
+BESIDE = 4
 
 
 class Item(NamedTuple):
@@ -83,19 +86,22 @@ def memory_of(storages: Mapping[str, torch.Tensor], workers: Workers) -> Memory:
 
 
 class HostMemory(Memory):
-    def __init__(self, storages: Mapping[str, torch.Tensor], workers: Workers) -> None:
-        self._storages, self._workers = storages, workers
+    """`workers` compute digests; they also decode and write changes, if these are not left to `updating`."""
+
+    def __init__(
+        self, storages: Mapping[str, torch.Tensor], workers: Workers, updating: Workers | None = None
+    ) -> None:  # fmt: skip
+        self._storages, self._workers, self._updating = storages, workers, updating or workers
         self._bits = {name: torch_view(flat) for name, flat in storages.items()}
 
     def take(self, changes: Sequence[tuple[PieceChange, Piece]]) -> list[PieceChange]:
         return [_writable(change) for change, _ in changes]
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[PieceChange]:
-        found = self._workers.spread(entries, lambda each: each[1].num_elements, self._decode)
-        return [change for _, change in found]
+        return [self._decode(*each) for each in entries]
 
-    def _decode(self, pair: tuple[Entry, Piece], workers: Workers) -> PieceChange:
-        entry, piece = pair
+    def _decode(self, entry: Entry, piece: Piece) -> PieceChange:
+        workers = self._updating if piece.num_elements > SMALL else SERIAL
         old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
         _, *changed = changed_elements(decode_entry(entry, old, workers), old.bits)
         return _writable(PieceChange(0, *changed))
@@ -120,18 +126,18 @@ class HostMemory(Memory):
             )  # fmt: skip
             return Written(int(unexpected), from_sums(sums))
 
-        return self._workers.map(one, items)
+        return self._updating.map(one, items)
 
 
 class SplitMemory(Memory):
-    """Storages in host memory and on a device."""
+    """Storages in host memory and on a device, which serves while the former are changed."""
 
     def __init__(self, storages: Mapping[str, torch.Tensor], workers: Workers) -> None:
         self._is_host = {name: flat.device.type == "cpu" for name, flat in storages.items()}
-        self._parts = {
-            kind: memory_of({name: storages[name] for name, own in self._is_host.items() if own == kind}, workers)
-            for kind in (False, True)
-        }
+        near, far = ({name: storages[name] for name, own in self._is_host.items() if own == kind}
+                     for kind in (True, False))  # fmt: skip
+        updating = Workers(min(workers.threads, BESIDE))
+        self._parts = {False: memory_of(far, workers), True: HostMemory(near, workers, updating)}
         self._split: tuple[Sequence[Item], dict[bool, list[Item]]] | None = None
 
     def part(self, piece: Piece) -> Memory:

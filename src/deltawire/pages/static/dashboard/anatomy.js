@@ -52,7 +52,7 @@ export class Anatomy {
   }
 
   async fetch(version, base) {
-    this.asked = performance.now();
+    const asked = (this.asked = performance.now());
     this.version = version;
     if (document.activeElement !== byId("anatomy-version")) byId("anatomy-version").value = version;
     say("anatomy-facts", `reading version ${version}`);
@@ -62,7 +62,7 @@ export class Anatomy {
       found = await answer.json();
       if (!answer.ok) throw new Error(found.error);
     } catch (error) {
-      if (version === this.version) {
+      if (asked === this.asked) {
         say("anatomy-facts", `Version ${version} cannot be shown: ${error.message}`);
         show("anatomy-body", false);
         this.version = null;
@@ -70,7 +70,7 @@ export class Anatomy {
       return;
     }
     // Another one was asked for meanwhile.
-    if (version !== this.version) return;
+    if (asked !== this.asked) return;
     this.bases(version, found.base);
     this.fill(found);
     this.onShown(version);

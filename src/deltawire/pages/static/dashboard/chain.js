@@ -59,7 +59,7 @@ export class Chain {
   async fetch() {
     const { store, counts: { latest } } = this.model.state;
     if (latest === null || !store.ok) return;
-    this.asked = performance.now();
+    const asked = (this.asked = performance.now());
     this.known = latest;
     this.drawnSpan = this.span();
     const after = (this.end ?? latest) - this.drawnSpan;
@@ -67,6 +67,8 @@ export class Chain {
       const answer = await fetch(`/api/chain?after=${after}&limit=${Math.min(this.drawnSpan, 1000)}`);
       const page = await answer.json();
       if (!answer.ok) throw new Error(page.error);
+      // Another part was asked for meanwhile.
+      if (asked !== this.asked) return;
       this.page = page;
       this.after = after;
       // The answer may be some seconds old.

@@ -54,7 +54,7 @@ export class Versions {
   }
 
   async fetch() {
-    this.asked = performance.now();
+    const asked = (this.asked = performance.now());
     const query = new URLSearchParams({ limit: ROWS, kind: byId("versions-kind").value });
     if (this.upTo !== null) query.set("up_to", this.upTo);
     let page;
@@ -66,6 +66,8 @@ export class Versions {
       if (!(error instanceof TypeError)) say("versions-empty", error.message);
       return;
     }
+    // An answer that is late says nothing about what was asked for since.
+    if (asked !== this.asked) return;
     this.rows = page.versions;
     byId("versions-older").disabled = page.matching <= this.rows.length;
     byId("versions-newer").disabled = !this.before.length;

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
-from threading import Thread
 from urllib.parse import urlsplit
 
 import figures
@@ -48,6 +48,8 @@ from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.metrics import registry
 from support import ROOT
+from support.browser import THEMES, WIDTHS, axe_findings, fits
+from support.pages import in_a_thread
 
 DOCS, TESTS, RESULTS = ROOT / "docs", ROOT / "tests", ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -358,25 +360,37 @@ class Files(SimpleHTTPRequestHandler):
     def log_message(self, *_): ...
 
 
-def test_the_site_in_a_browser(site, open_page):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=site))
-    Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}/"
-    try:
-        for theme, scheme in (("light", "default"), ("dark", "slate")):
-            with open_page(address, theme=theme) as page:
-                assert page.locator("body").get_attribute("data-md-color-scheme") == scheme
-                shown = [image for image in page.locator("img.chart").all() if image.is_visible()]
-                assert [theme in image.get_attribute("src") for image in shown] == [True]
-        with open_page(address, width=360) as page:
-            assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        with open_page(address + "getting-started/") as page:
-            page.locator(".md-search__button").click()
-            page.get_by_placeholder("Search").press_sequentially("EngineBroken")
-            page.locator("a:has-text('EngineBroken'):visible").first.wait_for()
-    finally:
-        server.shutdown()
-        server.server_close()
+@pytest.fixture(scope="module")
+def address(site):
+    with in_a_thread(ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=site))) as server:
+        yield f"http://127.0.0.1:{server.server_port}/"
+
+
+def test_the_site_in_a_browser(address, open_page):
+    for theme, scheme in (("light", "default"), ("dark", "slate")):
+        with open_page(address, theme=theme) as page:
+            assert page.locator("body").get_attribute("data-md-color-scheme") == scheme
+            shown = [image for image in page.locator("img.chart").all() if image.is_visible()]
+            assert [theme in image.get_attribute("src") for image in shown] == [True]
+    with open_page(address + "getting-started/") as page:
+        page.locator(".md-search__button").click()
+        page.get_by_placeholder("Search").press_sequentially("EngineBroken")
+        page.locator("a:has-text('EngineBroken'):visible").first.wait_for()
+
+
+@pytest.mark.parametrize(
+    "some",
+    [
+        ["", "api/errors/", "guides/agent/", "guides/demo/"],
+        pytest.param(None, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_pages_of_the_site_fit_and_can_be_read_by_all(some, site, address, open_page):
+    every = some or sorted(f"{page.parent.relative_to(site).as_posix()}/" for page in site.rglob("index.html"))
+    for path, (width, theme) in product(every, zip(WIDTHS, THEMES, strict=True)):
+        with open_page(address + path, width=width, theme=theme) as page:
+            assert fits(page), path
+            assert not axe_findings(page), path
 
 
 # Sentences that may only be said with a figure from the results: shares of weights, sizes of deltas, times. That

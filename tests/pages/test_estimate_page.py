@@ -13,7 +13,7 @@ from deltawire.estimate.prices import PRICES
 from deltawire.estimate.report import head_of, table_of
 from deltawire.pages.estimate import EstimateHandler, answer
 from deltawire.pages.explain import PageServer
-from support.browser import LOOKS, fits, serious_problems
+from support.browser import LOOKS, axe_findings, fits
 from support.pages import in_a_thread
 
 PLAN = Plan(8e9, density_of(1e-6), 1440, sites=2, replicas=64)
@@ -67,7 +67,7 @@ def test_every_width_and_theme(open_page, url, width, theme):
         shown(page)
         page.evaluate("document.querySelector('details').open = true")
         assert fits(page)
-        assert serious_problems(page) == []
+        assert axe_findings(page) == []
 
 
 def asked(url):

@@ -60,7 +60,7 @@ function draw(data) {
   find("head").replaceChildren(...pairs(data.head));
   find("from").replaceChildren(...pairs(Object.entries(data.from)));
   const [header, ...rows] = data.table;
-  const head = make("tr", {}, ...header.map((text, i) => make(i ? "th" : "td", { textContent: text, scope: i ? "col" : "" })));
+  const head = make("tr", {}, ...header.map((text, i) => (i ? make("th", { textContent: text, scope: "col" }) : make("td"))));
   const body = rows.map(([name, ...cells]) =>
     make("tr", { className: name.endsWith("costs") ? "total" : "" },
       make("th", { textContent: name, scope: "row" }), ...cells.map((text) => make("td", { textContent: text }))));

@@ -7,7 +7,8 @@ in place; "patch API" is vLLM's own `load_checkpoint_weight_patches`, its patche
 the whole checkpoint by vLLM's layerwise reload. All three run in the same server, one after the other in each round;
 the weights are compared after each by vLLM's own checker. The pause of the patch API is the time from sending /pause to
 the answer of /resume; deltawire's and the reload's are one request in the server's own process, timed there from the
-end of the step that was running. Memory is how far the worker's resident memory rose.
+end of the step that was running. A version is served when its write has ended, and pulled when the agent's mirror has
+it, too. Memory is how far the worker's resident memory rose.
 """
 
 import argparse
@@ -89,14 +90,15 @@ class Bench:
     def deltawire(self, seed):
         update(self.weights, seed)
         memory = Memory(self.pid)
-        started = time.perf_counter()
+        started = time.time()
         self.publisher.publish().wait()
         pulled = self.replica.pull()
-        served = time.perf_counter() - started
+        ended = time.time() - started
         rise = memory.rise()
         self.check()
         apply = self.rpc("bench_seconds")["seconds"]
-        return apply, self.replica.target.pause_seconds, served, rise, pulled.num_changed
+        target = self.replica.target
+        return apply, target.pause_seconds, rise, pulled.num_changed, target.updated - started, ended
 
     def patch_api(self, seed):
         changed = update(self.weights, seed)
@@ -116,7 +118,7 @@ class Bench:
         rise = memory.rise()
         self.check()
         self._bring_mirror()
-        return apply, pause, "", rise, sum(map(len, changed.values()))
+        return apply, pause, rise, sum(map(len, changed.values()))
 
     def reload(self, seed):
         changed = update(self.weights, seed)
@@ -127,7 +129,7 @@ class Bench:
         rise = memory.rise()
         self.check()
         self.replica.target.refresh()
-        return self.rpc("bench_seconds")["seconds"], pause, "", rise, sum(map(len, changed.values()))
+        return self.rpc("bench_seconds")["seconds"], pause, rise, sum(map(len, changed.values()))
 
     def _bring_mirror(self, server=True):
         """Let the run and the mirror have what the server got by another mode, and set the version of the server."""
@@ -174,15 +176,18 @@ def main() -> None:
     rows = []
     base = {}
     for mode, measured in results.items():
-        apply, pause, rise = (statistics.median(each[i] for each in measured) for i in (0, 1, 3))
-        served = statistics.median(each[2] for each in measured) if mode == "deltawire" else ""
+        apply, pause, rise, _, *ends = (statistics.median(each) for each in zip(*measured, strict=True))
         base = base or {"apply": apply, "pause": pause}
         rows.append([
             mode, f"{1000 * apply:.1f}", f"{apply / base['apply']:.2f}", f"{1000 * pause:.1f}",
-            f"{pause / base['pause']:.2f}", f"{1000 * served:.0f}" if served else "", f"{rise / (2 * total):.3f}",
+            f"{pause / base['pause']:.2f}", *([f"{1000 * each:.0f}" for each in ends] or ["", ""]),
+            f"{rise / (2 * total):.3f}",
         ])  # fmt: skip
         print(*rows[-1])
-    header = ["mode", "apply_ms", "apply_ratio", "pause_ms", "pause_ratio", "publish_to_served_ms", "memory_of_model"]
+    header = [
+        "mode", "apply_ms", "apply_ratio", "pause_ms", "pause_ratio", "publish_to_served_ms", "publish_to_pulled_ms",
+        "memory_of_model",
+    ]  # fmt: skip
     write_csv("vllm.csv", header, rows, notes={"weights": str(total), "density": str(DENSITY), "vllm": "0.32.0"})
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from deltawire.workers import SMALL, Workers, short_turns
+from deltawire.workers import SMALL, TINY, Workers, short_turns
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -31,6 +31,22 @@ def test_an_error_reaches_the_caller(failing):
 
     with Workers(3) as workers, pytest.raises(KeyError):
         workers.map(work, range(100))
+
+
+def test_tiny_items_go_one_after_the_other_and_others_side_by_side():
+    sizes = [1, TINY + 1, 2, TINY, TINY + 2, 3]
+    meeting = threading.Barrier(3, timeout=30)
+
+    def work(size):
+        if size == 1 or size > TINY:
+            meeting.wait()
+        return size, threading.get_ident()
+
+    with Workers(3) as workers:
+        results = workers.map_sized(work, sizes, lambda size: size)
+        assert [size for size, _ in results] == sizes
+        assert len({thread for size, thread in results if size <= TINY}) == 1
+        assert workers.map_sized(work, [], lambda size: size) == []
 
 
 def test_spread_keeps_order_and_gives_large_items_all_workers():

@@ -2,13 +2,15 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 # Tensors with more elements are split over the threads tile by tile.
 SMALL = 1 << 22
+# Those with fewer go one after the other: threads would hand the interpreter to each other more often than they work.
+TINY = 1 << 16
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -54,6 +56,21 @@ class Workers(AbstractContextManager["Workers"]):
             other.result()
         return results
 
+    def map_sized(
+        self, function: Callable[[Item], Result], items: Sequence[Item], num_elements: Callable[[Item], int]
+    ) -> list[Result]:
+        """The same for items of very different sizes."""
+        results: list[Any] = [None] * len(items)
+        large = [i for i, item in enumerate(items) if num_elements(item) > TINY]
+        tiny = set(range(len(items))).difference(large)
+
+        def work(numbers: Iterable[int]) -> None:
+            for i in numbers:
+                results[i] = function(items[i])
+
+        self.map(work, [*([i] for i in large), sorted(tiny)])
+        return results
+
     def spread(
         self, items: Iterable[Item], num_elements: Callable[[Item], int], function: "Callable[[Item, Workers], Result]"
     ) -> Iterator[tuple[Item, Result]]:
@@ -61,7 +78,7 @@ class Workers(AbstractContextManager["Workers"]):
         batch: list[Item] = []
 
         def finish_batch() -> Iterator[tuple[Item, Result]]:
-            yield from zip(batch, self.map(lambda item: function(item, SERIAL), batch), strict=True)
+            yield from zip(batch, self.map_sized(lambda item: function(item, SERIAL), batch, num_elements), strict=True)
             batch.clear()
 
         for item in items:

@@ -317,7 +317,7 @@ class History:
             is_raw = stream.nbytes >= old.nbytes
             packed.add(key, old if is_raw else stream, change.num_changed, is_raw=is_raw)
 
-        workers.map(pack_chunk, list(staged.changes))
+        workers.map_sized(pack_chunk, list(staged.changes), lambda key: len(self._snapshot[key[0]]))
         return packed
 
     def forget(self, version: int) -> None:

@@ -81,8 +81,12 @@ class Recheck:
         if not self._share:
             return {}
         sources = _sources(history)
-        digests = workers.map(lambda name: _measured_now(weights, name, sources[name], history), sources)
-        found = dict(zip(sources, digests, strict=True))
+        names = list(sources)
+        digests = workers.map_sized(
+            lambda name: _measured_now(weights, name, sources[name], history), names,
+            lambda name: history.num_elements_of(sources[name]),
+        )  # fmt: skip
+        found = dict(zip(names, digests, strict=True))
         for name, source in sources.items():
             if found[name] != found[source]:
                 raise _mismatch(name, source)

@@ -127,10 +127,12 @@ def write_csv(
 ) -> Path:
     """Keep results with the command, the machine and the commit that made them; `notes` add to these or replace one."""
     command = f"python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".rstrip()
+    # The file itself would make the tree another than the commit.
+    about = {"command": command, "machine": machine(), "commit": commit(), **(notes or {})}
     folder.mkdir(exist_ok=True)
     path = folder / name
     with path.open("w", newline="") as file:
-        for key, text in ({"command": command, "machine": machine(), "commit": commit()} | dict(notes or {})).items():
+        for key, text in about.items():
             file.write(f"# {key}: {text}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)

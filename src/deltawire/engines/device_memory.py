@@ -114,7 +114,8 @@ class DeviceMemory(Memory):
         ends = accumulate(piece.num_elements for _, piece in entries)
         for _, some in groupby(zip(ends, entries, strict=True), lambda each: each[0] // GATHERED):
             own = [each for _, each in some]
-            joined = torch.cat([grid(self._bits[piece.storage], piece) for _, piece in own]).cpu()
+            grids = [grid(self._bits[piece.storage], piece) for _, piece in own]
+            joined = (grids[0] if len(grids) == 1 else torch.cat(grids)).to("cpu", copy=True)
             starts = accumulate((piece.num_elements for _, piece in own), initial=0)
             there = [replace(piece, storage="", place=(start, piece.columns, 1))
                      for start, (_, piece) in zip(starts, own, strict=False)]  # fmt: skip

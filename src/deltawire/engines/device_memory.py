@@ -110,7 +110,7 @@ class DeviceMemory(Memory):
 
     def _decode_on_host(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         """For small tensors of one element size, and those that changed nearly everywhere: many in one copy."""
-        found: list[PieceChange] = []
+        found: list[DeviceChange] = []
         ends = accumulate(piece.num_elements for _, piece in entries)
         for _, some in groupby(zip(ends, entries, strict=True), lambda each: each[0] // GATHERED):
             own = [each for _, each in some]
@@ -120,8 +120,9 @@ class DeviceMemory(Memory):
             there = [replace(piece, storage="", place=(start, piece.columns, 1))
                      for start, (_, piece) in zip(starts, own, strict=False)]  # fmt: skip
             host = HostMemory({"": joined}, SERIAL)
-            found += host.decode([(entry, piece) for (entry, _), piece in zip(own, there, strict=True)])
-        return self.take([(change, piece) for change, (_, piece) in zip(found, entries, strict=True)])
+            changes = host.decode([(entry, piece) for (entry, _), piece in zip(own, there, strict=True)])
+            found += self.take([(change, piece) for change, (_, piece) in zip(changes, own, strict=True)])
+        return found
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         flat = self._bits[piece.storage]

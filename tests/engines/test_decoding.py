@@ -33,8 +33,9 @@ KINDS = ["host", pytest.param("device", marks=pytest.mark.interpreter)]
 
 def weights_of(rng, shapes, dtype="BF16"):
     kind = DTYPES[dtype]
+    most = 1 << min(14, 8 * kind.itemsize - 1)
     return {
-        name: Tensor(kind, shape, rng.integers(0, 1 << 14, int(np.prod(shape)), kind.unsigned))
+        name: Tensor(kind, shape, rng.integers(0, most, int(np.prod(shape)), kind.unsigned))
         for name, shape in shapes.items()
     }
 
@@ -121,6 +122,23 @@ def test_every_encoding_at_every_place(kind, encoding, dtype):
     process.live.write("token", undo=True)
     assert all(np.array_equal(bits, old[name].bits) for name, bits in process.bits().items())
     assert process.live.state == version(0, old)
+
+
+@pytest.mark.interpreter
+def test_tensors_of_all_sizes_that_a_gpu_does_not_decode(monkeypatch):
+    monkeypatch.setattr("deltawire.engines.device_memory.GATHERED", 1000)
+    rng = np.random.default_rng(1)
+    old = {}
+    for number, dtype in enumerate(["BF16", "F32", "BF16", "U8", "I64", "F32"] * 3):
+        shape = int(rng.integers(1, 50)), int(rng.integers(1, 50))
+        old |= weights_of(rng, {f"{number}": shape}, dtype)
+    new = changed(rng, old, 0.3)
+    process = Process(old, "device")
+    delta = deltawire.diff(old, new, encoding=["coo", "dense"], run="run")
+    process.live.stage_delta("t", delta, version(0, old), version(1, new))
+    process.live.write("t")
+    assert process.live.state == version(1, new)
+    assert all(np.array_equal(bits, new[name].bits) for name, bits in process.bits().items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

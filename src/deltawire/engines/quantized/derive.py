@@ -115,9 +115,8 @@ class Alike:
         self.tensors, first = tensors, tensors[0]
         self.recipe, self.is_shared = first.recipe, first.is_shared
         self.device, self._dtype = first.codes.device, first.original.dtype
-        self.sizes = [each.original.numel() for each in tensors]
         self.counts = [each.groups.count for each in tensors]
-        self.starts, self.bases = _starts(self.sizes), _starts(self.counts)
+        self.starts, self.bases = _starts([each.original.numel() for each in tensors]), _starts(self.counts)
         places = zip(self.starts, self.bases, tensors, strict=True)
         self._table = [(start, base, *each.groups.sizes) for start, base, each in places]
         self._maxima: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 # Tensors with more elements are split over the threads tile by tile.
 SMALL = 1 << 22
-# Those with fewer go one after the other: threads would hand the interpreter to each other more often than they work.
+# With as few, threads would hand the interpreter to each other more often than they work.
 TINY = 1 << 16
 
 Item = TypeVar("Item")
@@ -19,16 +19,18 @@ Result = TypeVar("Result")
 class Workers(AbstractContextManager["Workers"]):
     """Map functions over items, in order, on up to `threads` threads (default: the cores this process may use).
 
+    Items whose size is known and at most `tiny` go one after the other.
+
     >>> with Workers(2) as workers:
     ...     workers.map(abs, [-1, 2, -3])
     [1, 2, 3]
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, tiny: int = TINY) -> None:
         if threads is not None and (type(threads) is not int or threads < 1):
             raise ValueError(f"threads must be at least 1, got {threads!r}")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.threads = threads or cores or 1
+        self.threads, self._tiny = threads or cores or 1, tiny
         # The caller's thread works too.
         self._pool = ThreadPoolExecutor(self.threads - 1, "deltawire") if self.threads > 1 else None
 
@@ -61,14 +63,15 @@ class Workers(AbstractContextManager["Workers"]):
     ) -> list[Result]:
         """The same for items of very different sizes."""
         results: list[Any] = [None] * len(items)
-        large = [i for i, item in enumerate(items) if num_elements(item) > TINY]
-        tiny = set(range(len(items))).difference(large)
+        sizes = [num_elements(item) for item in items]
+        tiny = [i for i, size in enumerate(sizes) if size <= self._tiny]
+        others = [[i] for i, size in enumerate(sizes) if size > self._tiny]
 
-        def work(numbers: Iterable[int]) -> None:
+        def work(numbers: list[int]) -> None:
             for i in numbers:
                 results[i] = function(items[i])
 
-        self.map(work, [*([i] for i in large), sorted(tiny)])
+        self.map(work, [tiny, *others] if tiny else others)
         return results
 
     def spread(

@@ -13,9 +13,10 @@ from deltawire.format.patches import decode_entry
 from deltawire.format.wire import Entry
 from deltawire.tensors.digest import Digest, TensorKey, from_sums, runs_digest
 from deltawire.tensors.weights import Tensor, torch_view
-from deltawire.workers import SERIAL, SMALL, Workers
+from deltawire.workers import SMALL, Workers
 
-# Threads that change host memory while a device serves: more of them would take the interpreter from the one that does.
+# Threads that change host memory while a device serves. More of them, or several for tensors that take a millisecond
+# each, would take the interpreter from the one that serves.
 BESIDE = 4
 
 
@@ -98,10 +99,11 @@ class HostMemory(Memory):
         return [_writable(change) for change, _ in changes]
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[PieceChange]:
-        return [self._decode(*each) for each in entries]
+        found = self._updating.spread(entries, lambda each: each[1].num_elements, self._decode)
+        return [change for _, change in found]
 
-    def _decode(self, entry: Entry, piece: Piece) -> PieceChange:
-        workers = self._updating if piece.num_elements > SMALL else SERIAL
+    def _decode(self, pair: tuple[Entry, Piece], workers: Workers) -> PieceChange:
+        entry, piece = pair
         old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
         _, *changed = changed_elements(decode_entry(entry, old, workers), old.bits)
         return _writable(PieceChange(0, *changed))
@@ -136,7 +138,7 @@ class SplitMemory(Memory):
         self._is_host = {name: flat.device.type == "cpu" for name, flat in storages.items()}
         near, far = ({name: storages[name] for name, own in self._is_host.items() if own == kind}
                      for kind in (True, False))  # fmt: skip
-        updating = Workers(min(workers.threads, BESIDE))
+        updating = Workers(min(workers.threads, BESIDE), tiny=SMALL)
         self._parts = {False: memory_of(far, workers), True: HostMemory(near, workers, updating)}
         self._split: tuple[Sequence[Item], dict[bool, list[Item]]] | None = None
 

@@ -12,14 +12,13 @@ import statistics
 import sys
 from pathlib import Path
 
+import gpu_rounds
 from measure import RESULTS, read_csv
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "src/deltawire/estimate/measured.json"
 RECORDED = ROOT / "src/deltawire/pages/static/explain/recorded.json"
 CHAIN_DENSITY = 0.0115
-# The rounds after the first, which compiles kernels.
-WARM = 1
 
 
 def digits(value, number=4):
@@ -83,37 +82,28 @@ def span_power(recorded, demos):
 def gpu():
     """A vLLM server on a GPU and a publisher next to it, by the number of weights on one device."""
     publishes = [row for row in read_csv("gpu_publish.csv") if row["method"] == "deltawire"]
-    others = {row["model"]: row for row in read_csv("gpu_publish.csv") if row["method"] == "torch nonzero"}
-    sizes = {
-        row["model"].lower().removeprefix("qwen3-"): int(others[row["model"]]["payload_bytes"])
-        / 6
-        / float(others[row["model"]]["density"])
-        for row in publishes
-    }
 
     def published(of):
-        return straight([(sizes[row["model"].lower().removeprefix("qwen3-")], of(row)) for row in publishes])
-
-    rows = [row for row in read_csv("vllm_gpu.csv") if int(row["round"]) >= WARM]
-    ours = [
-        row for row in rows
-        if (row["source"], row["requests"], row["changed"], row["streams"]) == ("mapping", "keep", "0.01", "8")
-    ]  # fmt: skip
+        return straight(
+            [(gpu_rounds.WEIGHTS[row["model"].lower().removeprefix("qwen3-")], of(row)) for row in publishes]
+        )
 
     def served(of):
-        return straight([
-            (sizes[model], statistics.median(of(row) for row in ours if row["model"] == model))
-            for model in ("0.6b", "8b")
-        ])  # fmt: skip
+        return straight([(weights, gpu_rounds.median(of, model)) for model, weights in gpu_rounds.WEIGHTS.items()])
 
-    reloads = [float(row["pause_ms"]) / 1000 / sizes[row["model"]] for row in rows if row["source"] == "vLLM reload"]
+    def more(of):
+        return {"per_change": digits(gpu_rounds.per_change(of))}
+
+    reload = gpu_rounds.median(gpu_rounds.pause, "0.6b", source="vLLM reload")
     return {
-        "most_weights": round(max(sizes.values())),
+        "most_weights": max(gpu_rounds.WEIGHTS.values()),
+        "density": gpu_rounds.DENSITY,
         "blocked": published(lambda row: float(row["blocked_ms"]) / 1000),
-        "encode": published(lambda row: (float(row["in_host_memory_ms"]) - float(row["blocked_ms"])) / 1000),
-        "stage": served(lambda row: float(row["apply_s"]) - float(row["pause_ms"]) / 1000),
-        "pause": served(lambda row: float(row["pause_ms"]) / 1000),
-        "reload": digits(statistics.median(reloads)),
+        "encode": published(lambda row: (float(row["in_host_memory_ms"]) - float(row["blocked_ms"])) / 1000)
+        | more(gpu_rounds.encode),
+        "stage": served(gpu_rounds.stage) | more(gpu_rounds.stage),
+        "pause": served(gpu_rounds.pause) | more(gpu_rounds.pause),
+        "reload": digits(reload / gpu_rounds.WEIGHTS["0.6b"]),
     }
 
 

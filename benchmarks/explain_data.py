@@ -18,6 +18,8 @@ from uuid import uuid4
 
 import numpy as np
 
+import gpu_rounds
+
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire import Publisher, Replica
@@ -37,7 +39,6 @@ from support.recorded import RECORDINGS, recorded_steps
 
 OUTPUT = Path(__file__).parent.parent / "src/deltawire/pages/static/explain/recorded.json"
 BF16 = DTYPES["BF16"]
-GPU_MODELS = {"0.6b": 596_049_920, "8b": 8_190_735_360}
 LEARNING_RATES = {"rl-lr1e-6": 1e-6, "rl-lr3e-6": 3e-6}
 COLUMNS = 64
 FIELD = COLUMNS * COLUMNS
@@ -232,22 +233,20 @@ def measured():
         }  # fmt: skip
 
     vllm, notes = {row["mode"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
-    on_gpu = read_csv("vllm_gpu.csv")
     split = read_csv("engine_split.csv")[0]
-    fleet = next(row for row in reversed(read_csv("fleet_bytes.csv")) if row["choice"] == "now")
+    fleet = max(
+        (row for row in read_csv("fleet_bytes.csv") if row["choice"] == "now"), key=lambda row: int(row["weights"])
+    )
 
-    def median(column, model, source="mapping"):
-        """Of the rounds with 1 % and eight streams, after the first."""
-        conditions = {"model": model, "source": source, "changed": "0.01", "streams": "8"}
-        rows = [row for row in on_gpu if conditions.items() <= row.items() and row["round"] != "0"]
-        return statistics.median(float(row[column]) for row in rows if row["requests"] == rows[0]["requests"])
-
-    def gpu_model(model):
+    def gpu_model(model, weights):
         return {
-            "model": model, "weights": GPU_MODELS[model], "blocked": median("blocked_ms", model) / 1000,
-            "encode": median("encode_s", model), "apply": median("apply_s", model),
-            "pause": median("pause_ms", model) / 1000, "served": median("served_s", model),
+            "model": model, "weights": weights,
+            "blocked": gpu_rounds.median(lambda row: float(row["blocked_ms"]) / 1000, model),
+            **{part.__name__: gpu_rounds.median(part, model) for part in parts},
+            "served": gpu_rounds.median(lambda row: float(row["served_s"]), model),
         }  # fmt: skip
+
+    parts = (gpu_rounds.encode, gpu_rounds.stage, gpu_rounds.pause)
 
     return {
         "machine": notes_of("chain.csv")["machine"].split(",")[0],
@@ -259,11 +258,13 @@ def measured():
             "reload": float(vllm["reload"]["pause_ms"]) / 1000,
         },
         "gpu": {
-            "name": notes_of("vllm_gpu.csv")["gpu"], "density": 0.01,
-            "models": [gpu_model(model) for model in GPU_MODELS],
+            "name": notes_of("vllm_gpu.csv")["gpu"], "density": gpu_rounds.DENSITY,
+            "models": [gpu_model(*each) for each in gpu_rounds.WEIGHTS.items()],
+            "per_change": {part.__name__: gpu_rounds.per_change(part) for part in parts},
             "reload": {
-                "weights": GPU_MODELS["0.6b"], "stop": median("pause_ms", "0.6b", "vLLM pause") / 1000,
-                "seconds": median("pause_ms", "0.6b", "vLLM reload") / 1000,
+                "weights": gpu_rounds.WEIGHTS["0.6b"],
+                "stop": gpu_rounds.median(gpu_rounds.pause, "0.6b", source="vLLM pause"),
+                "seconds": gpu_rounds.median(gpu_rounds.pause, "0.6b", source="vLLM reload"),
             },
         },
         "split": {

@@ -421,6 +421,17 @@ def test_every_figure_is_said_somewhere():
     assert said == figures.figures().keys()
 
 
+def test_explain_has_the_figures_of_the_pages():
+    """Its data are made by another script."""
+    measured = figures.recorded()["measured"]
+    assert measured["uploads"]["all_to_single"] == float(figures.uploads()["all_to_single"])
+    assert measured["vllm"]["pause"] == pytest.approx(float(figures.read("vllm.csv")[1][0]["pause_ms"]) / 1000)
+    for each in measured["gpu"]["models"]:
+        assert each["pause"] == pytest.approx(figures.on_gpu(each["model"], "pause_ms") / 1000)
+        assert each["served"] == figures.on_gpu(each["model"], "served_s")
+    assert [run["density"] for run in measured["runs"]] == [figures.settled(lr)["density"] for lr in (1e-6, 3e-6)]
+
+
 def test_a_wrong_figure_is_noticed():
     said = "At lr 1e-6 <!--=density-1e-6-->1.6 %<!--/--> of the weights change."
     assert figures.marked(said) == said

@@ -113,8 +113,11 @@ class Plan:
         return self.weights / math.ceil(self.weights / float(measured()["gpu"]["most_weights"]))
 
     def _on_gpu(self, part: str) -> float:
-        line: Mapping[str, float] = measured()["gpu"][part]
-        return line["start"] + line["per_weight"] * self._device_weights
+        """By the weights on a device, and by what more or fewer of them change than where that was measured."""
+        gpu = measured()["gpu"]
+        line: Mapping[str, float] = gpu[part]
+        further = line.get("per_change", 0.0) * (self.density - gpu["density"])
+        return max(line["start"] + (line["per_weight"] + further) * self._device_weights, 0.0)
 
     def _on_cpu(self, part: str, column: str | None = None) -> float:
         cpu = measured()["cpu"]
@@ -146,6 +149,6 @@ class Plan:
 
     @property
     def reload_seconds(self) -> float:
-        """How long it stands still to take all weights from its disk."""
+        """How long it stands still to take all weights from its disk; at most, since GPUs were measured at one size."""
         weights = self._device_weights if self.machine == "gpu" else self.weights
         return float(measured()[self.machine]["reload"] * weights)

@@ -23,7 +23,7 @@ export function rates({ chain, vllm, gpu, density, split, runs }) {
   const sum = Object.values(before).reduce((total, seconds) => total + seconds, 0);
   const [small, large] = gpu.models;
   const slope = (of) => (of(large) - of(small)) / (large.weights - small.weights);
-  const line = (of) => ({ slope: slope(of), start: of(small) - slope(of) * small.weights });
+  const line = (of, more = 0) => ({ slope: slope(of), start: of(small) - slope(of) * small.weights, more });
   const requestUp = loopback.phases.upload - oneWay / bytesPerSecond;
   const requestDown = loopback.phases.fetch - oneWay / bytesPerSecond;
   const requests = requestUp + requestDown + loopback.phases.commit;
@@ -36,11 +36,13 @@ export function rates({ chain, vllm, gpu, density, split, runs }) {
     stage,
     // What is left of the time from publish to served, when all that was measured apart is taken away.
     rest: vllm.served - vllm.pause - (sum * vllm.weights) / loopback.weights - stage * vllm.weights * vllm.density,
-    gpuRest: line((each) => Math.max(each.served - each.blocked - each.encode - each.apply - requests, 0)),
+    gpuRest: line((each) =>
+      Math.max(each.served - each.blocked - each.encode - each.stage - each.pause - requests, 0),
+    ),
     gpuDiff: line((each) => each.blocked),
-    gpuEncode: line((each) => each.encode),
-    gpuDecode: line((each) => each.apply - each.pause),
-    gpuPause: line((each) => each.pause),
+    gpuEncode: line((each) => each.encode, gpu.per_change.encode),
+    gpuStage: line((each) => each.stage, gpu.per_change.stage),
+    gpuPause: line((each) => each.pause, gpu.per_change.pause),
     density,
     // Whole runs say more about bytes than weights that were made up for density.csv.
     sizes: [...density, ...runs].sort((a, b) => a.density - b.density),
@@ -83,17 +85,18 @@ export function costs(measured, input) {
       formula: `${times(seconds, size, weightsText(of))} × ${trim(factor)} for a density of ${percentText(density)}`,
     };
   };
-  // By two models that were measured at one density: what depends on changes is like that of a larger or smaller model.
-  // A model that is larger than both lies on several devices.
-  const onDevice = Math.min(weights, gpu.models[1].weights);
-  const onGpu = (name, where, { slope, start }, as = onDevice) => ({
+  // By two models that were measured at one density; what further changes add, by one of them at two more densities.
+  // A model that is larger than both is on as many devices as it needs.
+  const onDevice = weights / Math.ceil(weights / gpu.models[1].weights);
+  const onGpu = (name, where, { slope, start, more }) => ({
     name,
     where,
-    seconds: Math.max(start + slope * as, 0),
+    seconds: Math.max(start + (slope + more * (density - gpu.density)) * onDevice, 0),
     source: "vllm_gpu.csv",
-    formula: `${secondsText(start)} + ${secondsText(slope * 1e9)} × ${trim(as / 1e9)} B, by two models`,
+    formula:
+      `${secondsText(start)} + ${secondsText(slope * 1e9)} × ${trim(onDevice / 1e9)} B, by two models` +
+      (more ? `, ${trim(more * 1e9)} ns for each change more than ${percentText(gpu.density)}` : ""),
   });
-  const byChanges = (onDevice * density) / gpu.density;
   const plain = (name, where, seconds, by, of, source) => ({
     name,
     where,
@@ -108,7 +111,7 @@ export function costs(measured, input) {
     : onGpu("diff", "trainer", rate.gpuDiff);
   const encode = onCpu
     ? scaled("encode", "trainer", phases.encode, "encode_ratio")
-    : onGpu("encode", "trainer", rate.gpuEncode, byChanges);
+    : onGpu("encode", "trainer", rate.gpuEncode);
   const upload = transfer("upload", deltaBytes, rate.requestUp);
   const commit = {
     name: "commit",
@@ -120,7 +123,7 @@ export function costs(measured, input) {
   const fetch = transfer("fetch", deltaBytes, rate.requestDown);
   const decode = onCpu
     ? scaled("verify and decode", "replica", phases.decode, "decode_ratio")
-    : onGpu("verify, decode and stage", "replica", rate.gpuDecode, byChanges);
+    : onGpu("verify, decode and stage", "replica", rate.gpuStage);
   const changes = weightsText(weights * density);
   const stage = onCpu && {
     name: "stage",
@@ -146,7 +149,7 @@ export function costs(measured, input) {
           `${secondsText(rate.pauseRequests)} for the requests + ${secondsText(write)} to write ` +
           `${changes} changes`,
       }
-    : onGpu("pause and write", "pause", rate.gpuPause, byChanges);
+    : onGpu("pause and write", "pause", rate.gpuPause);
   const delta = [diff, encode, upload, commit, rest, fetch, decode, stage, pause].filter(Boolean);
 
   const { reload } = gpu;

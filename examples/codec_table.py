@@ -1,9 +1,9 @@
-"""The codec on real RL updates: what each encoding takes, how it compares with all the weights, and how long it needs.
+"""The codec on real RL updates: the bytes of each encoding, compared with the full weights, and the time it takes.
 
     python examples/codec_table.py
 
-For each recorded learning rate, takes one optimizer step of six tensors of a Qwen3-0.6B-shaped model, makes a delta in
-every encoding, applies it to the old weights and checks that every bit is that of the new ones.
+For each recorded learning rate, it takes one optimizer step of six tensors of a Qwen3-0.6B-shaped model, makes a delta
+in every encoding, applies it to the old weights and checks that every bit matches the new ones.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
     python examples/pytorch_loop.py [--store URL] [--steps 8]
 
-The only two lines that a training loop needs are the `Publisher` and its `attach`. The follower shares nothing with the
-trainer but the store; it gets the model as bf16, and in the end both sides compute the digest of all their weights.
+A training loop needs only two lines: the `Publisher` and its `attach`. The follower shares nothing with the trainer but
+the store. It gets the model in bf16, and at the end both sides compute the digest of all their weights.
 """
 
 import argparse
@@ -26,26 +26,26 @@ def make_model(seed: int) -> nn.Module:
 
 
 def train(model: nn.Module, num_steps: int, publisher: deltawire.Publisher) -> None:
-    """Learn to tell the next number of a row that counts up."""
+    """Learn to predict the next number of a sequence that counts up."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
     publisher.attach(optimizer, every=1)
     for _ in range(num_steps):
         rows = (torch.randint(256, (32, 1)) + torch.arange(17)) % 256
         nn.functional.cross_entropy(model(rows[:, :16]), rows[:, 16]).backward()
-        optimizer.step()  # and with it, a version is published
+        optimizer.step()  # also publishes a version
         optimizer.zero_grad()
 
 
 def follow(url: str, last: int) -> None:
-    """The other side: a model in bf16 that is kept up to date. Prints the digest of what it has in the end."""
-    model = make_model(seed=1).to(torch.bfloat16)  # other weights than the trainer's
+    """The other side: keep a bf16 model up to date, and print the digest of its final weights."""
+    model = make_model(seed=1).to(torch.bfloat16)  # not the trainer's weights
     with deltawire.Replica(url, model) as replica:
         replica.wait(last, timeout=60)
     print(deltawire.digest(dict(model.named_parameters())))
 
 
 def show(publisher: deltawire.Publisher) -> None:
-    """What is in the store, version by version."""
+    """Print what is in the store, version by version."""
     print(ROW.format("version", "step", "changed", "density", "bytes", "of all weights"))
     for version in publisher.run.versions():
         manifest = publisher.run.manifest(version)

@@ -1,6 +1,6 @@
-"""Async GRPO on Wordle with TRL: a trainer here, a vLLM server, a Wordle environment and a bucket wherever they are.
+"""Async GRPO on Wordle with TRL: a trainer on this machine; a vLLM server, a Wordle environment and a bucket anywhere.
 
-The environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md), then the trainer:
+Start the environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md), then the trainer:
 
     python -m deltawire_demo.wordle --port 8001
     vllm serve Qwen/Qwen3-1.7B --port 8000 --logprobs-mode processed_logprobs \\
@@ -10,10 +10,10 @@ The environment, then a vLLM server with deltawire's plugin (docs/guides/vllm.md
     python examples/trl_wordle.py --model Qwen/Qwen3-1.7B --store s3://bucket/wordle \\
       --server http://127.0.0.1:8000 --env http://127.0.0.1:8001
 
-A server on another machine has its agent beside it (`deltawire attach ... --listen 0.0.0.0:9100`): give that one as
-`--agent http://host:9100`, its token in DELTAWIRE_TOKEN, and the server as `--server`, where TRL sends its requests. A
-server behind the proxy of deploy/ wants a key, which is in API_TOKEN; the proxy is then the `--agent`, too. A Wordle
-server elsewhere has a token, which is in WORDLE_TOKEN there and here.
+If the server is on another machine, run its agent there (`deltawire attach ... --listen 0.0.0.0:9100`). Pass the agent
+as `--agent http://host:9100`, its token in DELTAWIRE_TOKEN, and the server as `--server`, where TRL sends its requests.
+A server behind the proxy of deploy/ needs a key, given in API_TOKEN; the proxy is then also the `--agent`. A Wordle
+server on another machine needs a token, given in WORDLE_TOKEN on both machines.
 """
 
 import argparse
@@ -30,7 +30,7 @@ RULES = (
 
 
 class Wordle:
-    """One game at a time on an OpenEnv server. TRL makes one of these for each rollout that runs, and uses it again."""
+    """Plays one game at a time on an OpenEnv server. TRL makes one for each concurrent rollout, and reuses it."""
 
     def __init__(self, url):
         self._url = url
@@ -44,11 +44,11 @@ class Wordle:
         return WordleEnv(base_url=self._url, headers=bearer(token) if token else None).sync()
 
     def reset(self, seed=None, **_):
-        """Begin the game of a row. Rows of a group have the same seed, so all of it looks for the same word."""
+        """Start the game of a row. All rows of a group have the same seed, so they look for the same word."""
         try:
             self._seen = self._game.reset(seed=seed).observation
         except Exception:
-            # A server gives a silent session up, and an error here would end all rollouts.
+            # A server drops idle sessions, and an error here would end all rollouts.
             with suppress(Exception):
                 self._game.close()
             self._game = self._connect()
@@ -75,7 +75,7 @@ class Wordle:
         return f"{self._seen.feedback}. {self._seen.guesses_left} guesses are left."
 
     def get_reward(self):
-        """What the game is worth: colours, a win, a bonus for guesses that were left, less for words that are none."""
+        """The game's score: colors, a win, a bonus for unused guesses, a penalty for guesses that are not words."""
         return self._seen.score
 
 
@@ -108,12 +108,12 @@ def bearer(token):
 
 
 def with_key(url, key):
-    """A server's URL with its key, which TRL has no other place for."""
+    """A server's URL with its key in it: TRL has no other place for the key."""
     return url if key is None else url.replace("://", f"://key:{key}@", 1)
 
 
 def max_tokens(url, key, patience=240):
-    """The most tokens of a request, when the server is up. TRL would ask itself, and log its URL with the key."""
+    """The token limit of a request, once the server is up. TRL would query it itself, and log the URL with the key."""
     import httpx
 
     give_up = time.monotonic() + patience
@@ -130,7 +130,7 @@ def max_tokens(url, key, patience=240):
 
 
 def make_trainer(options, **settings):
-    """The trainer, and where it sends its weights. Settings are more fields of AsyncGRPOConfig."""
+    """The trainer, and the transfer that it sends its weights to. Settings are further fields of AsyncGRPOConfig."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -163,8 +163,8 @@ def make_trainer(options, **settings):
         environment_factory=partial(Wordle, options.env),
         weight_transfer=transfer,
     )
-    # Trackers and checkpoints keep the arguments, and TRL's client logs its URL: without the key. Rollouts have it, and
-    # aiohttp keeps it out of its errors.
+    # Trackers and checkpoints store the arguments, and TRL's client logs its URL, so both get the URL without the key.
+    # Rollouts have the key, and aiohttp keeps it out of its errors.
     trainer.args.vllm_server_base_url = options.server
     if trainer.vllm_client:
         trainer.vllm_client.server_url = options.server

@@ -259,8 +259,8 @@ def models() -> str:
             size(factor * plan.delta_bytes()), duration(plan.blocked_seconds), duration(plan.pause_seconds),
             duration(plan.reload_seconds),
         ])  # fmt: skip
-    header = ["weights", "changed", "all of them", "a delta", "uploaded in all, computed", "trainer waits",
-              "engine pauses", "to reload all"]  # fmt: skip
+    header = ["model", "weights changed", "all weights", "delta", "total upload per step (computed)", "trainer blocked",
+              "engine paused", "paused for a full reload"]  # fmt: skip
     return table(header, rows)
 
 
@@ -275,12 +275,12 @@ def sizing() -> str:
 
     staging = [f"{on_gpu(model, 'staging_mb'):,.0f} MB" for model in MEASURED]
     rows = [
-        row("weights in bf16", 1.0),
-        row("trainer: snapshot, beside the weights", 1.0),
-        row("trainer: while a delta is made, at 1 % changed", extra),
+        row("bf16 weights", 1.0),
+        row("trainer: snapshot, in addition to the weights", 1.0),
+        row("trainer: while a delta is made, with 1 % changed", extra),
         row("trainer: scratch files, at most", disk),
-        row("replica: mirror, unless the engine decodes itself", 1.0),
-        ["server's GPU: during an update, at 1 % changed", *staging, "-", "-"],
+        row("replica: mirror, unless the engine decodes", 1.0),
+        ["server's GPU: during an update, with 1 % changed", *staging, "-", "-"],
     ]
     return table(["", "0.6 B", "8.19 B", "70 B", "405 B"], rows)
 
@@ -293,7 +293,7 @@ def report_runs() -> str:
             name, percent(step["first"], 3), percent(step["density"], 3), size(step["num_bytes"]),
             f"{step['bytes_per_change']:.3f}", f"1/{1 / step['ratio_to_full']:.0f}",
         ])  # fmt: skip
-    header = ["lr", "changed, first step", "changed, median", "a delta", "bytes per change", "of all weights"]
+    header = ["lr", "changed, first step", "changed, median", "delta", "bytes per change", "fraction of all weights"]
     return table(header, rows)
 
 
@@ -308,7 +308,7 @@ def report_ways() -> str:
             duration(on_gpu(model, "gap_ms", source) / 1000, 3), duration(on_gpu(model, "served_s", source), 3),
         ])  # fmt: skip
     sglang, ways = read("sglang_gpu.csv")
-    for mode, name in (("patch", "deltawire"), ("disk", "SGLang's reload of a folder")):
+    for mode, name in (("patch", "deltawire"), ("disk", "SGLang reload from a folder")):
         own = [row for row in ways if (row["model"], row["mode"]) == ("0.6b", mode) and not row["event"]]
         if mode == "patch":
             own = [row for row in own if row["requests"] == "keep" and row["round"] != "0"]
@@ -322,7 +322,7 @@ def report_ways() -> str:
         pause = duration(float(row["pause_ms"]) / 1000, 3)
         name = f"vLLM on two cores, {int(notes['weights']) / 1e6:.0f} M"
         rows.append([name, row["mode"], "-", pause, "-", served])
-    return table(["server", "way", "sent", "pause", "longest token gap", "publish to served"], rows)
+    return table(["server", "method", "sent", "pause", "longest token gap", "publish to served"], rows)
 
 
 def quantized_servers() -> str:
@@ -342,7 +342,7 @@ def quantized_servers() -> str:
             f"{numbers['staged_mb']:.0f} MB", f"{numbers['pause_ms']:.1f} ms", f"{numbers['gap_ms']:.0f} ms",
             f"{numbers['pull_s']:.2f} s",
         ])  # fmt: skip
-    header = ["model", "serves", "elements written on the GPU", "for each changed weight", "staged", "pause",
+    header = ["model", "served as", "elements written on the GPU", "written per changed weight", "staged", "pause",
               "longest token gap", "pull"]  # fmt: skip
     return table(header, rows)
 
@@ -353,7 +353,7 @@ def report_chain() -> str:
          f"{size(int(row['delta_bytes']))}, {row['delta_seconds']} s", row["times_fewer_bytes"], row["times_faster"]]
         for row in read("chain.csv")[1]
     ]  # fmt: skip
-    return table(["line", "all weights, there and back", "a delta", "times fewer bytes", "times faster"], rows)
+    return table(["link", "all weights, up and down", "delta, up and down", "times fewer bytes", "times faster"], rows)
 
 
 def report_soak() -> str:
@@ -399,7 +399,7 @@ def demo() -> dict[str, str]:
         [name, *(f"{mean(run['rewards'][i : i + window]):.2f}" for i in parts)]
         for name, run in zip(names, runs, strict=True)
     ]
-    header = ["mean reward in steps, as the replicas played", *(f"{i + 1}-{i + window}" for i in parts)]
+    header = ["mean reward of the replicas' games, by step", *(f"{i + 1}-{i + window}" for i in parts)]
     return {
         "demo-rewards": table(header, rewards), "demo-games": demo_games(names), "demo-deltas": demo_deltas(),
         "demo-delta": size(runs[0]["payload_bytes"], 2), "demo-full": size(runs[0]["full_bytes"], 2),
@@ -418,7 +418,7 @@ def demo_games(names: list[str]) -> str:
     rows = [row("before", runs[0]["evaluations"]["start"])]
     for name, run in zip(names, runs, strict=True):
         rows.append(row(f"after, {name}" if run["publishes"] else name, run["evaluations"]["final"]))
-    header = [f"{runs[0]['evaluations']['start'][0]['num_games']} games each, reward and wins at temperature"]
+    header = [f"reward and wins over {runs[0]['evaluations']['start'][0]['num_games']} games, by temperature"]
     return table([*header, *(f"{g['temperature']:g}" for g in runs[0]["evaluations"]["start"])], rows)
 
 
@@ -437,19 +437,19 @@ def demo_deltas() -> str:
 
     whole = [settled(lr) for lr in (1e-6, 3e-6)]
     rows = [
-        row("weights that change in a step", lambda run: percent(run["density"], 3),
+        row("weights changed per step", lambda run: percent(run["density"], 3),
             " and ".join(percent(each["density"], 2) for each in whole)),
         row("most in one step", lambda run: percent(run["max_density"], 3)),
-        row("a delta, headers included", lambda run: size(run["payload_bytes"])),
-        row("of all weights", lambda run: f"1/{run['full_bytes'] / run['payload_bytes']:.0f}",
+        row("delta, with headers", lambda run: size(run["payload_bytes"])),
+        row("fraction of all weights", lambda run: f"1/{run['full_bytes'] / run['payload_bytes']:.0f}",
             " and ".join(f"1/{1 / each['ratio_to_full']:.0f}" for each in whole)),
-        row("bytes for a changed weight, headers included", lambda run: f"{run['bytes_per_change']:.2f}",
+        row("bytes per changed weight, with headers", lambda run: f"{run['bytes_per_change']:.2f}",
             " and ".join(f"{each['bytes_per_change']:.2f}" for each in whole)),
-        row("uploaded in all", lambda run: size(all_of(run))),
-        row(f"all weights of {runs[0]['num_versions']} versions",
+        row("total upload", lambda run: size(all_of(run))),
+        row(f"all weights, {runs[0]['num_versions']} versions",
             lambda run: size(run["full_bytes"] * run["num_versions"], 4)),
-        row("killed: back after", lambda run: after(run, 0)),
-        row("joined after", lambda run: after(run, 1)),
+        row("killed replica back after", lambda run: after(run, 0)),
+        row("new replica joined after", lambda run: after(run, 1)),
     ]  # fmt: skip
     link = "[recorded RL runs](../performance.md#a-grpo-run-step-by-step), lr 1e-6 and 3e-6"
     return table(["", "seed 0", "seed 1", "seed 2", link], rows)
@@ -477,7 +477,8 @@ def polling() -> dict[str, str]:
          f"{row['p99_delay']} s", f"${float(row['usd_a_day_s3']):.0f}"]
         for row in read("polling.csv")[1]
     ]  # fmt: skip
-    return {"polling": table(["polls", "requests a second", "seen after, median", "99 %", "S3, a day"], rows)}
+    header = ["polling", "requests per second", "delay, median", "delay, p99", "S3 cost per day"]
+    return {"polling": table(header, rows)}
 
 
 @cache

@@ -257,7 +257,7 @@ def models() -> str:
         rows.append([
             f"{billions} B, computed", percent(plan.density), size(2 * plan.weights), size(plan.delta_bytes()),
             size(factor * plan.delta_bytes()), duration(plan.blocked_seconds), duration(plan.pause_seconds),
-            duration(plan.reload_seconds),
+            f"at most {duration(plan.reload_seconds)}",
         ])  # fmt: skip
     header = ["model", "weights changed", "all weights", "delta", "total upload per step (computed)", "trainer blocked",
               "engine paused", "paused for a full reload"]  # fmt: skip

@@ -87,12 +87,13 @@ def commands(program):
                     yield path, shlex.split(found[1].split(";")[0].removesuffix("&"), comments=True)
 
 
-def parse(group, arguments):
+def parse(group, arguments, parent=None):
     """What click makes of a command line, down to the last sub-command; an error if it does not know it."""
-    with group.make_context(group.name or "program", list(arguments)) as context:
+    # A command keeps the option for help that it makes first, by what its parent says of it.
+    with group.make_context(group.name or "program", list(arguments), parent) as context:
         if hasattr(group, "resolve_command"):  # hf brings a click of its own
             _, command, arguments = group.resolve_command(context, [*context._protected_args, *context.args])
-            parse(command, arguments)
+            parse(command, arguments, context)
 
 
 def identify(value):

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs nginx with nginx.conf in front of ORIGIN, which is where the runs are: https://bucket.example
-#   ORIGIN_QUERY           sent with each request to it, such as a SAS token: sv=...&sig=...
-#   ORIGIN_AUTHORIZATION   sent as the header Authorization: Bearer ...
+# Runs nginx with nginx.conf in front of ORIGIN, the URL that serves the runs: https://bucket.example
+#   ORIGIN_QUERY           sent with each request to the origin, such as a SAS token: sv=...&sig=...
+#   ORIGIN_AUTHORIZATION   sent to the origin as the header Authorization: Bearer ...
 #   CACHE_FOLDER, CACHE_SIZE, CA_FILE, RESOLVER
 set -eu
 folder=$(mktemp -d)
@@ -13,11 +13,11 @@ refuse() {
   exit 2
 }
 
-# These become part of a configuration. None is shown, since some are secrets.
+# These values become part of a configuration. None is printed, since some are secrets.
 case ${ORIGIN:-} in
   */ | *[!A-Za-z0-9_.~:/%-]*) refuse "ORIGIN is to be a URL as https://bucket.example, without a slash at its end" ;;
   http://?* | https://?*) ;;
-  *) refuse "ORIGIN is to be the URL of where the runs are, such as https://bucket.example" ;;
+  *) refuse "ORIGIN is to be the URL that serves the runs, such as https://bucket.example" ;;
 esac
 case ${ORIGIN_QUERY:-} in *[!A-Za-z0-9_.~:/%\&=+-]*) refuse "ORIGIN_QUERY is to be a query without '?': a=b&c=d" ;; esac
 case ${ORIGIN_AUTHORIZATION:-} in

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Starts the proxy, vLLM and the agent, and ends when one of them does.
+# Starts the proxy, vLLM and the agent, and exits when one of them does.
 #   STORE_URL   the store that holds the run
-#   API_TOKEN   what clients must send as a bearer token
+#   API_TOKEN   the bearer token that clients must send
 #   MODEL_NAME, MIRROR, VLLM_ARGS   optional
 set -euo pipefail
 : "${STORE_URL:?is to be the URL of the store that holds the run}"
 mirror=${MIRROR:-/tmp/mirror}
 cd "$(dirname "$0")"
 
-# What was started ends with this script.
+# The processes that were started end with this script.
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 143' TERM
 trap 'exit 130' INT
@@ -22,8 +22,8 @@ until deltawire pull "$STORE_URL" --to "$mirror" --quiet; do
   wait $!
 done
 
-# Without API_TOKEN and the credentials of the store: a server of models has no use for them. The agent changes weights
-# with a token that both read from a file of this user.
+# vLLM gets neither API_TOKEN nor the credentials of the store: it does not need them. The agent changes weights
+# with a token that both read from a file owned by this user.
 # shellcheck disable=SC2086  # VLLM_ARGS holds several options
 env --unset=API_TOKEN --unset=HF_TOKEN --unset=AWS_ACCESS_KEY_ID --unset=AWS_SECRET_ACCESS_KEY \
   --unset=AWS_SESSION_TOKEN --unset=DELTAWIRE_TOKEN \

@@ -18,11 +18,14 @@ Arrays = Mapping[str, Bits]
 # Positions in a range of a box, from its start.
 Offsets = npt.NDArray[np.uint32]
 
-# Called for each range of a box that has changes: its start, the changed positions in it, its old and new bits.
+# The changes in a range of a box: where they are in it, ascending, and the bits before and after of each.
+Changes = tuple[Offsets, Bits, Bits]
+
+# Called for each range of a box that has changes: its start, and the changes.
 Watch = Callable[[int, Offsets, Bits, Bits], None]
 
-# The changed positions in a range of a box, where an earlier comparison has kept them; else None.
-Known = Callable[[int, int], Offsets | None]
+# The changes in a range of a box, where an earlier comparison has kept them; else None.
+Known = Callable[[int, int], Changes | None]
 
 # Ascending positions and their new bits; positions are None if the bits cover the whole box.
 Decoded = tuple[Positions | None, Bits]
@@ -54,15 +57,17 @@ class Encoding(Protocol):
     ) -> Decoded: ...
 
 
-def changes(old: Elements, new: Elements, start: int, stop: int, known: Known | None) -> tuple[Offsets, Bits, Bits]:
-    """The changed positions in a range of a box, and its old and new bits, which are not read where nothing changed."""
+def changes(old: Elements, new: Elements, start: int, stop: int, known: Known | None) -> Changes:
+    """The changes in a range of a box; what is known is not read."""
     from deltawire.kernels.cpu.blocks import changed_positions
+    from deltawire.kernels.cpu.elements import elements_at
 
-    positions = None if known is None else known(start, stop)
-    if positions is not None and not len(positions):
-        return positions, old[:0], new[:0]
+    found = None if known is None else known(start, stop)
+    if found is not None:
+        return found
     before, after = old[start:stop], new[start:stop]
-    return changed_positions(before, after) if positions is None else positions, before, after
+    positions = changed_positions(before, after)
+    return positions, elements_at(before, positions), elements_at(after, positions)
 
 
 def take(encoded: Encoded, part: str, length: int) -> Bits:

@@ -113,12 +113,14 @@ def encode_payload(
     layout = kernel_layout(dtype)
 
     def encode(start: int) -> tuple[int, Bits, int]:
-        positions, before, after = changes(old, new, start, min(start + size, len(old)), known)
+        stop = min(start + size, len(old))
+        positions, before, after = changes(old, new, start, stop, known)
         if watch is not None and len(positions):
             watch(start, positions, before, after)
         if len(positions) == 0 or over_limit:
             return len(positions), np.empty(0, np.uint8), 0
-        words, num_bits, gap_bits = encode_tile(before, after, positions, *layout, contextual)
+        whole = old[start:stop] if contextual else before[:0]
+        words, num_bits, gap_bits = encode_tile(whole, stop - start, positions, before, after, *layout, contextual)
         return len(positions), words.view(np.uint8)[: (int(num_bits) + 7) // 8], (int(gap_bits) + 7) // 8
 
     starts = range(0, len(old), size)

@@ -28,7 +28,7 @@ class Coo:
 
         def find(start: int) -> tuple[Bits, Bits]:
             positions, _, after = changes(old, new, start, min(start + _PIECE, len(old)), known)
-            return positions.astype(index) + index.type(start), after[positions]
+            return positions.astype(index) + index.type(start), after
 
         indices, values = zip(*workers.map(find, range(0, len(old), _PIECE)), strict=True)
         return {"indices": np.concatenate(indices), "values": np.concatenate(values)}

@@ -116,7 +116,7 @@ class Plan:
         """By the weights on a device, and by what more or fewer of them change than where that was measured."""
         gpu = measured()["gpu"]
         line: Mapping[str, float] = gpu[part]
-        further = line.get("per_change", 0.0) * (self.density - gpu["density"])
+        further = line.get("per_change", 0.0) * (self.density - float(gpu["density"]))
         return max(line["start"] + (line["per_weight"] + further) * self._device_weights, 0.0)
 
     def _on_cpu(self, part: str, column: str | None = None) -> float:

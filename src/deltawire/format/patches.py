@@ -59,7 +59,7 @@ def encode_box(
 
     def watch(start: int, positions: Offsets, before: Bits, after: Bits) -> None:
         at = box.to_tensor(positions + np.int64(start))
-        gains.append(change_digest(key, at, before[positions], after[positions]))
+        gains.append(change_digest(key, at, before, after))
 
     encoded = encode(old, new, dtype, allowed, workers, watch, tile_log2, known)
     entry = None if encoded is None else Entry.of(name, dtype, box, encoded)
@@ -120,7 +120,7 @@ def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest
     if patch._positions is None:
         before = box_digest(key, patch.box, _cut(old, patch.box), workers)
         return box_digest(key, patch.box, patch.bits, workers) - before
-    return change_digest(key, patch.positions, old.bits[patch.positions], patch.bits)
+    return change_digest(key, patch.positions, _elements(old.bits, patch.positions), patch.bits)
 
 
 def matching(entry: Entry, weights: Tensors) -> Tensor:
@@ -146,6 +146,14 @@ def check_spec(entry: Entry, spec: TensorSpec) -> None:
 
 def describe(dtype: DType, shape: Shape) -> str:
     return f"{dtype.name} {list(shape)}"
+
+
+def _elements(bits: Bits, positions: Positions) -> Bits:
+    from deltawire.kernels.cpu.elements import elements_at
+
+    # The kernel would be compiled again for what is read-only.
+    found: Bits = elements_at(bits, positions) if bits.flags.writeable else bits[positions]
+    return found
 
 
 def _cut(tensor: Tensor, box: Box) -> Bits:

@@ -26,7 +26,7 @@ def encode_changes(
         old, new = history.at(name, base), history.at(name, version)
         # No tile is larger than what a history reads at a time.
         tile_log2 = min(tile_log2_for(num_changed[name], len(old)), CHUNK_LOG2)
-        known = None if compared is None else partial(compared.positions, name)
+        known = None if compared is None else partial(compared.changes_in, name, old.dtype)
         dtype, box = history.specs[name][0], history.boxes[name]
         return encode_box(name, dtype, old, new, box, allowed, workers, tile_log2, known)
 

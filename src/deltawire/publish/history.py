@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from deltawire.codec.encoding import Encoded, Offsets
+from deltawire.codec.encoding import Changes, Encoded, Offsets
 from deltawire.codec.tiled import check_status, kernel_layout
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
@@ -39,8 +39,6 @@ from deltawire.workers import Workers
 CHUNK_LOG2 = 20
 CHUNK = 1 << CHUNK_LOG2
 
-NOWHERE = np.empty(0, np.uint32)
-
 # A tensor's name and a chunk's number in it.
 ChunkKey = tuple[str, int]
 
@@ -50,11 +48,23 @@ Prepared = tuple[Encoded, Digest]
 
 @dataclass(frozen=True, slots=True)
 class ChunkChange:
-    """What a version changed in one chunk; no positions where that is nearly everything."""
+    """What a version changed in one chunk: where, and the bits before and after; or, where that is nearly everything,
+    all old bits of the chunk.
+    """
 
-    positions: Offsets | slice
+    positions: Offsets | None
     old: Bits
+    new: Bits | None
     num_changed: int
+
+    def revert(self, bits: Bits) -> None:
+        """Turn the chunk's bits into those before the version."""
+        from deltawire.kernels.cpu.elements import put_elements
+
+        if self.positions is None:
+            bits[:] = self.old
+        else:
+            put_elements(bits, self.positions, self.old)
 
 
 class Record(Protocol):
@@ -81,26 +91,30 @@ class StagedVersion:
             counts[name] += change.num_changed
         return counts
 
-    def positions(self, name: str, start: int, stop: int) -> Offsets | None:
-        """The changed positions in a range of a tensor, from its start; None if they were not kept."""
-        found = [NOWHERE]
+    def changes_in(self, name: str, dtype: np.dtype[np.unsignedinteger], start: int, stop: int) -> Changes | None:
+        """The changes in a range of a tensor, from its start; None if their positions were not kept."""
+        found: list[Changes] = []
         for index in range(start // CHUNK, -(-stop // CHUNK)):
             change, at = self.changes.get((name, index)), index * CHUNK
             if change is None:
                 continue
-            where = change.positions
-            if isinstance(where, slice):
+            where, old, new = change.positions, change.old, change.new
+            if where is None or new is None:
                 return None
             if start > at or stop - at <= where[-1]:
                 first, last = np.searchsorted(where, np.array([max(start - at, 0), stop - at], np.uint32))
-                where = where[first:last]
-            found.append(where if at == start else (where + np.int64(at - start)).astype(np.uint32))
-        return found[-1] if len(found) < 3 else np.concatenate(found)
+                where, old, new = where[first:last], old[first:last], new[first:last]
+            found.append((where if at == start else (where + np.int64(at - start)).astype(np.uint32), old, new))
+        if len(found) == 1:
+            return found[0]
+        nothing = np.empty(0, np.uint32), np.empty(0, dtype), np.empty(0, dtype)
+        where, old, new = map(np.concatenate, zip(*found, strict=True)) if found else nothing
+        return where, old, new
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         change = self.changes.get(key)
         if change is not None:
-            bits[change.positions] = change.old
+            change.revert(bits)
 
 
 class _Stream(NamedTuple):
@@ -243,6 +257,7 @@ class History:
 
         def stage_tensor(name: str, workers: Workers) -> None:
             from deltawire.kernels.cpu.blocks import changed_positions
+            from deltawire.kernels.cpu.elements import elements_at, put_elements
 
             bits, fresh = self._snapshot[name], weights[name].bits
 
@@ -252,10 +267,14 @@ class History:
                 positions = changed_positions(old, new)
                 if len(positions) == 0:
                     return
-                few = 2 * len(positions) < len(old)
-                where = positions.copy() if few else slice(None)
-                record.changes[name, index] = ChunkChange(where, old[positions] if few else old.copy(), len(positions))
-                old[where] = new[where]
+                if 2 * len(positions) < len(old):
+                    where, after = positions.copy(), elements_at(new, positions)
+                    before = elements_at(old, positions)
+                    record.changes[name, index] = ChunkChange(where, before, after, len(positions))
+                    put_elements(old, where, after)
+                else:
+                    record.changes[name, index] = ChunkChange(None, old.copy(), None, len(positions))
+                    old[:] = new
 
             workers.map(stage_chunk, range(-(-len(bits) // CHUNK)))
 
@@ -306,19 +325,23 @@ class History:
         def pack_chunk(key: ChunkKey) -> None:
             name, index = key
             change, dtype = staged.changes[key], self.specs[name][0]
-            new = self._chunk(name, index, version)
-            old = new.copy()
-            old[change.positions] = change.old
-            if isinstance(change.positions, slice):
-                packed.add(key, old, change.num_changed, is_raw=True)
+            if change.new is None:
+                packed.add(key, change.old, change.num_changed, is_raw=True)
                 return
-            words, num_bits, _ = encode_tile(new, old, change.positions, *kernel_layout(dtype), False)
+            size = min(len(self._snapshot[name]) - index * CHUNK, CHUNK)
+            where, old, new = change.positions, change.old, change.new
+            words, num_bits, _ = encode_tile(new[:0], size, where, new, old, *kernel_layout(dtype), False)
             stream = words.view(np.uint8)[: (int(num_bits) + 7) // 8]
-            is_raw = stream.nbytes >= old.nbytes
-            packed.add(key, old if is_raw else stream, change.num_changed, is_raw=is_raw)
+            is_raw = stream.nbytes >= size * dtype.itemsize
+            packed.add(key, self._before(key, change, version) if is_raw else stream, change.num_changed, is_raw=is_raw)
 
         workers.map_sized(pack_chunk, list(staged.changes), lambda key: len(self._snapshot[key[0]]))
         return packed
+
+    def _before(self, key: ChunkKey, change: ChunkChange, version: int) -> Bits:
+        bits = self._chunk(*key, version)
+        change.revert(bits)
+        return bits
 
     def forget(self, version: int) -> None:
         """Drop all records up to this version, which becomes the oldest that can be read, but for one that is kept."""
@@ -428,6 +451,10 @@ class TensorAt:
         self._make, self._length, self._dtype = make, length, dtype
         self._kept: OrderedDict[int, Bits] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        return self._dtype
 
     @property
     def nbytes(self) -> int:

@@ -35,20 +35,21 @@ from deltawire.kernels.cpu.steps import steps_between
 
 @kernel
 def encode_tile(
-    old: Any, new: Any, positions: Any, width: Any, shift: Any, mask: Any, signed: Any, contextual: Any
-) -> Any:
+    old: Any, size: Any, positions: Any, before: Any, after: Any, width: Any, shift: Any, mask: Any, signed: Any,
+    contextual: Any,
+) -> Any:  # fmt: skip
     """The words of a tile's stream, its length in bits, and the length that a `gap` stream would have.
 
-    `positions` are those that differ, at least one.
+    `positions` are those that differ among `size`, at least one, with the bits before and after at each. `old` is the
+    whole tile, which only a contextual stream needs.
     """
-    downwards, extra = steps_between(old, new, positions, uint64(width), signed)
+    downwards, extra = steps_between(before, after, uint64(width), signed)
     whole = np.array([0, positions.size])
-    size = np.full(1, uint64(old.size))
-    words, num_bits = _write(positions, extra, whole, size, ZERO, downwards, not contextual)
+    words, num_bits = _write(positions, extra, whole, np.full(1, uint64(size)), ZERO, downwards, not contextual)
     if not contextual:
         return words, num_bits, num_bits
     gap_bits = num_bits
-    first = first_exponent(old, positions, shift, mask)
+    first = first_exponent(before, shift, mask)
     dtype = old.dtype.type
     classes, ranks, population = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
     ranks, extra, start = _by_class(classes, ranks, extra)
@@ -57,14 +58,14 @@ def encode_tile(
 
 
 @kernel
-def first_exponent(old: Any, positions: Any, shift: Any, mask: Any) -> Any:
+def first_exponent(before: Any, shift: Any, mask: Any) -> Any:
     """The exponent of class 0, so that all but 1/256 of the changes lie in the 16 classes from there or below."""
     histogram = np.zeros(np.int64(mask) + 1, np.int64)
-    for i in range(positions.size):
-        histogram[(uint64(old[positions[i]]) >> uint64(shift)) & uint64(mask)] += 1
+    for i in range(before.size):
+        histogram[(uint64(before[i]) >> uint64(shift)) & uint64(mask)] += 1
     top = np.int64(mask)
     above = histogram[top]
-    while top > 0 and above * 256 <= positions.size:
+    while top > 0 and above * 256 <= before.size:
         top -= 1
         above += histogram[top]
     return max(top - (NUM_CLASSES - 1), 0)

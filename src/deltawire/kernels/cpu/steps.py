@@ -42,14 +42,13 @@ def all_bits(width: Any) -> Any:
 
 
 @kernel
-def steps_between(old: Any, new: Any, positions: Any, width: Any, signed: Any) -> Any:
-    """For each changed position: is the step downwards, and its length less one."""
-    downwards = np.empty(positions.size, np.uint8)
-    extra = np.empty(positions.size, np.uint64)
+def steps_between(before: Any, after: Any, width: Any, signed: Any) -> Any:
+    """For each change: is the step downwards, and its length less one."""
+    downwards = np.empty(before.size, np.uint8)
+    extra = np.empty(before.size, np.uint64)
     full = all_bits(width)
-    for i in range(positions.size):
-        at = positions[i]
-        step = to_line(uint64(new[at]), width, signed) - to_line(uint64(old[at]), width, signed)
+    for i in range(before.size):
+        step = to_line(uint64(after[i]), width, signed) - to_line(uint64(before[i]), width, signed)
         down = (step >> (width - ONE)) & ONE
         downwards[i] = down
         extra[i] = (((step ^ (ZERO - down)) + down) & full) - ONE

@@ -8,6 +8,7 @@ import numpy as np
 from deltawire.kernels.cpu import live
 from deltawire.kernels.cpu.blocks import changed_positions, count_changed
 from deltawire.kernels.cpu.decode import OK, count_changes, decode_tile
+from deltawire.kernels.cpu.elements import elements_at, put_elements
 from deltawire.kernels.cpu.encode import encode_tile
 from deltawire.kernels.cpu.sums import sum_change, sum_runs
 
@@ -26,6 +27,7 @@ class Example:
         self.new = self.old.copy()
         self.new[::9] += 1
         self.positions = np.arange(0, 1000, 9, dtype=np.uint32)
+        self.before, self.after = self.old[self.positions], self.new[self.positions]
         self.layout = width, 4, 15, True
 
 
@@ -43,19 +45,21 @@ def warm_up(widths: Sequence[int] = WIDTHS, progress: Progress | None = None) ->
 
 
 def _compare(example: Example) -> None:
-    changed_positions(example.old, example.new)
+    positions = changed_positions(example.old, example.new)
     count_changed(example.old, example.new)
+    put_elements(example.old.copy(), positions, elements_at(example.new, positions))
 
 
 def _digest(example: Example) -> None:
     at = example.positions.astype(np.int64)
     sum_runs(example.old, np.zeros(1, np.int64), len(example.old), _SEED)
-    sum_change(example.old[at], example.new[at], at, _SEED)
+    sum_change(elements_at(example.old, at), example.after, at, _SEED)
 
 
 def _encode_and_decode(example: Example) -> None:
     for contextual in (True, False):
-        words, num_bits, _ = encode_tile(example.old, example.new, example.positions, *example.layout, contextual)
+        change = example.positions, example.before, example.after
+        words, num_bits, _ = encode_tile(example.old, len(example.old), *change, *example.layout, contextual)
         stream = words.view(np.uint8)[: (num_bits + 7) // 8]
         status, count = count_changes(stream, len(example.old), contextual)
         positions, bits = np.empty(count, np.int64), np.empty(count, example.old.dtype)
@@ -67,7 +71,7 @@ def _encode_and_decode(example: Example) -> None:
 def warm_up_engines(example: Example) -> None:
     """What engines change weights with."""
     weights, at = example.old.copy(), example.positions
-    change = at, example.old[at], example.new[at]
+    change = at, example.before, example.after
     live.put(weights, *change, len(weights), (0, 0), (0, 0, 1), _SEED, True)
     positions, room = at.astype(np.int64), [np.empty(len(at) + 1, each.dtype) for each in change]
     live.gather(weights, positions, *room[:2])

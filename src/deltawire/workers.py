@@ -79,18 +79,21 @@ class Workers(AbstractContextManager["Workers"]):
     ) -> Iterator[tuple[Item, Result]]:
         """Yield items with their results, in order: small ones in parallel, each large one with all workers."""
         batch: list[Item] = []
+        waiting = 0
 
         def finish_batch() -> Iterator[tuple[Item, Result]]:
             yield from zip(batch, self.map_sized(lambda item: function(item, SERIAL), batch, num_elements), strict=True)
             batch.clear()
 
         for item in items:
-            if num_elements(item) <= SMALL:
+            size = num_elements(item)
+            if size <= SMALL:
                 batch.append(item)
-                if len(batch) >= 4 * self.threads:
-                    yield from finish_batch()
-            else:
+                waiting += size
+            if size > SMALL or waiting >= 4 * self.threads * SMALL:
                 yield from finish_batch()
+                waiting = 0
+            if size > SMALL:
                 yield item, function(item, self)
         yield from finish_batch()
 

@@ -1,5 +1,6 @@
 """Live weights measured again: what the snapshot got wrong is found before a version is committed."""
 
+import time
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -131,6 +132,24 @@ def test_a_copy_that_fails_leaves_the_snapshot_where_it_was():
 
 def _no_memory(*_):
     raise MemoryError
+
+
+def test_the_time_of_copies_is_no_part_of_encoding(monkeypatch):
+    weights = make_weights()
+    publisher = new_publisher(weights)
+    true_copy = recheck_module._copy
+
+    def slowly(*arguments):
+        time.sleep(0.05)
+        return true_copy(*arguments)
+
+    monkeypatch.setattr(recheck_module, "_copy", slowly)
+    step(weights, np.random.default_rng(1))
+    publisher.publish().wait(PATIENCE)
+    stats = publisher.metrics()
+    publisher.close()
+    assert stats["deltawire/publish/check_seconds"] > 0.05
+    assert stats["deltawire/publish/encode_seconds"] > 0
 
 
 def test_a_share_of_time():

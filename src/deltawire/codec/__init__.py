@@ -45,7 +45,7 @@ def encode(
     if CONTEXT.name in allowed or GAP.name in allowed:
         tiled = CONTEXT if CONTEXT.name in allowed else GAP
         limit = DENSE.size_bytes(len(old), 0, dtype) if DENSE.name in allowed else None
-        payload, num_changed, gap_bytes = encode_payload(
+        payload, num_changed, gap_bytes, gap = encode_payload(
             old, new, dtype, tiled.contextual, workers, watch, limit, tile_log2, known
         )
         if payload is not None:
@@ -53,7 +53,8 @@ def encode(
             sizes[tiled.name] = len(payload)
             if GAP.name in allowed:
                 sizes[GAP.name] = gap_bytes
-        del payload
+                kept |= {GAP.name: {GAP.name: gap}} if gap is not None else {}
+        del payload, gap
     else:
         num_changed = count_changes(old, new, workers, watch, known)
     if num_changed == 0:

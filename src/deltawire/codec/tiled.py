@@ -29,6 +29,9 @@ HEAD_BYTES = 4
 LEAST_TILE_LOG2, MOST_TILE_LOG2 = 16, 24
 CHANGES_PER_TILE = 16384
 MOST_USUAL_BYTES = 1 << 17
+# A payload is encoded as `context` and as `gap` at once where that takes less than this part of the tensor's memory.
+MOST_GAPS = 8
+NOTHING = np.empty(0, np.uint8)
 
 
 class Tiled:
@@ -81,6 +84,8 @@ class Payload(NamedTuple):
     num_changed: int
     gap_bytes: int
     """The size of the payload when encoded as `gap`."""
+    gap: Bits | None
+    """That payload, if no tile of it is larger."""
 
 
 def tile_log2_for(num_changed: int, num_elements: int) -> int:
@@ -112,16 +117,19 @@ def encode_payload(
     size = 1 << log2
     layout = kernel_layout(dtype)
 
-    def encode(start: int) -> tuple[int, Bits, int]:
+    def encode(start: int) -> tuple[int, Bits, int, Bits | None]:
         stop = min(start + size, len(old))
         positions, before, after = changes(old, new, start, stop, known)
         if watch is not None and len(positions):
             watch(start, positions, before, after)
         if len(positions) == 0 or over_limit:
-            return len(positions), np.empty(0, np.uint8), 0
+            return len(positions), NOTHING, 0, NOTHING
         whole = old[start:stop] if contextual else before[:0]
-        words, num_bits, gap_bits = encode_tile(whole, stop - start, positions, before, after, *layout, contextual)
-        return len(positions), words.view(np.uint8)[: (int(num_bits) + 7) // 8], (int(gap_bits) + 7) // 8
+        words, num_bits, gap_words, gap_bits = encode_tile(
+            whole, stop - start, positions, before, after, *layout, contextual
+        )
+        as_gap = stream_of(gap_words, gap_bits) if gap_bits <= num_bits else None
+        return len(positions), stream_of(words, num_bits), (int(gap_bits) + 7) // 8, as_gap
 
     starts = range(0, len(old), size)
     sizes = np.zeros(len(starts), "<u4")
@@ -129,23 +137,40 @@ def encode_payload(
     # The payload may be nearly as large as the tensor, so streams are copied into it in batches of about 1/16 of the
     # tensor. The memory allocated here is only backed by pages as it is filled.
     payload = np.empty(end + old.nbytes + old.nbytes // 4, np.uint8)
+    gaps: list[Bits] | None = []
     num_changed = 0
     over_limit = False
     batch = max(old.nbytes // 16 // MOST_USUAL_BYTES, 8 * workers.threads if workers.threads > 1 else 1)
     for first in range(0, len(starts), batch):
-        for i, (count, stream, as_gap) in enumerate(workers.map(encode, starts[first : first + batch]), first):
+        found = workers.map(encode, starts[first : first + batch])
+        for i, (count, stream, num_gap_bytes, as_gap) in enumerate(found, first):
             num_changed += count
             sizes[i] = len(stream)
-            gap_bytes += as_gap
+            gap_bytes += num_gap_bytes
+            # Few, or they would take as much memory again.
+            if as_gap is None or MOST_GAPS * gap_bytes > old.nbytes:
+                gaps = None
+            elif gaps is not None:
+                gaps.append(as_gap)
             if end + len(stream) > len(payload):
                 payload = np.concatenate([payload, np.empty(len(payload) // 4 + len(stream), np.uint8)])
             payload[end : end + len(stream)] = stream
             end += len(stream)
         over_limit = limit_bytes is not None and min(end, gap_bytes) > limit_bytes
-    payload[:HEAD_BYTES] = [log2, 0, 0, 0]
-    payload[HEAD_BYTES : HEAD_BYTES + sizes.nbytes] = sizes.view(np.uint8)
+    payload[: HEAD_BYTES + sizes.nbytes] = head_of(log2, sizes)
     payload = payload[:end].copy() if 16 * end < len(payload) else payload[:end]
-    return Payload(None if over_limit else payload, num_changed, gap_bytes)
+    gap = None
+    if contextual and gaps is not None:
+        gap = np.concatenate([head_of(log2, np.array([*map(len, gaps)], "<u4")), *gaps])
+    return Payload(None if over_limit else payload, num_changed, gap_bytes, gap)
+
+
+def head_of(log2: int, sizes: npt.NDArray[np.uint32]) -> Bits:
+    return np.concatenate([np.array([log2, 0, 0, 0], np.uint8), sizes.view(np.uint8)])
+
+
+def stream_of(words: npt.NDArray[np.uint64], num_bits: int) -> Bits:
+    return words.view(np.uint8)[: (int(num_bits) + 7) // 8]
 
 
 def stream_edges(payload: Bits, num_elements: int) -> tuple[int, npt.NDArray[np.int64]]:

@@ -13,7 +13,7 @@ from deltawire.format.wire import Entry
 from deltawire.tensors.boxes import Box, Positions, Shape
 from deltawire.tensors.digest import Digest, box_digest, change_digest, tensor_key
 from deltawire.tensors.dtypes import Bits, DType, Elements
-from deltawire.tensors.weights import Tensor, Tensors, TensorSpec, Weights, write
+from deltawire.tensors.weights import Tensor, Tensors, TensorSpec, Weights, read, write
 from deltawire.workers import SERIAL, Workers
 
 
@@ -120,7 +120,7 @@ def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest
     if patch._positions is None:
         before = box_digest(key, patch.box, _cut(old, patch.box), workers)
         return box_digest(key, patch.box, patch.bits, workers) - before
-    return change_digest(key, patch.positions, _elements(old.bits, patch.positions), patch.bits)
+    return change_digest(key, patch.positions, read(old.bits, patch.positions), patch.bits)
 
 
 def matching(entry: Entry, weights: Tensors) -> Tensor:
@@ -146,14 +146,6 @@ def check_spec(entry: Entry, spec: TensorSpec) -> None:
 
 def describe(dtype: DType, shape: Shape) -> str:
     return f"{dtype.name} {list(shape)}"
-
-
-def _elements(bits: Bits, positions: Positions) -> Bits:
-    from deltawire.kernels.cpu.elements import elements_at
-
-    # The kernel would be compiled again for what is read-only.
-    found: Bits = elements_at(bits, positions) if bits.flags.writeable else bits[positions]
-    return found
 
 
 def _cut(tensor: Tensor, box: Box) -> Bits:

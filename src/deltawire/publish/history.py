@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from deltawire.codec.encoding import Changes, Encoded, Offsets
-from deltawire.codec.tiled import check_status, kernel_layout
+from deltawire.codec.tiled import check_status, kernel_layout, stream_of
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format.container import raw
 from deltawire.publish.sources import unknown_name
@@ -330,8 +330,8 @@ class History:
                 return
             size = min(len(self._snapshot[name]) - index * CHUNK, CHUNK)
             where, old, new = change.positions, change.old, change.new
-            words, num_bits, _ = encode_tile(new[:0], size, where, new, old, *kernel_layout(dtype), False)
-            stream = words.view(np.uint8)[: (int(num_bits) + 7) // 8]
+            words, num_bits, *_ = encode_tile(new[:0], size, where, new, old, *kernel_layout(dtype), False)
+            stream = stream_of(words, num_bits)
             is_raw = stream.nbytes >= size * dtype.itemsize
             packed.add(key, self._before(key, change, version) if is_raw else stream, change.num_changed, is_raw=is_raw)
 

@@ -262,9 +262,9 @@ class Leader:
         self, version: int, call: int, base: Committed, model: Model, expected: Digest | None = None,
         threads: int | None = None,
     ) -> tuple[StoredHop, dict[str, float]]:  # fmt: skip
-        started = time.perf_counter()
         answers = self._round("encode", base=base.call, call=call, threads=threads)
-        encoded, check_seconds = time.perf_counter(), max(answer["check_seconds"] for answer in answers)
+        encoded = time.perf_counter()
+        seconds = {name: max(answer[name] for answer in answers) for name in ("encode_seconds", "check_seconds")}
         check_steps(call, answers)
         info = DeltaInfo.after(
             WeightVersion(self._run.id, base.version, base.digest),
@@ -282,11 +282,7 @@ class Leader:
         for answer in answers:
             encodings.update(answer["encodings"])
         answers = self._round("upload", call=call, info=info_message(info), names=names, first=first)
-        seconds = {
-            "check_seconds": check_seconds,
-            "encode_seconds": encoded - started - check_seconds,
-            "upload_seconds": time.perf_counter() - encoded,
-        }
+        seconds["upload_seconds"] = time.perf_counter() - encoded
         return upload.delta_hop(info, self._count(objects_from(answers)), encodings), seconds
 
     def _count(self, objects: tuple[StoredObject, ...]) -> tuple[StoredObject, ...]:

@@ -185,9 +185,10 @@ class Worker:
             raise ChainError(
                 f"the weights of call {base} are no longer kept here: call publish(anchor=True) on all ranks"
             )
+        started = time.perf_counter()
         with Workers(threads or self._settings.threads) as workers:
             entries, gains = encode_changes(held.history, base, call, self._settings.allowed, workers)
-        check_seconds = 0.0
+        encode_seconds, check_seconds = time.perf_counter() - started, 0.0
         if before is not None and before.digests:
             held.digests = advanced(before.digests, gains)
             check_seconds = self._compare(held)
@@ -200,6 +201,7 @@ class Worker:
             "encodings": Counter(entry.encoding for entry in entries),
             "tied": {name: to for name, to in held.tied.items() if to in changed},
             "step": held.step,
+            "encode_seconds": encode_seconds,
             "check_seconds": check_seconds,
         }
 

@@ -165,6 +165,15 @@ def spec(weights: Weights, name: str, dtype: DTypeChoice = None) -> TensorSpec:
     return tensor.dtype.name, tensor.shape
 
 
+def read(bits: Bits, positions: Positions) -> Bits:
+    """Elements of flat bits by position."""
+    from deltawire.kernels.cpu.elements import elements_at
+
+    # The kernel would be compiled again for what is read-only.
+    found: Bits = elements_at(bits, positions) if bits.flags.writeable else bits[positions]
+    return found
+
+
 def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
     """Set elements of an array or tensor by flat position."""
     if is_torch(value) and value.device.type != "cpu":  # pragma: no mutate block

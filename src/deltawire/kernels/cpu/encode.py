@@ -38,23 +38,26 @@ def encode_tile(
     old: Any, size: Any, positions: Any, before: Any, after: Any, width: Any, shift: Any, mask: Any, signed: Any,
     contextual: Any,
 ) -> Any:  # fmt: skip
-    """The words of a tile's stream, its length in bits, and the length that a `gap` stream would have.
+    """The words of a tile's stream and its length in bits; and the same of a `gap` stream, whose words are only written
+    where it is not longer.
 
     `positions` are those that differ among `size`, at least one, with the bits before and after at each. `old` is the
     whole tile, which only a contextual stream needs.
     """
     downwards, extra = steps_between(before, after, uint64(width), signed)
     whole = np.array([0, positions.size])
-    words, num_bits = _write(positions, extra, whole, np.full(1, uint64(size)), ZERO, downwards, not contextual)
+    population = np.full(1, uint64(size))
+    gap_words, gap_bits = _write(positions, extra, whole, population, ZERO, downwards, not contextual)
     if not contextual:
-        return words, num_bits, num_bits
-    gap_bits = num_bits
+        return gap_words, gap_bits, gap_words, gap_bits
     first = first_exponent(before, shift, mask)
     dtype = old.dtype.type
-    classes, ranks, population = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
-    ranks, extra, start = _by_class(classes, ranks, extra)
-    words, num_bits = _write(ranks, extra, start, population, uint64(first), downwards, contextual)
-    return words, num_bits, gap_bits
+    classes, ranks, populations = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
+    ranks, sorted_extra, start = _by_class(classes, ranks, extra)
+    words, num_bits = _write(ranks, sorted_extra, start, populations, uint64(first), downwards, contextual)
+    if gap_bits <= num_bits:
+        gap_words, _ = _write(positions, extra, whole, population, ZERO, downwards, contextual)
+    return words, num_bits, gap_words, gap_bits
 
 
 @kernel

@@ -58,11 +58,11 @@ def registry(*parts: BasePublisher | Replica) -> "CollectorRegistry":
     try:
         from prometheus_client import CollectorRegistry
     except ImportError:
-        raise MissingDependency("metrics need a package: pip install 'deltawire[metrics]'") from None
+        raise MissingDependency("metrics need another package: pip install 'deltawire[metrics]'") from None
     labels = [_labels(part) for part in parts]
     for i, each in enumerate(labels):
         if each in labels[:i]:
-            raise ValueError(f"two parts would have the same labels, {each}: give replicas different names")
+            raise ValueError(f"two publishers or replicas have the same labels, {each}: give replicas different names")
     found = CollectorRegistry()
     found.register(_Collector(parts))
     return found

@@ -82,7 +82,7 @@ def test_pull_brings_a_folder_to_any_version(tmp_path, store, steps):
     assert bits(folder) == bits(steps / "step-5")
     again = told("pull", store, "--to", folder)
     assert (again["objects"], again["bytes"], again["lag"]) == (0, 0, 0)
-    assert "as it was already" in run("pull", store, "--to", folder).stdout
+    assert "already there" in run("pull", store, "--to", folder).stdout
     assert run("verify", folder).exit_code == 0
 
 

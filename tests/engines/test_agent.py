@@ -102,7 +102,7 @@ def test_health_before_during_and_after(url, server):
     ):
         assert unhealthy(client, "not running")["ok"] is False
         with agent.running():
-            unhealthy(client, "no version was seen")
+            unhealthy(client, "no version has been seen")
             trainer = Trainer(url)
             assert healthy(client)["version"] == 0
             server.failing = dict.fromkeys(("stage", "load"), EngineUnavailable("slow"))

@@ -44,7 +44,7 @@ def test_an_error_on_one_rank_is_taken_back(start):
     before = Trainer()
     run.step()
     break_writes(run, 1, 2)
-    with pytest.raises(EngineRejected, match="taken back: rank 1: RuntimeError: the device is on fire"):
+    with pytest.raises(EngineRejected, match="rolled back: rank 1: RuntimeError: the device is on fire"):
         run.replica.pull()
     assert run.server.serves(before)
     assert run.server.version == "0"

@@ -286,7 +286,7 @@ def test_wrong_arguments():
         deltawire.digest({"a": a}, dtype="F32")
     with pytest.raises(ValueError, match="is not larger than"):
         deltawire.diff({"a": a}, {"a": a}, version=3, base_version=3)
-    with pytest.raises(ValueError, match="are taken"):
+    with pytest.raises(ValueError, match="are reserved"):
         deltawire.diff({"deltawire.x": a}, {"deltawire.x": a})
     with pytest.raises(ValueError, match="not among the weights"):
         deltawire.diff({"a": a}, {"a": a}, tied={"b": "c"})

@@ -131,7 +131,7 @@ def test_count_mismatch(encoding):
     other = next(entry for entry in delta.entries if entry.name == "v")
     fewer = with_entry(data, "w", f"{encoding} BF16 40x50 {entry.num_changed - 1}")
     fewer = with_entry(fewer, "v", f"{encoding} BF16 700 {other.num_changed + 1}")
-    refuses(CorruptObject, fewer, "changes, the header says|expected")
+    refuses(CorruptObject, fewer, "changes, the header says|items, not")
     refuses(CorruptObject, with_metadata(data, changed=str(delta.num_changed + 1)), "do not hold")
     refuses(CorruptObject, with_metadata(data, changed="1"), "more changes than the delta states")
 

@@ -89,7 +89,7 @@ class Plan:
         if self.weights > MOST_WEIGHTS or self.steps_a_day > DAY * 10:
             raise ValueError("too large to estimate: the limits are 1e14 weights and ten steps a second")
         if not 1 <= self.sites <= self.replicas <= MOST_REPLICAS:
-            raise ValueError(f"there must be at least one replica per site, and at most {MOST_REPLICAS:,} in total")
+            raise ValueError(f"replicas must be at least as many as sites, and at most {MOST_REPLICAS:,}")
         if self.machine not in MACHINES:
             raise ValueError(f"machine must be gpu or cpu, not {self.machine!r}")
 

@@ -79,7 +79,7 @@ def test_a_file_that_holds_a_public_key_is_read(tmp_path, key):
 def test_a_key_in_the_place_of_its_file_is_not_shown(tmp_path, key):
     body = "".join(key.read_text().splitlines()[1:-1])
     for given in (key.read_text(), body):
-        with pytest.raises(ValueError, match="path of a file") as caught:
+        with pytest.raises(ValueError, match="path of a key file") as caught:
             signer(given)
         assert body[:12] not in str(caught.value)
         assert_keeps(body, run("publish", tmp_path, "--to", tmp_path / "run", "--sign-key", given))

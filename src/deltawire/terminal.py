@@ -37,7 +37,7 @@ Hints = list[tuple[type[errors.DeltawireError], str]]
 _FILE_HINTS: Hints = [
     (errors.BaseMismatch, "see which version you have with: deltawire verify CHECKPOINT"),
     (errors.DigestMismatch, "fetch or create the file again, then check it with: deltawire verify"),
-    (errors.UnsupportedFormat, "see what the file states about itself with: deltawire inspect FILE"),
+    (errors.UnsupportedFormat, "check that it is the right file; one from a newer release needs a newer deltawire"),
     (errors.CorruptObject, "fetch or create the file again"),
 ]
 _RUN_HINTS: Hints = [

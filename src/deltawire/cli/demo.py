@@ -49,7 +49,7 @@ NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 @click.option("--dashboard/--no-dashboard", "has_dashboard", default=True, help="Serve the dashboard during the run.")
 @click.option("--keep", "keeps", is_flag=True, help="Keep the dashboard and the S3 server running afterwards, "
               "until Ctrl-C.")  # fmt: skip
-@click.option("--no-publish", is_flag=True, help="Control: publish only the start, so that replicas never change.")
+@click.option("--no-publish", is_flag=True, help="Control: publish only the initial weights; replicas never change.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Random seed for words and letters.")
 @click.option("--folder", type=PATH, help="Folder for logs, the checkpoint and the store; a run that it holds is "
               "resumed.  [default: a temporary folder, which is kept]")  # fmt: skip

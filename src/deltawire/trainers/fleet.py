@@ -157,7 +157,7 @@ class Fleet:
         for name, each in self.serving().items():
             before, self._errors[name] = self._errors.get(name), each.error
             if each.error is not None and before is None:
-                _log.warning("the engine at %s no longer follows the run: %s", name, each.error)
+                _log.warning("the engine at %s is not following the run: %s", name, each.error)
             elif each.error is None and before is not None:
                 _log.warning("the engine at %s follows the run again, and serves version %s", name, each.version)
 

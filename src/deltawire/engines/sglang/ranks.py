@@ -95,9 +95,9 @@ class Ranks:
                 if not missing or late:
                     break
                 if not all(self._is_alive(rank) for rank in missing):
-                    raise EngineUnavailable(f"{self._server.url} ended during the update", url=self._server.url)
+                    raise EngineUnavailable(f"{self._server.url} ended before it answered", url=self._server.url)
                 time.sleep(_POLL_SECONDS)
-            error = {"message": f"it gave no answer: does it see {self._shared.folder}?", "tensor": None}
+            error = {"message": f"it did not answer: check that it can read {self._shared.folder}", "tensor": None}
             nothing = {"state": None, "partial": None, "error": error}
             return [
                 {"rank": rank, **nothing} if rank in missing else json.loads(path.read_text())

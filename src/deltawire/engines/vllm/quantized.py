@@ -129,7 +129,7 @@ def _of_workers(name: str, layer: Any, known: Largest | None) -> Largest:
     size = getattr(getattr(layer.quant_method, "moe", None), "tp_size", len(ranks))
     if size != len(ranks):
         raise EngineRejected(
-            f"the scales of {name} depend on the weights of {size} workers, but only {len(ranks)} update together: use "
+            f"the scales of {name} depend on the weights of {size} workers, but {len(ranks)} update together: use "
             "--quantization fp8_per_block, or --enable-expert-parallel",
             tensor=name,
         )

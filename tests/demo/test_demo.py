@@ -242,7 +242,7 @@ def test_what_is_planned(tmp_path, given, planned):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ([], "object"), ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "has one"),
+        ([], "object"), ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "at least one token"),
         ({"prompt": [[106]]}, "from 0 to 105"), ({"prompt": [[True]]}, "from 0 to 105"),
         ({"prompt": ["crane"]}, "token"),
         ({"prompt": [[1]], "max_tokens": 0}, "max_tokens"), ({"prompt": [[1] * 57], "max_tokens": 5}, "61 tokens"),

@@ -79,7 +79,7 @@ def test_a_file_that_holds_a_public_key_is_read(tmp_path, key):
 def test_a_key_in_the_place_of_its_file_is_not_shown(tmp_path, key):
     body = "".join(key.read_text().splitlines()[1:-1])
     for given in (key.read_text(), body):
-        with pytest.raises(ValueError, match="path of a file") as caught:
+        with pytest.raises(ValueError, match="path of a key file") as caught:
             signer(given)
         assert body[:12] not in str(caught.value)
         assert_keeps(body, run("publish", tmp_path, "--to", tmp_path / "run", "--sign-key", given))
@@ -284,7 +284,7 @@ def test_weights_in_memory_stay_with_their_run(swapped):
         replica.pull()
         held = copy_of(replica.target.weights())
         swap()
-        with pytest.raises(RunMismatch, match="held run demo, and holds run second now"):
+        with pytest.raises(RunMismatch, match="held run demo, and now holds run second"):
             replica.pull()
         with (
             Replica(url, replica.target, heartbeat_seconds=None) as other,
@@ -307,7 +307,7 @@ def test_a_run_that_only_a_manifest_claims_to_be_is_damage():
 
 def test_options_that_a_run_has_already_are_refused():
     url, _ = make_run(1)
-    with pytest.raises(ValueError, match="give them to Run"):
+    with pytest.raises(ValueError, match="pass them to Run"):
         Replica(Run(url), {}, run="demo")
 
 
@@ -317,13 +317,13 @@ def test_options_that_a_run_has_already_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["pull", "{url}", "--to", "x", "--layout", "trl", "--public-key", "0"], "--public-key goes with --layout"),
-        (["pull", "{url}", "--to", "x", "--layout", "trl", "--run", "demo"], "--run goes with"),
-        (["status", "{url}", "--poll", "1"], "--poll goes with --watch"),
-        (["gc", "{url}", "--plan", "--yes"], "--yes goes with"),
-        (["dashboard", "{url}", "--after", "1"], "--after goes with --format json"),
-        (["dashboard", "{url}", "--format", "json", "--port", "1"], "--port goes with the page"),
-        (["explain", "-o", "x.html", "--port", "1"], "--port goes with"),
+        (["pull", "{url}", "--to", "x", "--layout", "trl", "--public-key", "0"], "--public-key only works with"),
+        (["pull", "{url}", "--to", "x", "--layout", "trl", "--run", "demo"], "--run only works with"),
+        (["status", "{url}", "--poll", "1"], "--poll only works with --watch"),
+        (["gc", "{url}", "--plan", "--yes"], "--yes only works with"),
+        (["dashboard", "{url}", "--after", "1"], "--after only works with --format json"),
+        (["dashboard", "{url}", "--format", "json", "--port", "1"], "--port only works with the page"),
+        (["explain", "-o", "x.html", "--port", "1"], "--port only works with"),
         (["attach", "--engine", "vllm", "--url", "http://x", "--from", "{url}", "--allow-host", "a"], "with --listen"),
     ],
 )  # fmt: skip
@@ -370,7 +370,7 @@ def test_which_names_are_answered():
     assert "*" not in answered_hosts("0.0.0.0", ["agent.example"])
     assert {"10.0.0.5", "localhost", "*.example"} <= set(answered_hosts("10.0.0.5", ["*.example"]))
     for bad in ("", "a*b", "http://x", "host:80", "*."):
-        with pytest.raises(ValueError, match="not the name of a host"):
+        with pytest.raises(ValueError, match="not a host name"):
             answered_hosts("127.0.0.1", [bad])
     with pytest.raises(TypeError, match="a list of names"):
         _application(None, None, answered_hosts("127.0.0.1", "name"))

@@ -224,7 +224,7 @@ def test_the_newcomers_path():
 
     def sizes(text):
         return set(
-            re.findall(r"^(?:trainer +version +\d+ .*|equal weights .*|(?:a step|all of it) .*)$", text, re.MULTILINE)
+            re.findall(r"^(?:trainer +version +\d+ .*|equal weights .*|(?:per step|in total) .*)$", text, re.MULTILINE)
         )
 
     assert len(sizes(shown)) == 9

@@ -1,4 +1,4 @@
-"""The agent that keeps an engine current, under the name that programs import."""
+"""The agent that keeps an engine current: the names to import."""
 
 from deltawire.engines.agent import Agent as Agent
 from deltawire.engines.agent import Health as Health

@@ -48,5 +48,5 @@ def read_small(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise LimitExceeded(f"{path} has {size} bytes, at most {limit} are read", path=str(path), actual=size)
+            raise LimitExceeded(f"{path} has {size} bytes, more than the limit of {limit}", path=str(path), actual=size)
         return file.read(size)

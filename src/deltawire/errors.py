@@ -46,11 +46,11 @@ class Conflict(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer, or refused the request. With `uncertain`, a write may or may not have happened."""
+    """The store did not respond, or refused the request. With `uncertain`, a write may or may not have happened."""
 
 
 class ReadOnlyStore(StoreError):
-    """The store can only be read, object by object: it cannot be written to, or listed."""
+    """The store can only be read, object by object: it cannot be written to or listed."""
 
 
 class FormatError(DeltawireError):
@@ -106,7 +106,7 @@ class SignatureMismatch(MismatchError):
 
 
 class RunMismatch(MismatchError):
-    """The store holds another run than the expected one, or than the one that the target follows."""
+    """The store holds a different run from the expected one, or from the one that the target follows."""
 
 
 class EngineError(DeltawireError):
@@ -118,7 +118,7 @@ class UnknownParameter(EngineError):
 
 
 class ShapeMismatch(EngineError):
-    """A tensor has another shape or dtype in the target."""
+    """A tensor has a different shape or dtype in the target."""
 
 
 class EngineRejected(EngineError):
@@ -126,15 +126,15 @@ class EngineRejected(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine does not answer, or gives an unexpected answer."""
+    """The engine does not respond, or sends an unexpected response."""
 
 
 class EngineBroken(EngineError):
-    """An update failed half-way and could not be rolled back: the engine stays paused and must be restarted."""
+    """An update failed halfway and could not be rolled back: the engine stays paused and must be restarted."""
 
 
 class EnginesBehind(EngineError):
-    """Engines did not reach the allowed lag in time; `behind` has what is known of each."""
+    """Engines did not reach the allowed lag in time; `behind` has what is known about each."""
 
 
 class TrainerError(DeltawireError):
@@ -146,15 +146,15 @@ class UnsupportedPlacement(TrainerError):
 
 
 class RankFailed(TrainerError):
-    """Another rank failed or stopped responding: `rank`, and the `reason`."""
+    """Another rank failed or stopped responding; `rank` and `reason` have the details."""
 
 
 class AddressUnavailable(DeltawireError):
-    """The address to listen on is in use, not permitted, or not one of this machine: `host`, `port`."""
+    """The address to listen on is in use, not permitted, or not one of this machine's; see `host` and `port`."""
 
 
 class NotEnoughMemory(DeltawireError):
-    """Memory for a tensor could not be allocated: `num_bytes` were needed."""
+    """Memory for a tensor could not be allocated; `num_bytes` were needed."""
 
 
 class MissingDependency(DeltawireError):

@@ -29,11 +29,11 @@ def answered_hosts(bound: str, names: Sequence[str] = ()) -> list[str]:
     A server that listens on all interfaces accepts every name unless `names` are given, as its own name is unknown.
     """
     if isinstance(names, str):
-        raise TypeError("allowed hosts are a list of names, not one text")
+        raise TypeError("allowed_hosts must be a list of names, not a string")
     for name in names:
         plain = name.removeprefix("*.")
         if not plain or "*" in plain or "/" in plain or (":" in plain and not plain.endswith("]")):
-            raise ValueError(f"{name!r} is not the name of a host: give it without scheme and port, or as *.domain")
+            raise ValueError(f"{name!r} is not a host name: write it without scheme and port, or as *.domain")
     if bound in EVERYWHERE and not names:
         return ["*"]
     own = () if is_loopback(bound) else (bound, f"[{bound}]")
@@ -43,9 +43,9 @@ def answered_hosts(bound: str, names: Sequence[str] = ()) -> list[str]:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, so that a port that is taken fails at once; port 0 takes a free one."""
     if not host:
-        raise ValueError("say which host to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for all")
+        raise ValueError("give a host to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for all addresses")
     if not 0 <= port < 1 << 16:
-        raise ValueError(f"a port is between 0 and 65535, not {port}")
+        raise ValueError(f"a port must be between 0 and 65535, not {port}")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
 HELP = {
     "publish/published": "Versions that were committed",
-    "publish/failed": "Versions that could not be committed; the next ones cover them",
-    "publish/waiting": "Versions that are staged and not committed yet",
+    "publish/failed": "Versions that could not be committed; later ones cover them",
+    "publish/waiting": "Versions that are staged but not committed yet",
     "publish/version": "The last version that was committed",
-    "publish/diff_seconds": "How long publish held the trainer to find what changed",
-    "publish/check_seconds": "How long live weights were copied and measured again",
+    "publish/diff_seconds": "How long publish blocked the trainer to find what changed",
+    "publish/check_seconds": "How long it took to copy and hash live weights again",
     "publish/encode_seconds": "How long the last version took to encode",
     "publish/upload_seconds": "How long the last version took to upload",
     "publish/commit_seconds": "How long the last version's commit took",
-    "publish/coalesced": "Earlier versions that the last one took in",
+    "publish/coalesced": "Earlier versions merged into the last one",
     "publish/num_changed": "Weights that changed in the last version",
     "publish/num_elements": "Weights of the model",
-    "publish/density": "Part of the weights that changed in the last version",
+    "publish/density": "Share of the weights that changed in the last version",
     "publish/num_bytes": "Bytes of the last version in the store",
-    "publish/all_bytes": "Bytes that were uploaded since the version before: skip deltas, anchors and documents too",
+    "publish/all_bytes": "Bytes uploaded since the version before, including skip deltas, anchors and documents",
     "publish/full_bytes": "Bytes of all weights",
-    "publish/uploaded_bytes": "Bytes that were uploaded in all",
-    "publish/uploaded_delta_bytes": "Bytes of deltas from one version to the next that were uploaded",
-    "publish/uploaded_skip_delta_bytes": "Bytes of skip deltas, and of deltas from anchors, that were uploaded",
-    "publish/uploaded_anchor_bytes": "Bytes of anchors, and the files next to them, that were uploaded",
-    "publish/uploaded_document_bytes": "Bytes of manifests and other documents that were uploaded",
-    "replica/version": "The version that the weights are",
-    "replica/lag": "Versions between the weights and the newest that was seen",
-    "replica/pulls": "Pulls that went well",
-    "replica/faults": "Faults that were met while looking and pulling",
+    "publish/uploaded_bytes": "Bytes uploaded in total",
+    "publish/uploaded_delta_bytes": "Bytes uploaded in deltas from one version to the next",
+    "publish/uploaded_skip_delta_bytes": "Bytes uploaded in skip deltas and deltas from anchors",
+    "publish/uploaded_anchor_bytes": "Bytes uploaded in anchors and the files next to them",
+    "publish/uploaded_document_bytes": "Bytes uploaded in manifests and other documents",
+    "replica/version": "The version that the weights are at",
+    "replica/lag": "Versions between the weights and the newest one seen",
+    "replica/pulls": "Pulls that succeeded",
+    "replica/faults": "Faults while polling and pulling",
     "replica/bytes": "Bytes that the last pull fetched",
     "replica/changed": "Weights that the last pull's deltas changed",
     "replica/fetch_seconds": "How long the last pull took to fetch",
     "replica/decode_seconds": "How long the last pull took to decode and check",
     "replica/apply_seconds": "How long the last pull took to write the weights",
-    "replica/served_seconds": "How long after its publication the last version was served, by both machines' clocks",
+    "replica/served_seconds": "Time from the last version's publication until it was served, by both machines' clocks",
     "replica/pause_seconds": "How long the engine was paused for the last update",
 }
 COUNTERS = {"publish/published", "publish/failed", "replica/pulls", "replica/faults"}
@@ -58,11 +58,11 @@ def registry(*parts: BasePublisher | Replica) -> "CollectorRegistry":
     try:
         from prometheus_client import CollectorRegistry
     except ImportError:
-        raise MissingDependency("metrics need a package: pip install 'deltawire[metrics]'") from None
+        raise MissingDependency("metrics need another package: pip install 'deltawire[metrics]'") from None
     labels = [_labels(part) for part in parts]
     for i, each in enumerate(labels):
         if each in labels[:i]:
-            raise ValueError(f"two parts would have the same labels, {each}: give replicas different names")
+            raise ValueError(f"two publishers or replicas have the same labels, {each}: give replicas different names")
     found = CollectorRegistry()
     found.register(_Collector(parts))
     return found

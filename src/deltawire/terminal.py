@@ -36,22 +36,22 @@ Hints = list[tuple[type[errors.DeltawireError], str]]
 # What to do next, by type of error; the first that matches is shown.
 _FILE_HINTS: Hints = [
     (errors.BaseMismatch, "see which version you have with: deltawire verify CHECKPOINT"),
-    (errors.DigestMismatch, "fetch or make the file again, then check it with: deltawire verify"),
-    (errors.UnsupportedFormat, "see what the file says of itself with: deltawire inspect FILE"),
-    (errors.CorruptObject, "fetch or make the file again"),
+    (errors.DigestMismatch, "fetch or create the file again, then check it with: deltawire verify"),
+    (errors.UnsupportedFormat, "check that it is the right file; one from a newer release needs a newer deltawire"),
+    (errors.CorruptObject, "fetch or create the file again"),
 ]
 _RUN_HINTS: Hints = [
-    (errors.BaseMismatch, "leave --base out, and the weights are fetched; or send all with --anchor"),
-    (errors.SignatureMismatch, "give what deltawire keygen printed for this run as --public-key; nothing was changed"),
-    (errors.DigestMismatch, "see all that is damaged with: deltawire verify {url}"),
-    (errors.CorruptObject, "see all that is damaged with: deltawire verify {url}"),
-    (errors.Fenced, "see what the other has published with: deltawire ls {url}; then publish again"),
-    (errors.MissingAnchor, "send all weights with: deltawire publish CHECKPOINT --to {url} --anchor"),
+    (errors.BaseMismatch, "leave --base out to have the weights fetched, or publish all weights with --anchor"),
+    (errors.SignatureMismatch, "pass what deltawire keygen printed for this run as --public-key; nothing was changed"),
+    (errors.DigestMismatch, "list everything that is damaged with: deltawire verify {url}"),
+    (errors.CorruptObject, "list everything that is damaged with: deltawire verify {url}"),
+    (errors.Fenced, "see what the other writer published with: deltawire ls {url}; then publish again"),
+    (errors.MissingAnchor, "publish all weights with: deltawire publish CHECKPOINT --to {url} --anchor"),
     (errors.BrokenChain, "see what is missing with: deltawire verify {url}; publish with --anchor to start over"),
-    (errors.ObjectMissing, "see which versions there are with: deltawire ls {url}"),
+    (errors.ObjectMissing, "list the versions with: deltawire ls {url}"),
     (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
-    (errors.AddressUnavailable, "name another one with --port or --listen; port 0 takes a free one"),
-    (errors.EngineError, "where names, shapes or dtypes have changed, send all weights with --anchor"),
+    (errors.AddressUnavailable, "choose another one with --port or --listen; port 0 picks a free one"),
+    (errors.EngineError, "if names, shapes or dtypes have changed, publish all weights with --anchor"),
 ]
 # The extra that installs a package, for commands that import it directly.
 _EXTRAS = {
@@ -76,7 +76,7 @@ def speaking_errors(url: str | None = None) -> Iterator[None]:
         wanted = repr(f"deltawire[{_EXTRAS[package]}]") if package in _EXTRAS else package
         _end(errors.MissingDependency(f"{package} is not installed: pip install {wanted}"), url)
     except MemoryError as error:
-        _end(errors.NotEnoughMemory(f"there is not enough memory: {error}"), url)
+        _end(errors.NotEnoughMemory(f"not enough memory: {error}"), url)
     except ValueError as error:
         raise click.UsageError(plain(error)) from error
     except (errors.DeltawireError, OSError) as error:

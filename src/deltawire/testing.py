@@ -11,13 +11,13 @@ or in pytest:
     def test_conformance(case):
         case(MyHarness)
 
-An engine that quantizes weights when it loads them has a `QuantizedHarness`, and `QUANTIZED_CASES`: after each update
-its codes and scales must be those of a fresh load.
+For an engine that quantizes weights when it loads them, write a `QuantizedHarness` and run `QUANTIZED_CASES`: after
+each update, its codes and scales must be those of a fresh load.
 
-`prove` is for servers: it changes each parameter and sees whether the answers change.
+`prove` is for servers: it changes each parameter and checks whether the answers change.
 
-A case that fails raises `NotConforming` with the expected behaviour; one that does not apply raises
-`unittest.SkipTest`, which test runners know.
+A case that fails raises `NotConforming` with the expected behavior. One that does not apply raises
+`unittest.SkipTest`, which test runners understand.
 """
 
 from deltawire.engines.conformance import (

@@ -86,7 +86,7 @@ class EventLog(Log):
         if step is None:
             return None
         # Steps after the checkpoint are repeated.
-        return {"kind": "resumed", "step": step, "time": when, "text": f"the trainer goes on after step {step}"}
+        return {"kind": "resumed", "step": step, "time": when, "text": f"the trainer resumed after step {step}"}
 
     def _on_serving(self, event: Mapping[str, Any], when: float) -> None:
         name = printable(event.get("part"))

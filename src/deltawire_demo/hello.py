@@ -154,7 +154,7 @@ class Parts:
                 process, event = self._events.get(timeout=PATIENCE_SECONDS)
             except queue.Empty:
                 raise DeltawireError(
-                    f"no event for {PATIENCE_SECONDS:.0f} s: try again, with fewer other jobs on this machine"
+                    f"no event for {PATIENCE_SECONDS:.0f} s: try again with fewer other jobs on this machine"
                 ) from None
             name = next((name for name, each in self._running.items() if each is process), None)
             if name is None:
@@ -164,13 +164,13 @@ class Parts:
                 return event
             del self._running[name]
             if process.returncode != 0:
-                raise DeltawireError(f"the {name} ended with {process.returncode}: {event[-2000:]}")
+                raise DeltawireError(f"the {name} process ended with status {process.returncode}: {event[-2000:]}")
 
     def kill(self, name: str) -> None:
         process = self._running.pop(name)
         process.send_signal(signal.SIGKILL)
         if process.wait() != -signal.SIGKILL:
-            raise DeltawireError(f"the {name} had ended with {process.returncode} before it was killed")
+            raise DeltawireError(f"the {name} process ended with status {process.returncode} before it was killed")
 
     def is_ready(self, name: str) -> bool:
         return name in self._ready

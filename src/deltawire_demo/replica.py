@@ -58,19 +58,19 @@ class Wanted:
             prompts = [prompts]
         num_tokens, temperature = body.get("max_tokens", 1), body.get("temperature", 1.0)
         if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
-            raise ValueError(f"prompt is a list of 1 to {MAX_PROMPTS} lists of tokens")
+            raise ValueError(f"prompt must be a list of 1 to {MAX_PROMPTS} lists of tokens")
         if type(num_tokens) is not int or not 0 < num_tokens < MAX_TOKENS:
-            raise ValueError(f"max_tokens is a number from 1 to {MAX_TOKENS - 1}")
+            raise ValueError(f"max_tokens must be a number from 1 to {MAX_TOKENS - 1}")
         if type(temperature) not in (int, float) or not 0 <= temperature <= 100:
-            raise ValueError("temperature is a number from 0 to 100")
+            raise ValueError("temperature must be a number from 0 to 100")
         for prompt in prompts:
             if not isinstance(prompt, list) or not 0 < len(prompt) <= MAX_TOKENS - num_tokens:
-                raise ValueError(f"a prompt and its completion have {MAX_TOKENS} tokens at most, and a prompt has one")
+                raise ValueError(f"a prompt has at least one token, and with its completion at most {MAX_TOKENS} tokens")
             if not all(type(token) is int and 0 <= token < NUM_TOKENS for token in prompt):
-                raise ValueError(f"a token is a number from 0 to {NUM_TOKENS - 1}")
+                raise ValueError(f"a token must be a number from 0 to {NUM_TOKENS - 1}")
         seed = body.get("seed")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 63):
-            raise ValueError("seed is a number from 0")
+            raise ValueError("seed must be 0 or more")
         return cls(prompts, num_tokens, float(temperature), seed)
 
 
@@ -178,7 +178,7 @@ def application(agent: Agent, engine: TorchEngine, policy: Policy) -> Starlette:
 @click.option("--store", required=True, help="The URL of the run.")
 @click.option("--name", required=True, help="The replica's name in the run.")
 @click.option(
-    "--port", type=int, default=0, show_default=True, help="The port to listen on, at 127.0.0.1; 0: a free one."
+    "--port", type=int, default=0, show_default=True, help="The port to listen on, at 127.0.0.1; 0 picks a free one."
 )
 @click.option(
     "--poll", type=float, default=0.1, show_default=True, help="How often to look for a new version, in seconds."

@@ -80,18 +80,18 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     options = [
         click.option("--store", required=True, help="The URL of the run."),
         click.option("--replica", "replicas", required=True, multiple=True, metavar="URL",
-                     help="A replica; several times."),
+                     help="A replica. Repeatable."),
         click.option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", help="What the replicas are."),
         click.option("--policy", "start", type=path, required=True, help="The initial weights."),
         click.option("--folder", type=path, required=True, help="For the checkpoint."),
         click.option("--steps", type=int, required=True, help="How many steps."),
         click.option("--groups", type=int, required=True, help="Groups of episodes in a step."),
         click.option("--warmup", type=int, required=True, help="Steps until the full learning rate."),
-        click.option("--time-limit", type=float, required=True, help="Start no step after so many seconds."),
+        click.option("--time-limit", type=float, required=True, help="Start no new step after this many seconds."),
         click.option("--checkpoint-every", type=int, default=5, show_default=True, help="Steps between checkpoints."),
-        click.option("--rounds", type=int, required=True, help="How often an evaluation goes through all tasks."),
-        click.option("--seed", type=int, default=0, show_default=True, help="For the choice of tasks and tokens."),
-        click.option("--no-publish", is_flag=True, help="Publish the start only, so that replicas never learn."),
+        click.option("--rounds", type=int, required=True, help="How often an evaluation repeats all tasks."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Random seed for tasks and tokens."),
+        click.option("--no-publish", is_flag=True, help="Publish only the start, so that replicas never learn."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)

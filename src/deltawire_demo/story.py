@@ -126,7 +126,7 @@ class Story:
     def _on_resumed(self, event: Event) -> None:
         # Steps after the checkpoint are repeated.
         self.steps = {step: each for step, each in self.steps.items() if step <= event["step"]}
-        self.notes.append((event["time"], f"the trainer goes on after step {event['step']}"))
+        self.notes.append((event["time"], f"the trainer resumed after step {event['step']}"))
 
     def _on_fault(self, event: Event) -> None:
         self.num_faults += 1
@@ -137,7 +137,7 @@ class Story:
     def _on_ended(self, event: Event) -> None:
         if event["part"] in self.replicas:
             self.replicas[event["part"]] = Follower()
-        self.notes.append((event["time"], f"{event['part']} ended with status {event['status']}: starting it again"))
+        self.notes.append((event["time"], f"{event['part']} ended with status {event['status']}: restarting it"))
 
     def _on_evaluation(self, event: Event) -> None:
         found = [each for each in self.evaluations.get(event["which"], ())

@@ -60,19 +60,19 @@ def training_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
                    f"{number(summary['reward_last'])} in the last {window}"),
         (words["wins"], f"{percent(summary['wins_first'])} in the first {window} steps, "
                  f"{percent(summary['wins_last'])} in the last {window}"),
-        ("changed", f"{percent(summary['density'], 2)} of the weights a step, {percent(summary['max_density'], 2)} at "
-                    "most"),
-        ("a delta", f"{size_text(payload)}, 1/{full / payload:.0f} of all weights, "
-                    f"{summary['bytes_per_change']:.2f} bytes a change" if payload else "none: nothing was published"),
-        ("blocked", f"{pause_text(summary['publish_blocked_seconds'])} of a step, while what changed is found"),
-        ("checked", f"{pause_text(summary['check_seconds'])} of a step, to hash live weights again"),
+        ("changed", f"{percent(summary['density'], 2)} of the weights per step, {percent(summary['max_density'], 2)} "
+                    "at most"),
+        ("delta", f"{size_text(payload)}, 1/{full / payload:.0f} of all weights, "
+                  f"{summary['bytes_per_change']:.2f} bytes per change" if payload else "none: nothing was published"),
+        ("blocked", f"{pause_text(summary['publish_blocked_seconds'])} of each step, to find what changed"),
+        ("checked", f"{pause_text(summary['check_seconds'])} of each step, to hash live weights again"),
         ("staleness", f"{number(summary['staleness'], 2)} versions, {summary['max_staleness']} at most; "
-                      f"{summary['dropped_groups']} groups of {words['episodes']} were too old"),
+                      f"{summary['dropped_groups']} groups of {words['episodes']} dropped as too old"),
     ]  # fmt: skip
     for each in summary["disturbances"]:
         came = joined_text(each) if "seconds" in each else "not back in time"
         rows.append((each["what"], f"{each['part']} at step {each['step']}: {came}"))
-    return [*rows, ("faults", f"{summary['faults']}, each seen and gone on from")]
+    return [*rows, ("faults", f"{summary['faults']}, none of which stopped the run")]
 
 
 def replicas_text(summary: dict[str, Any]) -> str:
@@ -95,12 +95,12 @@ def uploads_text(summary: dict[str, Any]) -> str:
         return ""
     total = {key: sum(kind[key] for kind in kinds.values()) for key in ("num_objects", "num_bytes")}
     rows = [[name, f"{each['num_objects']:,}", size_text(each["num_bytes"])]
-            for name, each in [*kinds.items(), ("all of it", total)]]  # fmt: skip
+            for name, each in [*kinds.items(), ("in total", total)]]  # fmt: skip
     full = summary["num_versions"] * summary["full_bytes"]
-    rows.append(["all weights, each version", f"{summary['num_versions']:,}", size_text(full)])
+    rows.append(["all weights at each version", f"{summary['num_versions']:,}", size_text(full)])
     sent = total["num_bytes"]
     ratio = (f"Sent {size_text(sent)} instead of {size_text(full)}, 1/{full / sent:.0f}.\n"
-             f"A version: {size_text(sent / summary['num_versions'])} in all, "
+             f"Per version: {size_text(sent / summary['num_versions'])} in total, "
              f"{size_text(summary['payload_bytes'])} as a delta.")  # fmt: skip
     return f"{table(['uploaded', 'objects', 'bytes'], rows)}\n{ratio}"
 
@@ -157,6 +157,6 @@ def files_text(summary: dict[str, Any]) -> str:
     folder, store = summary["folder"], summary["store"]
     files = pairs_text([("events", f"{folder}/events.jsonl"), ("logs", f"{folder}/logs"), ("store", store)])
     if not summary["keeps_store"]:
-        return f"{files}\n\nThe S3 server ends with the demo. Its data is in {folder}/s3."
+        return f"{files}\n\nThe S3 server stops with the demo. Its data is in {folder}/s3."
     commands = [f"dashboard {folder}", f"ls {store}", f"verify {store}", f"pull {store} --to mirror"]
     return f"{files}\n\nTry next:\n" + "\n".join(f"  deltawire {command}" for command in commands)

@@ -207,7 +207,7 @@ def test_attach_says_what_is_wrong(url, trainer, server, tmp_path, monkeypatch):
             (["--listen", ":9100"], 2, "HOST:PORT"),
             (["--listen", "127.0.0.1:99999"], 2, "HOST:PORT"),
             (["--listen", port], 1, f"cannot listen on 127.0.0.1 port {port}"),
-            (["--token-file", tmp_path / "none"], 2, "goes with --listen"),
+            (["--token-file", tmp_path / "none"], 2, "only works with --listen"),
             (["--listen", 0, "--token-file", tmp_path / "none"], 2, "No such file"),
             (["--listen", 0, "--token-file", tmp_path / "empty"], 2, "is empty"),
             (["--api-key-env", "NO_SUCH_KEY"], 2, "name of an environment variable"),
@@ -290,7 +290,7 @@ def test_status_as_a_table(fleet):
     assert lines[0].startswith("run demo: version 4, ")
     assert lines[1].startswith("in store: ")
     assert lines[2] == "7 replicas: 1 ok, 1 behind, 1 updating, 1 silent, 3 fault"
-    assert lines[4].split() == ["replica", "engine", "version", "lag", "pause", "heard", "health"]
+    assert lines[4].split() == ["replica", "engine", "version", "lag", "pause", "last", "seen", "health"]
     assert any(re.fullmatch(r"good +vllm +4 +0 +12\.3 ms +\d+ s +ok", line) for line in lines)
     assert "silent: no heartbeat for 5 min" in text
     assert "fault: http://host:8000 does not answer !" in text

@@ -57,7 +57,7 @@ def test_a_recorded_density_and_a_config(tmp_path):
         (["--params", "8b", "--port", 1], 2, "--page"),
         (["--params", "huge"], 2, "8b, 0.6b"),
         (["--config", "no-such-file"], 1, "no-such-file"),
-        (["--params", "8b", "--sites", 9], 2, "at least one at each site"),
+        (["--params", "8b", "--sites", 9], 2, "at least as many as sites"),
         (["--params", "8b", "--density", 2], 2, "density"),
     ],
 )

@@ -59,7 +59,7 @@ def filled(command, url, folder):
 
 @pytest.mark.parametrize("command", URL_COMMANDS, ids=lambda command: command[0])
 def test_bad_url(command, tmp_path):
-    says(run(*filled(command, "ftp://host/run", tmp_path / "out")), 2, "is no store", "s3://bucket/prefix")
+    says(run(*filled(command, "ftp://host/run", tmp_path / "out")), 2, "is not a store", "s3://bucket/prefix")
     assert not (tmp_path / "out").exists()
 
 
@@ -119,18 +119,18 @@ def signed(tmp_path, steps):
 def test_wrong_key(tmp_path, signed, steps):
     url, public = signed
     folder = tmp_path / "m"
-    says(run("pull", url, "--to", folder, "--public-key", WRONG_KEY), 3, "not signed by the key", "hint: ")
+    says(run("pull", url, "--to", folder, "--public-key", WRONG_KEY), 3, "not signed with the given key", "hint: ")
     assert not folder.exists()
     told("pull", url, "--to", folder, "--public-key", public, "--version", 0)
     for command in ("pull", "watch"):
-        says(run(command, url, "--to", folder, "--public-key", WRONG_KEY), 3, "not signed by the key")
+        says(run(command, url, "--to", folder, "--public-key", WRONG_KEY), 3, "not signed with the given key")
     assert told("verify", folder)["digest"] == told("info", url, "--version", 0)["version"]["digest"]
     result = run("verify", url, "--public-key", WRONG_KEY)
     assert result.exit_code == 3
     assert "SignatureMismatch" in result.stdout
     told("keygen", "-o", tmp_path / "other.pem")
     result = run("publish", steps / "step-2", "--to", url, "--sign-key", tmp_path / "other.pem")
-    says(result, 3, "not signed by the key")
+    says(result, 3, "not signed with the given key")
 
 
 def test_unsigned_run_with_a_key(tmp_path, store, signed):
@@ -320,7 +320,7 @@ def test_publish_to_a_full_disk(steps, small_disk):
 
 def test_a_folder_that_is_not_a_mirror(store, steps):
     before = sorted(steps.iterdir())
-    says(run("pull", store, "--to", steps / "step-0"), 1, "holds files that are not a mirror's")
+    says(run("pull", store, "--to", steps / "step-0"), 1, "is not empty and not a mirror")
     assert sorted(steps.iterdir()) == before
 
 

@@ -82,7 +82,7 @@ def test_pull_brings_a_folder_to_any_version(tmp_path, store, steps):
     assert bits(folder) == bits(steps / "step-5")
     again = told("pull", store, "--to", folder)
     assert (again["objects"], again["bytes"], again["lag"]) == (0, 0, 0)
-    assert "as it was already" in run("pull", store, "--to", folder).stdout
+    assert "already there" in run("pull", store, "--to", folder).stdout
     assert run("verify", folder).exit_code == 0
 
 
@@ -137,7 +137,7 @@ def test_ls(tmp_path, store):
     assert data["store"] == {key: told("info", store)["run"][key] for key in data["store"]}
     assert (data["replicas"][0]["name"], data["replicas"][0]["lag"]) == ("far", 3)
     text = run("ls", store, "--limit", 2).stdout
-    assert "the last 2 of them" in text
+    assert "showing the last 2" in text
     assert "from 0" in text
     assert "far" in text
     assert re.search(r"^in store: \S+ kB in \d+ objects: deltas \S+ k?B, skip deltas \S+ k?B, anchors ", text, re.M)
@@ -169,7 +169,7 @@ def test_plan_fetches_nothing(tmp_path, store):
     assert told("route", store, "--to", tmp_path / "mirror") == data
     assert told("route", store, "--to", tmp_path / "new") == from_nothing
     assert "delta from 4" in run("route", store, "--from", 4).stdout
-    assert "nothing to do" in run("route", store, "--from", 5).stdout
+    assert "nothing to fetch" in run("route", store, "--from", 5).stdout
     assert run("route", store, "--from", 5, "--to", tmp_path).exit_code == 2
     assert not (tmp_path / "new").exists()
 
@@ -212,7 +212,7 @@ def test_export_writes_a_checkpoint_that_says_its_version(tmp_path, store, steps
     assert told("verify", tmp_path / "one.safetensors")["stated_digest"]
     result = run("export", store, "--to", tmp_path / "out")
     assert result.exit_code == 1
-    assert "exists already" in result.stderr
+    assert "already exists" in result.stderr
     assert Checkpoint(tmp_path / "out").version == 2
 
 

@@ -242,7 +242,7 @@ def test_what_is_planned(tmp_path, given, planned):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ([], "object"), ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "has one"),
+        ([], "object"), ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "at least one token"),
         ({"prompt": [[106]]}, "from 0 to 105"), ({"prompt": [[True]]}, "from 0 to 105"),
         ({"prompt": ["crane"]}, "token"),
         ({"prompt": [[1]], "max_tokens": 0}, "max_tokens"), ({"prompt": [[1] * 57], "max_tokens": 5}, "61 tokens"),
@@ -376,7 +376,7 @@ def test_the_summary_in_the_end(tmp_path):
                        "the same bits", "deltawire verify s", "deltawire ls s",
                        "killed     replica-0 at step 20: at version 28",
                        "Sent 1.00 MB instead of 84.72 MB, 1/85.",
-                       "A version: 32.26 kB in all, 50.00 kB as a delta.", "reward +0.200, wins +10.0 points.",
+                       "Per version: 32.26 kB in total, 50.00 kB as a delta.", "reward +0.200, wins +10.0 points.",
                        "The word is crane."):  # fmt: skip
         assert shown_part in text, text
     assert re.search(r"before  \(best\) +0.4 +600 +1.000", text)

@@ -33,7 +33,7 @@ def test_what_it_says_is_what_lies_in_the_store(tmp_path):
     assert set(data["sha256"].values()) == {hash_of(held[name].bits for name in sorted(held))}
     again = CliRunner().invoke(main, ["hello", "--to", str(url)])
     assert again.exit_code == 2
-    assert "something is there already" in again.stderr
+    assert "the store is not empty" in again.stderr
 
 
 def test_weights_that_differ_are_not_ok():
@@ -45,7 +45,7 @@ def test_weights_that_differ_are_not_ok():
     assert not hello.ok
 
 
-@pytest.mark.parametrize(("url", "words"), [("memory://x", "other processes"), ("nothing://x", "is no store")])
+@pytest.mark.parametrize(("url", "words"), [("memory://x", "other processes"), ("nothing://x", "is not a store")])
 def test_a_store_that_cannot_be_used(url, words):
     result = CliRunner().invoke(main, ["hello", "--to", url])
     assert result.exit_code == 2

@@ -102,7 +102,7 @@ def test_health_before_during_and_after(url, server):
     ):
         assert unhealthy(client, "not running")["ok"] is False
         with agent.running():
-            unhealthy(client, "no version was seen")
+            unhealthy(client, "no version has been seen")
             trainer = Trainer(url)
             assert healthy(client)["version"] == 0
             server.failing = dict.fromkeys(("stage", "load"), EngineUnavailable("slow"))
@@ -239,7 +239,7 @@ def test_the_versions_of_another_run_do_not_count(url, trainer, server):
     second = Trainer(other, run="second")
     second.step()
     with second.publisher, running(server, other) as (agent, client):
-        told = unhealthy(client, "of run demo, and")
+        told = unhealthy(client, "of run demo, but")
         assert (told["error"], told["version"]) == ("RunMismatch", None)
         assert server.engine.state.run == "demo"
     with running(server, other, run="second") as (agent, client):
@@ -338,7 +338,7 @@ def test_a_port_that_is_taken(url, server, tmp_path):
 def test_wrong_arguments(url, server):
     for options, text in [
         ({"port": 70000}, "between 0 and 65535"),
-        ({"port": 0, "host": ""}, "which host"),
+        ({"port": 0, "host": ""}, "give a host to listen on"),
         ({"token": " "}, "token is empty"),
         ({"poll_seconds": 0}, "positive"),
     ]:

@@ -120,7 +120,7 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path):
             staged_change().save(path)
             data = path.read_bytes()[:-7]
         path.write_bytes(data)
-        with pytest.raises(CorruptObject, match="no change for these pieces"):
+        with pytest.raises(CorruptObject, match="not hold a change for these pieces"):
             StagedChange.load(path, PIECES, KINDS)
     with pytest.raises(CorruptObject):
         StagedChange.load(tmp_path / "missing", PIECES, KINDS)
@@ -130,7 +130,7 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path):
 def test_a_change_of_an_unknown_tensor_is_refused():
     old = {"x": np.zeros(3, np.uint16)}
     change = EngineChange(BASE, STATE, [Patch("x", "U16", Box.whole((3,)), np.ones(3, np.uint16), None)], old)
-    with pytest.raises(UnknownParameter, match="change is of x"):
+    with pytest.raises(UnknownParameter, match="change is for x"):
         split(change, Layout({"a": ("BF16", (3,))}, [[whole("a", "s", 3)]]), "t")
 
 
@@ -255,7 +255,7 @@ def test_a_wrong_base_is_refused():
         pair.models[0].mark(state)
         with pytest.raises(BaseMismatch, match="leads from version 0 of run r"):
             pair.models[0].stage(pair.parts[0])
-    with pytest.raises(BaseMismatch, match="not what is staged"):
+    with pytest.raises(BaseMismatch, match="not the change that is staged"):
         pair.models[0].write("t")
 
 

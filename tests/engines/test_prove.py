@@ -99,12 +99,12 @@ def test_a_copy_of_experts_is_found_where_tokens_reach_them():
     found = states(prove(Server({("prompt", "experts"), ("next", "experts")})), "experts")
     assert ("dead", "dead") in found
     assert not any("alive" in each for each in found)
-    assert states(prove(Server(steers=False)), "experts") == {("not told", "not told")}
+    assert states(prove(Server(steers=False)), "experts") == {("unclear", "unclear")}
 
 
 def test_answers_that_vary_tell_nothing():
     proof = prove(Server(noisy=True))
-    assert {(each.prefill, each.decode) for each in proof.found} == {("not told", "not told")}
+    assert {(each.prefill, each.decode) for each in proof.found} == {("unclear", "unclear")}
     assert proof.holds
 
 

@@ -339,7 +339,7 @@ def test_what_cannot_be_published_as_codes_is_refused(tmp_path):
     with pytest.raises(UnsupportedFormat, match="mxfp8"):
         quantized({}, "mxfp8")
     save_file({"norm": torch.ones(4)}, tmp_path / "plain.safetensors")
-    with pytest.raises(ObjectMissing, match="nothing is quantized"):
+    with pytest.raises(ObjectMissing, match="nothing to quantize"):
         quantize_checkpoint(tmp_path / "plain.safetensors", tmp_path / "made")
 
 

@@ -387,7 +387,7 @@ def test_what_is_kept_is_written_after_codes_and_scales():
     flat = server.workers[1].originals[piece.storage].view(-1)
     assert piece.place[1:] == (piece.columns, 1) or piece.rows == 1
     flat[piece.place[0] + int(change.index[0])] = 77.0
-    with pytest.raises(Exception, match="someone else has changed them"):
+    with pytest.raises(Exception, match="another program has changed them"):
         server.workers[1].live.drop_staged()
     assert (server.workers[1].live.state, server.workers[1].live.partial) == (None, None)
     assert server.workers[0].live.state is not None

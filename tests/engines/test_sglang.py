@@ -163,7 +163,7 @@ def test_a_newer_server_is_tried(start, caplog):
     run = start(release="0.6.0")
     run.attach().pull()
     assert run.is_current(0)
-    assert "SGLang 0.6.0 is tried" in caplog.text
+    assert "SGLang 0.6.0 is untested" in caplog.text
 
 
 class Lacking(Served):
@@ -246,9 +246,9 @@ def test_one_agent_at_a_time(start):
 
 
 def test_wrong_arguments():
-    with pytest.raises(ValueError, match="mode is one of patch, disk"):
+    with pytest.raises(ValueError, match="mode must be one of patch, disk"):
         SglangEngine("http://127.0.0.1:1", mode="post")
-    with pytest.raises(ValueError, match="running_requests is one of"):
+    with pytest.raises(ValueError, match="running_requests must be one of"):
         SglangEngine("http://127.0.0.1:1", running_requests="all")
 
 

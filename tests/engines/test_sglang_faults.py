@@ -44,7 +44,7 @@ def test_an_error_on_one_rank_is_taken_back(start):
     before = Trainer()
     run.step()
     break_writes(run, 1, 2)
-    with pytest.raises(EngineRejected, match="taken back: rank 1: RuntimeError: the device is on fire"):
+    with pytest.raises(EngineRejected, match="rolled back: rank 1: RuntimeError: the device is on fire"):
         run.replica.pull()
     assert run.server.serves(before)
     assert run.server.version == "0"
@@ -106,7 +106,7 @@ def test_a_refused_flush_changes_nothing(start):
     before = Trainer()
     run.step()
     run.server.refuses_flush = True
-    with pytest.raises(EngineRejected, match="nothing was changed, the cache cannot be emptied"):
+    with pytest.raises(EngineRejected, match="nothing was changed: the cache cannot be emptied"):
         run.replica.pull()
     assert run.server.serves(before)
     assert (run.server.version, run.server.paused, run.replica.version) == ("0", None, 0)
@@ -233,7 +233,7 @@ def test_a_folder_that_the_server_does_not_see(start, mode, monkeypatch):
     run = start()
     load = run.server.load
     monkeypatch.setattr(run.server, "load", lambda folder: load("/nowhere"))
-    with pytest.raises(EngineRejected, match="nothing was changed, version 0 cannot be loaded"):
+    with pytest.raises(EngineRejected, match="nothing was changed: version 0 cannot be loaded"):
         run.attach(mode=mode).pull()
     assert (run.server.version, run.server.paused) == ("default", None)
     assert run.server.serves(Trainer(seed=9))

@@ -358,7 +358,7 @@ def test_error_on_one_rank(tmp_path, vllm_pool):
 
         trainer.publish(tp=2)
         fail(rank=1, writes=2)
-        with pytest.raises(EngineRejected, match="taken back"):
+        with pytest.raises(EngineRejected, match="rolled back"):
             replica.pull()
         assert replica.version == version
         assert server.weight_version == str(version)

@@ -148,7 +148,7 @@ def test_two_workers_follow_with_scales_that_they_share(tmp_path, vllm_pool):
             plant(trainer.weights, 5)
             ask(server, "fail", {"rank": 1, "writes": 2})
             trainer.publish(density=0.02)
-            with pytest.raises(EngineRejected, match="taken back"):
+            with pytest.raises(EngineRejected, match="rolled back"):
                 replica.pull()
             assert (server.checksums(), server.weight_version) == (kept, str(version))
             # One has an infinity, and the other does not wait for it.

@@ -225,7 +225,7 @@ def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool, fault):
     with serving(tmp_path / "base", **own) as server, following(store, server) as replica:
         replica.pull()
         engine = replica.target.engine
-        for failure, message in (({"stages": 1}, "no room to stage it"), ({"writes": 2}, "taken back")):
+        for failure, message in (({"stages": 1}, "no room to stage it"), ({"writes": 2}, "rolled back")):
             version = trainer.publish()
             ask(server, "fail", {"rank": 1, **failure})
             with pytest.raises(EngineRejected, match=message):

@@ -19,9 +19,9 @@ from deltawire.engines.vllm.versions import is_too_old, missing
         ("0.28.1", True, "vLLM 0.28.1 is too old: deltawire needs vLLM 0.29 or later"),
         ("0.29.0", False, None),
         ("0.32.4+cpu", False, None),
-        ("0.33.0rc1", False, "vLLM 0.33.0rc1 is tried"),
-        ("1.0.0", False, "vLLM 1.0.0 is tried"),
-        ("0.1.dev1+g0123abc", False, "is tried"),
+        ("0.33.0rc1", False, "vLLM 0.33.0rc1 is untested"),
+        ("1.0.0", False, "vLLM 1.0.0 is untested"),
+        ("0.1.dev1+g0123abc", False, "is untested"),
     ],
 )
 def test_versions(version, refused, said, caplog):

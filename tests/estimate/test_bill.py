@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_said():
     full = way(PLAN, PRICES["s3"], full=True, caches=False)
     assert not full["fits"]
     assert full["use"]["site"] == pytest.approx(32 * PLAN.anchor_bytes * 8 / 1e9 / 60)
-    (row,) = [row for row in table_of(estimate(PLAN, PRICES["s3"]))[1] if row[0] == "fits the lines"]
+    (row,) = [row for row in table_of(estimate(PLAN, PRICES["s3"]))[1] if row[0] == "fits the bandwidth"]
     assert [cell[:3] for cell in row[1:]] == ["yes", "yes", "no,", "no,"]
 
 

@@ -196,5 +196,5 @@ def test_the_commands_over_http(web_server, steps, tmp_path):
     for arguments in (["ls", url], ["gc", url], ["publish", steps / "step-2", "--to", url]):
         result = run(*arguments)
         assert result.exit_code == 1
-        assert "over http(s) a run is read by name only" in result.output
+        assert "over http(s), objects can only be read by name" in result.output
         assert "hidden" not in result.output

@@ -140,7 +140,7 @@ def test_a_wrong_delta_with_a_right_hash_is_refused(rng, monkeypatch):
     store.put("manifests/00000003.json", seal(two))
     with replica_of(url) as replica:
         replica.pull(2)
-        with pytest.raises(CorruptObject, match="not the one its document is about"):
+        with pytest.raises(CorruptObject, match="not the one its document describes"):
             replica.pull()
         assert same(replica.target.weights(), states[2])
 

@@ -43,38 +43,38 @@ REFUSED = {
     "too many": (
         {**{name: np.zeros_like(array) for name, array in RUN.items()}, "c": np.zeros(1, np.float32)},
         UnknownParameter,
-        "the target has c, which the run does not have, so that it would never be updated: "
+        "the target has c, which the run does not have, so it would never be updated: "
         "publish it too, or pass a mapping without it",
         {"tensor": "c"},
     ),
     "another shape": (
         {"a": np.zeros((3, 2), np.float32), "b": np.zeros(4, np.float32)},
         ShapeMismatch,
-        "a is F32 [3, 2] at the target, and F32 [2, 3] in the run",
+        "a is F32 [3, 2] at the target, but F32 [2, 3] in the run",
         {"tensor": "a", "expected": "('F32', (2, 3))", "actual": "('F32', (3, 2))"},
     ),
     "another dtype": (
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)},
         ShapeMismatch,
-        "b is F16 [4] at the target, and F32 [4] in the run",
+        "b is F16 [4] at the target, but F32 [4] in the run",
         {"tensor": "b", "expected": "('F32', (4,))", "actual": "('F16', (4,))"},
     ),
     "bits": (
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int32)},
         ShapeMismatch,
-        'b is I32 [4] at the target, and F32 [4] in the run: pass dtype="F32" if these integers are its bits',
+        'b is I32 [4] at the target, but F32 [4] in the run: pass dtype="F32" if these integers are its bits',
         {"tensor": "b", "expected": "('F32', (4,))", "actual": "('I32', (4,))"},
     ),
     "unsigned bits": (
         {"a": np.zeros((2, 3), np.uint32), "b": np.zeros(4, np.float32)},
         ShapeMismatch,
-        'a is U32 [2, 3] at the target, and F32 [2, 3] in the run: pass dtype="F32" if these integers are its bits',
+        'a is U32 [2, 3] at the target, but F32 [2, 3] in the run: pass dtype="F32" if these integers are its bits',
         {"tensor": "a", "expected": "('F32', (2, 3))", "actual": "('U32', (2, 3))"},
     ),
     "other integers": (
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.uint16)},
         ShapeMismatch,
-        "b is U16 [4] at the target, and F32 [4] in the run",
+        "b is U16 [4] at the target, but F32 [4] in the run",
         {"tensor": "b", "expected": "('F32', (4,))", "actual": "('U16', (4,))"},
     ),
 }

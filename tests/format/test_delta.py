@@ -284,9 +284,9 @@ def test_wrong_arguments():
         deltawire.digest({"a": [1, 2]})
     with pytest.raises(ValueError, match="dtype F32 has 4 bytes"):
         deltawire.digest({"a": a}, dtype="F32")
-    with pytest.raises(ValueError, match="cannot be built on"):
+    with pytest.raises(ValueError, match="is not larger than"):
         deltawire.diff({"a": a}, {"a": a}, version=3, base_version=3)
-    with pytest.raises(ValueError, match="are taken"):
+    with pytest.raises(ValueError, match="are reserved"):
         deltawire.diff({"deltawire.x": a}, {"deltawire.x": a})
     with pytest.raises(ValueError, match="not among the weights"):
         deltawire.diff({"a": a}, {"a": a}, tied={"b": "c"})

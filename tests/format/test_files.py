@@ -189,7 +189,7 @@ def test_damage_on_disk_is_found(folders):
 
 
 def test_an_existing_folder_is_not_replaced(folders):
-    with pytest.raises(Conflict, match="exists already"):
+    with pytest.raises(Conflict, match="already exists"):
         save_anchor(model(0), folders / "old")
 
 

@@ -155,7 +155,7 @@ def test_what_a_branch_does_not_take_is_refused(tmp_path):
     with pytest.raises(UnsupportedFormat, match=r"experts.*refuse"):
         export_trl(publisher.run, tmp_path / "v3", branch="v3")
     export_trl(publisher.run, tmp_path / "v2", branch="v2")
-    with pytest.raises(ValueError, match="branch is one of v1, v2, v3"):
+    with pytest.raises(ValueError, match="branch must be one of v1, v2, v3"):
         export_trl(publisher.run, tmp_path / "v4", branch="v4")
 
 
@@ -171,4 +171,4 @@ def test_the_commands_know_the_branches(trl_run, tmp_path):
     assert json.loads(result.stdout)["unwritten"] == [[4, 4]]
     assert "no file for step 4" in result.stderr
     result = CliRunner().invoke(main, ["export", folder, "--to", "x", "--branch", "v2"])
-    assert (result.exit_code, "--branch goes with --layout trl" in result.stderr) == (2, True)
+    assert (result.exit_code, "--branch only works with --layout trl" in result.stderr) == (2, True)

@@ -166,7 +166,7 @@ def test_another_process_waits_for_the_one_that_compiles(folder, monkeypatch):
     def compile_slowly(*arguments):
         other = subprocess.Popen([sys.executable, "-c", script], stdout=-1, stderr=-1, text=True)
         others.append(other)
-        assert "another process compiles" in other.stderr.readline()
+        assert "another process is compiling" in other.stderr.readline()
         return compile_it(*arguments)
 
     monkeypatch.setattr(toy.triple._compiler, "compile", compile_slowly)
@@ -264,4 +264,4 @@ def test_a_warmup_that_keeps_nothing_fails(folder, monkeypatch):
     compiled.compiled_here.append("something")
     result = CliRunner().invoke(main, ["warmup", "--bits", "16"])
     assert result.exit_code == 1
-    assert "nothing was kept" in result.stderr
+    assert "no kernel was kept" in result.stderr

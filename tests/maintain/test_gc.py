@@ -112,10 +112,10 @@ def test_uploads_that_were_given_up_go_after_a_while():
     open_store(url).put(orphan, b"left by a crash")
     assert orphan not in {removal.key for removal in plan_gc(Run(url)).removals}
     old = plan_gc(Run(url), grace_seconds=-1)
-    assert [(removal.key, removal.why) for removal in old.removals] == [(orphan, "an upload that was given up")]
+    assert [(removal.key, removal.why) for removal in old.removals] == [(orphan, "abandoned upload")]
     open_store(url).put("notes.txt", b"somebody's own")
     assert "notes.txt" not in {removal.key for removal in old.removals}
-    with pytest.raises(ValueError, match="at least one anchor"):
+    with pytest.raises(ValueError, match="keep_anchors must be at least 1"):
         plan_gc(Run(url), keep_anchors=0)
 
 
@@ -194,7 +194,7 @@ def test_a_kill_between_an_anchors_objects_and_its_document():
     young = plan_gc(Run(url), keep_anchors=1)
     assert (young.removals, young.oldest_anchor) == ((), 0)
     found = plan_gc(Run(url), keep_anchors=1, grace_seconds=-1)
-    assert [(each.key, each.why) for each in found.removals] == [(half, "an upload that was given up")]
+    assert [(each.key, each.why) for each in found.removals] == [(half, "abandoned upload")]
     collect(Run(url), found.removals)
     assert reachable_versions(url, states) == set(range(6))
 

@@ -138,7 +138,7 @@ def test_next_to_a_running_demo(tmp_path, chromium, seen_seconds):
             )
 
             assert end(dashboard) == 0
-        until(page, text_of("link-pill") + " === 'dashboard away'")
+        until(page, text_of("link-pill") + " === 'disconnected'")
         assert not page.is_hidden("#banner")
         before = int(page.evaluate(VERSION))
         with command(str(folder), "--port", re.search(r":(\d+)/", url)[1]) as (_, again):
@@ -475,9 +475,9 @@ def test_empty_and_away_are_said(tmp_path, open_page):
             replica.pull()
             page.wait_for_selector('[data-replica="one"] [data-health="ok"]')
         folder.rename(tmp_path / "elsewhere")
-        until(page, text_of("store-pill") + " === 'store away'")
-        assert "has not answered" in page.inner_text("#banner")
+        until(page, text_of("store-pill") + " === 'store unreachable'")
+        assert "has not responded" in page.inner_text("#banner")
         assert axe_findings(page) == []
         (tmp_path / "elsewhere").rename(folder)
-        until(page, text_of("store-pill") + " === 'store answers'")
+        until(page, text_of("store-pill") + " === 'store reachable'")
         assert page.is_hidden("#banner")

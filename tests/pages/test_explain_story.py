@@ -53,7 +53,7 @@ def test_play_pause_and_keys(explain, scene):
         page.keyboard.press("ArrowRight")
         assert page.evaluate(position) > stopped
         page.keyboard.press("End")
-        assert page.inner_text(f"#{scene} .play") == "Again"
+        assert page.inner_text(f"#{scene} .play") == "Replay"
         page.click(f"#{scene} .play")
         wait_until(page, f"{position} > 0 && {position} < 0.9")
         page.click(f"#{scene} [aria-label='Step back']")
@@ -103,7 +103,7 @@ def test_a_link_keeps_the_settings(explain, url):
         link = page.evaluate("location.hash")
         assert page.get_attribute("#tokens .link", "href") == link.replace("#bucket", "#tokens")
         assert link == "#bucket?gbits=1&joins=3&machine=cpu"
-        page.click("#bucket button:text-is('As in the story')")
+        page.click("#bucket button:text-is('Reset')")
         assert page.evaluate("location.hash") == "#bucket"
         assert page.locator("#packets [data-input=gbits] output").text_content() == "10 Gbit/s"
     with explain(link=link) as page:

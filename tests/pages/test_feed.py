@@ -325,7 +325,7 @@ def test_steps_that_are_made_again_count_once(tmp_path):
     log = log_file(tmp_path, *steps, {"event": "resumed", "step": 2}, {"event": "step", "step": 3, "reward": 0.9})
     feed = read_all(Feed(url, events=EventLog(log)))
     assert [row["reward"] for row in feed.steps((None, 10))["steps"]] == [0.1, 0.2, 0.9]
-    assert "goes on after step 2" in feed.notes(10)[-1]["text"]
+    assert "resumed after step 2" in feed.notes(10)[-1]["text"]
     log.write_text("")
     epoch = feed.epoch
     read_all(feed)

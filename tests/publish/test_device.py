@@ -360,7 +360,7 @@ def test_where_a_snapshot_can_be(monkeypatch):
         Publisher("memory:nowhere", module, snapshot="disk")
     with (
         Publisher("memory:arrays", {"a": np.ones(3, "f4")}, snapshot="device") as publisher,
-        pytest.raises(ValueError, match="for a torch module"),
+        pytest.raises(ValueError, match="needs a torch module"),
     ):
         publisher.publish()
     if DEVICE == "cpu":

@@ -143,7 +143,7 @@ def test_weights_that_were_tied_and_are_not_any_more():
     with Publisher(url, weights) as publisher:
         publisher.publish()
         weights["b"] = w + 1
-        with pytest.raises(ValueError, match="b is tied to a and has other weights"):
+        with pytest.raises(ValueError, match="b is tied to a, but has other weights"):
             publisher.publish()
         publisher.publish(anchor=True)
     with Replica(url, copy := {}) as replica:
@@ -196,7 +196,7 @@ def test_a_target_whose_tensors_overlap():
 
 def test_a_target_that_returns_copies():
     room = {"a": torch.zeros(4)}
-    with pytest.raises(ValueError, match="another copy on each access"):
+    with pytest.raises(ValueError, match="a new copy on each access"):
         arrive({"a": torch.ones(4)}, OnAccess(room, torch.clone))
 
 

@@ -302,7 +302,7 @@ def test_wrong_arguments():
 def test_publish_says_how_to_call_it():
     weights = make_weights()
     with Publisher(fresh_url(), weights) as publisher:
-        with pytest.raises(TypeError, match=r"given to Publisher\(...\); call publish\(step=...\)"):
+        with pytest.raises(TypeError, match=r"since Publisher\(...\) already has them: call publish\(step=...\)"):
             publisher.publish(weights)
         with pytest.raises(TypeError, match=r"no option 'steps': call publish\(step=..., metadata=..., anchor=...\)"):
             publisher.publish(steps=1)

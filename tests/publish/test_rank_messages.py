@@ -35,7 +35,7 @@ def test_commands_come_in_order_and_nothing_is_left(pair):
 def test_late_answers_are_not_taken_for_others(pair):
     store, first, second = pair
     first.send({"number": 1}, asks=True)
-    with pytest.raises(RankFailed, match="rank 1: no sign of life"):
+    with pytest.raises(RankFailed, match="rank 1: no heartbeat"):
         first.answers()
     first.send({"number": 2}, asks=True)
     for _ in range(2):

@@ -66,7 +66,7 @@ def test_a_wrong_tie(monkeypatch):
     monkeypatch.setattr("deltawire.publish.sources.tied_names", lambda weights: {"b": "a"})
     monkeypatch.setattr("deltawire.publish.sources.untied_name", lambda *_: None)
     weights = {"a": np.arange(8, dtype=np.float32), "b": np.ones(8, np.float32)}
-    with Publisher(fresh_url(), weights) as publisher, pytest.raises(SnapshotMismatch, match="taken to be tied") as it:
+    with Publisher(fresh_url(), weights) as publisher, pytest.raises(SnapshotMismatch, match="seemed to be tied") as it:
         publisher.publish()
     assert it.value.tensor == "b"
     # A tie that breaks later is found when it is its turn.
@@ -159,7 +159,7 @@ def test_a_share_of_time():
     assert Recheck(0).measure({}, History({}, 0), SERIAL) == {}
     assert Recheck(0).copy({}, History({}, 0)) == []
     for share in (-0.1, 1.1):
-        with pytest.raises(ValueError, match=rf"^check_share is a share of the time .*, from 0 to 1, not {share}$"):
+        with pytest.raises(ValueError, match=rf"^check_share must be a share of .*, from 0 to 1, not {share}$"):
             Recheck(share)
 
 

@@ -118,7 +118,7 @@ def test_a_base_that_is_gone_or_differs_is_an_error_by_name(base, tmp_path, rng)
     shard.unlink()
     with pytest.raises(ObjectMissing, match=shard.name):
         pulled(url)
-    with pytest.raises(ObjectMissing, match="no checkpoint to start from"):
+    with pytest.raises(ObjectMissing, match="not a checkpoint to start from"):
         Publisher(fresh_url(), make_weights(), base=tmp_path / "nowhere")
 
 

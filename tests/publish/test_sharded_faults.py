@@ -165,7 +165,7 @@ def come_late(rank, url):
             change(model, late)
             dist.barrier()
             if rank != late:
-                with pytest.raises(RankFailed, match=f"rank {late}: it has not called publish"):
+                with pytest.raises(RankFailed, match=f"rank {late}: it has not made publish call"):
                     publisher.publish().wait(PATIENCE)
             dist.barrier()
             if rank == late:
@@ -174,7 +174,7 @@ def come_late(rank, url):
                 if rank == 0:
                     publication.wait(PATIENCE)
                 else:
-                    with pytest.raises(RankFailed, match="rank 1: it has not called"):
+                    with pytest.raises(RankFailed, match="rank 1: it has not made publish call"):
                         publication.wait(PATIENCE)
             dist.barrier()
             publisher.flush(30)
@@ -476,7 +476,7 @@ def leave_out_a_call(rank, url):
     with ShardedPublisher(url, model, timeout=TIMEOUT) as publisher:
         publisher.publish(step=0).wait(PATIENCE)
         change(model, 1)
-        reason = r"rank 1: its 2\. call of publish was for step 2, that of rank 0 for step 1"
+        reason = r"rank 1: its publish call number 2 was for step 2, rank 0's for step 1"
         with pytest.raises(RankFailed, match=reason):
             publisher.publish(step=1 if rank == 0 else 2).wait(PATIENCE)
 

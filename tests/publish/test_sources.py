@@ -202,7 +202,7 @@ def test_dtypes_of_a_module():
     assert [mixed.spec(name)[0] for name in ("embed.weight", "layer.weight", "scale")] == ["BF16", "F32", "BF16"]
     with pytest.raises(ValueError, match="published as"):
         module_source(model, dtype="I8")()
-    with pytest.raises(ValueError, match="no tensor of floats called a"):
+    with pytest.raises(ValueError, match="no floating-point tensor called a"):
         Publisher(fresh_url(), model, dtype={"a": "BF16"})
 
 

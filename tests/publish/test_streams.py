@@ -121,7 +121,7 @@ def test_tensors_that_stay_where_they_are_are_compared_together(tmp_path, monkey
         step(5)
         wipe.append("a")
         right = {name: tensor.clone() for name, tensor in live.items()}
-        with pytest.raises(SnapshotMismatch, match="the memory of a was written over"):
+        with pytest.raises(SnapshotMismatch, match="the memory of a was overwritten"):
             publisher.publish()
         live["a"].copy_(right["a"])
         publisher.publish().wait(PATIENCE)
@@ -170,7 +170,7 @@ def test_ties_of_weights_that_come_one_by_one_are_stated(snapshot, tmp_path):
         assert torch.equal(found["embed"], sender.tensors["embed"].cpu().view(torch.uint8))
         right = sender.tensors["head"]
         sender.tensors["head"] = stepped(right, 0.1, 2)
-        with pytest.raises(ValueError, match="head is tied to embed and has other weights"):
+        with pytest.raises(ValueError, match="head is tied to embed, but has other weights"):
             publisher.publish()
         sender.tensors["head"] = right
         assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 0

@@ -68,12 +68,12 @@ def test_what_a_publisher_says_when_weights_differ():
     assert (own.fields, tied.fields) == ({"tensor": "a"}, {"tensor": "head"})
     assert own.message == (
         "the weights of a at the trainer are not those that would be published: they changed while publish ran, or "
-        "were said to be frozen and are not, or the publisher's snapshot is damaged. Nothing was committed; make a new "
-        "publisher to go on"
+        "are listed as frozen but change, or the publisher's snapshot is damaged. Nothing was committed; create a new "
+        "publisher to continue"
     )
     assert tied.message == (
-        "the weights of head at the trainer are not those that would be published: it is published as embed, to which "
-        "it was taken to be tied, and has other weights. Nothing was committed; make a new publisher to go on"
+        "the weights of head at the trainer are not those that would be published: it is published as embed, since "
+        "the two seemed to be tied, but has other weights. Nothing was committed; create a new publisher to continue"
     )
 
 
@@ -125,11 +125,11 @@ def test_extra_files_that_an_anchor_cannot_hold(config, tmp_path):
     folder.mkdir()
     (folder / "config.json").touch()
     missing = tmp_path / "missing"
-    letters = "a name has ASCII letters, digits, '_', '.', '+' and '-', and is not deltawire.json"
-    own = "cannot be uploaded: an anchor has files of that name itself; leave it out of files="
+    letters = "a name may have ASCII letters, digits, '_', '.', '+' and '-', and is not deltawire.json"
+    own = "cannot be uploaded, since an anchor has its own file of that name: leave it out of files="
     for files, kind, message in (
-        (config, TypeError, f"files is a list of paths, not one: ['{config}']"),
-        (str(config), TypeError, f"files is a list of paths, not one: ['{config}']"),
+        (config, TypeError, f"files must be a list of paths: pass ['{config}']"),
+        (str(config), TypeError, f"files must be a list of paths: pass ['{config}']"),
         ([config, missing], ObjectMissing, f"{missing}, to upload with the weights, does not exist: check files="),
         ([folder], ValueError,
          f"{folder} is not a file, so it cannot be uploaded with the weights: list files one by one"),
@@ -161,7 +161,7 @@ def test_keys_are_never_used_twice():
     most = MOST_OBJECTS - MOST_FILES
     assert check_count(most) == len(delta_names(1, 0, most)) == most
     for count in (check_count, lambda number: delta_names(1, 0, number)):
-        with pytest.raises(ValueError, match=rf"^{most + 1} files are more than a manifest holds: choose a larger max"):
+        with pytest.raises(ValueError, match=rf"^{most + 1} files are more than a manifest can hold: choose a larger"):
             count(most + 1)
 
 
@@ -272,7 +272,7 @@ def test_an_anchor_of_more_files_than_a_manifest_lists(monkeypatch):
     monkeypatch.setattr(upload, "MOST_OBJECTS", MOST_FILES + 3)
     store = open_store(fresh_url())
     leader, tasks, _ = leading(store, 1)
-    with pytest.raises(ValueError, match="4 files are more than a manifest holds: choose a larger max_file_bytes"):
+    with pytest.raises(ValueError, match="4 files are more than a manifest can hold: choose a larger max_file_bytes"):
         leader.write_hop(tasks[1])
     assert list(store.list("anchors/")) == []
 
@@ -281,6 +281,6 @@ def test_an_extra_hop_that_leads_elsewhere_is_not_written():
     store = open_store(fresh_url())
     leader, tasks, _ = leading(store)
     for task in tasks:
-        with pytest.raises(ChainError, match="would give other weights"):
+        with pytest.raises(ChainError, match="would lead to different weights"):
             leader.write_hop(replace(task, target=replace(task.target, digest=Digest(1, 2))))
     assert [*store.list("anchors/"), *store.list("deltas/")] == []

@@ -100,24 +100,24 @@ def test_metadata_of_numpy_and_torch():
     [
         ({1: "a", "1": "b"}, "the key 1"),
         ({"a": {None: 1}}, "key None"),
-        ({"loss": float("nan")}, "JSON does not have"),
-        ({"loss": np.float32("inf")}, "JSON does not have"),
+        ({"loss": float("nan")}, "JSON cannot represent"),
+        ({"loss": np.float32("inf")}, "JSON cannot represent"),
         ({"a": [1, {"b": torch.tensor(float("nan"))}]}, r"metadata\['a'\]\[1\]\['b'\]"),
         ({"grad": np.arange(3)}, "tolist"),
         ({"grad": torch.ones(2, 2)}, "tolist"),
         ({"none": np.empty(0)}, "tolist"),
         ({"meta": torch.ones((), device="meta")}, "without a value"),
-        ({"when": np.datetime64("2026-01-01")}, "JSON does not have"),
-        ({"z": np.complex64(1j)}, "JSON does not have"),
-        ({"object": object()}, "JSON does not have"),
-        ({"bytes": b"a"}, "JSON does not have"),
-        ({"set": {1}}, "JSON does not have"),
+        ({"when": np.datetime64("2026-01-01")}, "JSON cannot represent"),
+        ({"z": np.complex64(1j)}, "JSON cannot represent"),
+        ({"object": object()}, "JSON cannot represent"),
+        ({"bytes": b"a"}, "JSON cannot represent"),
+        ({"set": {1}}, "JSON cannot represent"),
         ({"big": 1 << 64}, "64 bits"),
-        ({"text": "\ud800"}, "surrogates"),
-        ({"\udfff": 1}, "surrogates"),
-        ({"a": "x" * MOST_METADATA_BYTES}, "keep it elsewhere"),
+        ({"text": "\ud800"}, "lone surrogate"),
+        ({"\udfff": 1}, "lone surrogate"),
+        ({"a": "x" * MOST_METADATA_BYTES}, "store it elsewhere"),
         (nested(MOST_DEPTH + 1), "deep"),
-        (looped(), "holds itself"),
+        (looped(), "contains itself"),
         ([("a", 1)], "a mapping"),
         ("text", "a mapping"),
     ],
@@ -155,7 +155,7 @@ def test_names_that_no_file_can_hold(name, tmp_path):
 
 @pytest.mark.parametrize("run", ["", "x" * 257, "a\x1b[31m", "a\nb", "\ud800"])
 def test_run_ids_that_no_reader_would_take(run, tmp_path):
-    with pytest.raises(ValueError, match="no reader would take"):
+    with pytest.raises(ValueError, match="no reader would accept"):
         Publisher(tmp_path / "run", WEIGHTS, run=run)
     assert not (tmp_path / "run").exists()
 
@@ -169,7 +169,7 @@ def test_files_that_an_anchor_cannot_hold(tmp_path):
         (["config.json", "other/config.json"], "two files"),
         (["my config.json"], "name"),
         (["ü.txt"], "name"),
-        (["model.safetensors"], "itself"),
+        (["model.safetensors"], "its own file"),
         (["deltawire.json"], "name"),
         (["pipe.txt"], "not a file"),
         (["other"], "not a file"),

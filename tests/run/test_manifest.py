@@ -66,7 +66,7 @@ def test_signatures(tmp_path):
         damaged = data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]
         with pytest.raises((SignatureMismatch, CorruptObject)):
             read_manifest(damaged, check)
-    with pytest.raises(SignatureMismatch, match="not signed by the key"):
+    with pytest.raises(SignatureMismatch, match="not signed with the given key"):
         read_manifest(data, verifier(generate_key(tmp_path / "other.pem")))
     (tmp_path / "public.txt").write_text(public + "\n")
     assert read_manifest(data, verifier(str(tmp_path / "public.txt"))) == MANIFEST
@@ -202,7 +202,7 @@ def test_a_way_of_too_many_objects():
 @pytest.mark.parametrize("name", ["run", "step", "tied", "metadata", "version", "created"])
 def test_what_a_reader_refuses_is_not_written(name):
     wrong = {"run": "", "step": True, "tied": {"a": "a"}, "metadata": {"a": 1 << 70}, "version": 3, "created": -1.0}
-    with pytest.raises(ValueError, match="no reader would take it"):
+    with pytest.raises(ValueError, match="no reader would accept it"):
         manifest_bytes(replace(MANIFEST, **{name: wrong[name]}))
 
 

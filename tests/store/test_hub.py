@@ -185,7 +185,7 @@ def test_token_from_the_environment(hub, monkeypatch, tmp_path):
     store = HubStore(BUCKET, endpoint=hub.endpoint)
     store.put("a", b"1")
     monkeypatch.setenv("HF_TOKEN", "hf_old")
-    with pytest.raises(StoreUnavailable, match="the token of HF_TOKEN or of `hf auth login`"):
+    with pytest.raises(StoreUnavailable, match="the token from HF_TOKEN or `hf auth login`"):
         store.get("a")
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(StoreUnavailable, match="HF_TOKEN is not set"):

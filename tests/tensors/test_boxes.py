@@ -60,5 +60,5 @@ def test_whole():
 
 @pytest.mark.parametrize(("offset", "shape"), [((0,), (3, 4)), ((1, 0), (3, 4)), ((-1, 0), (1, 1)), ((0, 0), (3, -1))])
 def test_a_box_outside_is_refused(offset, shape):
-    with pytest.raises(ValueError, match="does not lie in a tensor"):
+    with pytest.raises(ValueError, match="does not fit in a tensor"):
         Box((3, 4), offset, shape)

@@ -85,7 +85,7 @@ def test_a_checkpoint_knows_its_specs(tmp_path):
 def test_what_is_no_plain_tensor_is_refused():
     with pytest.raises(ValueError, match=r"^w is on the meta device, where tensors have no values: load the weights"):
         check_plain("w", torch.empty(3, device="meta"))
-    with pytest.raises(ValueError, match=r"^w is a sparse tensor \(torch.sparse_coo\): give it as a dense one"):
+    with pytest.raises(ValueError, match=r"^w is a sparse tensor \(torch.sparse_coo\): pass a dense one"):
         check_plain("w", torch.eye(3).to_sparse())
     with pytest.raises(TypeError) as caught:
         check_plain("w", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
@@ -114,7 +114,7 @@ def test_neighbours_in_one_buffer_are_two_tensors():
     apart = {"a": flat[:4], "b": flat[4:6], "c": flat[6:]}
     assert writable(apart, apart, {}).keys() == apart.keys()
     overlapping = {"a": flat[:5], "b": flat[4:]}
-    with pytest.raises(ValueError, match=r"^a and b share memory at the target, and are two tensors"):
+    with pytest.raises(ValueError, match=r"^a and b share memory at the target, but are two tensors"):
         writable(overlapping, overlapping, {})
     same = {"a": flat, "b": flat}
     assert writable(same, same, {"b": "a"}).keys() == same.keys()
@@ -203,8 +203,13 @@ class Pointer:
         ([1.0], None, TypeError, "w: expected a numpy array or a torch tensor, got list"),
         (Pointer(), None, TypeError, "w: expected a numpy array or a torch tensor, got Pointer"),
         (torch.float32, None, TypeError, "w: expected a numpy array or a torch tensor, got dtype"),
-        (np.zeros(2, np.float32), "BF16", ValueError, "w: dtype BF16 has 2 bytes, the array's items 4"),
-        (torch.zeros(2, dtype=torch.int8), {"w": "F32"}, ValueError, "w: dtype F32 has 4 bytes, the array's items 1"),
+        (np.zeros(2, np.float32), "BF16", ValueError, "w: dtype BF16 has 2 bytes, but the array's items have 4"),
+        (
+            torch.zeros(2, dtype=torch.int8),
+            {"w": "F32"},
+            ValueError,
+            "w: dtype F32 has 4 bytes, but the array's items have 1",
+        ),
     ],
 )
 def test_what_cannot_be_viewed_is_said_by_name(value, dtype, kind, message):
@@ -219,14 +224,14 @@ def test_what_cannot_be_viewed_is_said_by_name(value, dtype, kind, message):
         (np.zeros((2, 3)).T, "w is not contiguous, so it cannot be changed in place; pass a contiguous array"),
         (torch.zeros(2, 3).t(), "w is not contiguous, so it cannot be changed in place; pass a contiguous array"),
         (np.broadcast_to(np.zeros(1), 1), "w is read-only; pass an array that can be changed"),
-        (np.zeros(3, ">f4"), "w is in the other byte order; pass an array in this machine's"),
+        (np.zeros(3, ">f4"), "w is in the other byte order; pass an array in this machine's byte order"),
         (
             Tensor(DTYPES["U8"], (3,), np.frombuffer(b"abc", np.uint8)),
             "w is read-only; pass an array that can be changed",
         ),
         (
             torch._neg_view(torch.ones(3)),
-            "w is the negative of another tensor's memory; pass a copy, with resolve_neg()",
+            "w is a lazy negation of another tensor's memory; pass a copy, with resolve_neg()",
         ),
         (
             torch.empty(3, device="meta"),
@@ -300,7 +305,7 @@ def test_memory_that_two_names_share_is_found():
         with pytest.raises(ValueError, match="share memory") as caught:
             writable(weights, weights, tied)
         assert str(caught.value) == (
-            f"{names} share memory at the target, and are two tensors in the run: give each its own, or tie them at "
+            f"{names} share memory at the target, but are two tensors in the run: give each its own, or tie them at "
             "the trainer"
         )
     assert writable({"a": flat, "b": flat}, ["a", "b"], {"a": "b"}).keys() == {"a", "b"}
@@ -314,7 +319,7 @@ def test_a_copy_on_each_access_is_not_written():
         def __getitem__(self, name):
             return super().__getitem__(name).copy()
 
-    with pytest.raises(ValueError, match=r"^b: the target gives another copy on each access, so what is written to it"):
+    with pytest.raises(ValueError, match=r"^b: the target returns a new copy on each access, so writes would be lost"):
         writable(Copies(b=np.zeros(3)), ["b"], {})
 
 

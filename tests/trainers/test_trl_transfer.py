@@ -347,7 +347,7 @@ def test_another_writer_is_not_ignored(trl_trainer):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="published as"):
         DeltawireTransfer(fresh_url(), dtype="I8")
-    with pytest.raises(ValueError, match="no store"):
+    with pytest.raises(ValueError, match="not a store"):
         DeltawireTransfer("ftp://host/run").init_weight_transfer()
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     """Ship RL weights as deltas: find the changed bits, pack them, verify the result.
 
     \b
-    A run is a chain of versions in a store, which any number of replicas follow:
+    A run is a chain of versions in a store. Any number of replicas can follow it:
         deltawire publish checkpoint/ --to s3://bucket/run
         deltawire watch s3://bucket/run --to mirror/
         deltawire attach --engine vllm --url http://127.0.0.1:8000 --from s3://bucket/run
@@ -61,7 +61,7 @@ def main() -> None:
         deltawire apply old/ step1.safetensors -o rebuilt/
 
     A URL is a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
-    hf://buckets/owner/name/prefix. Credentials are those of each cloud's own tools.
+    hf://buckets/owner/name/prefix. Credentials come from the environment, as for each cloud's own tools.
     """
     # If colorama is installed, numba makes it write to the terminal when the program ends.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")

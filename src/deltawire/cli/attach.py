@@ -26,26 +26,26 @@ def host_and_port(given: str) -> tuple[str, int]:
 
 
 @click.command("attach")
-@click.option("--engine", "kind", type=click.Choice(["vllm", "sglang"]), required=True, help="What serves the weights.")
-@click.option("--url", "address", metavar="URL", required=True, help="The server, such as http://127.0.0.1:8000.")
+@click.option("--engine", "kind", type=click.Choice(["vllm", "sglang"]), required=True, help="The kind of server.")
+@click.option("--url", "address", metavar="URL", required=True, help="The server's URL, such as http://127.0.0.1:8000.")
 @click.option("--from", "url", metavar="URL", required=True, help="The store that holds the run.")
-@click.option("--mirror", type=options.PATH, metavar="FOLDER|none", help="A folder for the mirror, the copy of the "
-              "weights that deltas are decoded against; it survives restarts. With none the server decodes against its "
-              "own weights.  [default: none if it can do that on a GPU, else host memory]")  # fmt: skip
-@click.option("--shared-folder", type=options.PATH, help="A folder that the server can read too, to hand changes over."
-              "  [default: shared memory]")  # fmt: skip
+@click.option("--mirror", type=options.PATH, metavar="FOLDER|none", help="Folder for the mirror, the copy of the "
+              "weights that deltas are decoded against; it survives restarts. With none, the server decodes against "
+              "its own weights.  [default: none if the server can decode on a GPU, else host memory]")  # fmt: skip
+@click.option("--shared-folder", type=options.PATH, help="Folder for passing changes to the server, which must be "
+              "able to read it.  [default: shared memory]")  # fmt: skip
 @click.option("--mode", type=click.Choice(["patch", "disk"]),
-              help="For sglang: write the changes in place, or let it load the mirror.  [default: patch]")  # fmt: skip
+              help="For sglang: patch writes changes in place, disk reloads the mirror.  [default: patch]")  # fmt: skip
 @click.option("--running-requests", type=click.Choice(["recompute", "keep", "abort"]), default="recompute",
               help="What to do with running requests: recompute their context, keep it, or abort them.")  # fmt: skip
 @options.base_option
 @options.poll_option
 @click.option("--listen", type=host_and_port, metavar="[HOST:]PORT", help="Serve /health, /status, /metrics and /nudge "
-              "here. A port alone is on 127.0.0.1; port 0 takes a free one.")  # fmt: skip
+              "on this address. A port alone means 127.0.0.1; port 0 picks a free one.")  # fmt: skip
 @options.allow_host_option
 @click.option("--token-file", type=options.PATH,
-              help=f"A file with the bearer token that a nudge needs.  [default: ${TOKEN_VARIABLE}]")  # fmt: skip
-@click.option("--api-key-env", metavar="NAME", help="The environment variable with the server's API key.")
+              help=f"File with the bearer token that /nudge requires.  [default: ${TOKEN_VARIABLE}]")  # fmt: skip
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the server's API key.")
 @options.name_option
 @options.run_option
 @options.public_key_option
@@ -59,17 +59,17 @@ def attach_command(
 ) -> None:  # fmt: skip
     """Keep an inference server at the newest version of a run.
 
-    Changes are fetched, checked and decoded while the server serves, and written into it in a short pause. If the
-    server is unavailable, attach waits for it; after a restart it is brought up to date. Ctrl-C ends it. On a terminal
-    a table is drawn in place; elsewhere each update prints a line, with --format json a JSON object.
+    Changes are fetched, checked and decoded while the server keeps serving, then written during a short pause. If the
+    server is unavailable, attach waits for it; a server that restarts is brought up to date. Press Ctrl-C to stop. On a
+    terminal, a table is redrawn in place; otherwise each update prints a line, or a JSON object with --format json.
     """
     from deltawire.engines.agent import Agent
 
     if mode is not None and kind != "sglang":
-        raise click.UsageError("--mode is for --engine sglang: leave it out")
+        raise click.UsageError("--mode only works with --engine sglang: leave it out")
     if mode == "disk" and mirror in (None, NO_MIRROR):
         raise click.UsageError("--mode disk needs --mirror: the server loads that folder")
-    options.only_with("--listen, which starts the HTTP", listen is not None, "allow_host", "token_file")
+    options.only_with("--listen, which starts the HTTP server", listen is not None, "allow_host", "token_file")
     with speaking_errors(url):
         host, port = listen or ("127.0.0.1", None)
         run, token = options.awaited_run(url, public_key, run_id), token_of(token_file)
@@ -116,7 +116,7 @@ def token_of(file: Path | None) -> str | None:
     except OSError as error:
         # Without the name: it may be the token itself.
         raise ValueError(
-            f"--token-file takes a file that holds the token, and it cannot be read: {error.strerror}"
+            f"--token-file takes a file that holds the token, but it cannot be read: {error.strerror}"
         ) from None
     if not token:
         raise ValueError(f"{file} is empty: write a token into it")
@@ -128,5 +128,5 @@ def api_key_of(variable: str | None) -> str | None:
         return None
     if not os.environ.get(variable):
         # Without what was given: it may be the key itself.
-        raise ValueError("--api-key-env takes the name of an environment variable, and no variable of that name is set")
+        raise ValueError("--api-key-env takes the name of an environment variable, but no variable of that name is set")
     return os.environ[variable].strip()

@@ -28,14 +28,14 @@ STORE_SECONDS = 15.0
 
 @click.command("ls")
 @click.argument("url")
-@click.option("--limit", type=click.IntRange(1), default=20, help="Show only the newest versions.")
+@click.option("--limit", type=click.IntRange(1), default=20, help="Show at most this many versions, the newest ones.")
 @options.public_key_option
 @options.output_options
 def ls_command(url: str, limit: int, public_key: str | None) -> None:
-    """List the versions and the replicas of a run.
+    """List the versions and replicas of a run.
 
-    The newest version comes last. `also` lists the extra hops to a version: anchors and skip deltas. `all` is what the
-    version has in the store with these and the documents.
+    The newest version comes last. The column `also` lists extra hops to a version: anchors and skip deltas. The column
+    `all` has all bytes of the version in the store, including these hops and the documents.
     """
     from deltawire.run.fleet import version_row
     from deltawire.run.uploads import find_uploads
@@ -81,7 +81,7 @@ def ls_text(data: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     header = ["version", "step", "kind", "base", "changed", "density", "bytes", "all", "age", "also"]
     count = data["num_versions"]
-    shown = "" if len(rows) == count else f", the last {len(rows)} of them here"
+    shown = "" if len(rows) == count else f", showing the last {len(rows)}"
     text = f"run {terminal.plain(data['run'])}: {terminal.count_text(count, 'version')}{shown}"
     text += f"\nin store: {stored_text(data['store'])}"
     text += f"\n\n{terminal.table(header, rows)}" if rows else ""
@@ -194,7 +194,7 @@ def route_text(route: Mapping[str, Any]) -> str:
 @options.public_key_option
 @options.output_options
 def route_command(url: str, have: int | None, folder: Path | None, version: int | None, public_key: str | None) -> None:
-    """Show the route of a pull: the hops that it would fetch, without fetching them."""
+    """Show which hops a pull would fetch, without fetching them."""
     if have is not None and folder is not None:
         raise click.UsageError("give --from or --to, not both")
     show_route(url, have, folder, version, public_key)
@@ -219,7 +219,7 @@ def version_in(folder: Path, run: "Run") -> int | None:
     holds = checkpoint.field("run")
     if holds not in (None, run.id):
         raise errors.RunMismatch(
-            f"{folder} is at run {holds}, and {run.store.url} holds run {run.id}: take another folder, or pull --run",
+            f"{folder} holds run {holds}, but {run.store.url} holds run {run.id}: use another folder, or pull --run",
             expected=holds, actual=run.id,
         )  # fmt: skip
     return None if holds is None else checkpoint.version
@@ -237,7 +237,7 @@ def route_from(run: "Run", have: int | None, version: int | None) -> "Route[Stor
 
 def hops_text(data: Mapping[str, Any]) -> str:
     if not data["hops"]:
-        return f"nothing to do: version {data['want']} is there"
+        return f"nothing to fetch: version {data['want']} is already there"
     start = "nothing" if data["have"] is None else f"version {data['have']}"
     total = f"{terminal.size_text(data['bytes'])} in {terminal.count_text(len(data['objects']), 'object')}"
     return f"from {start} to version {data['want']}: {total}\n\n{hops_table(data['hops'])}"
@@ -253,18 +253,18 @@ def hops_table(hops: Sequence[Mapping[str, Any]]) -> str:
 
 @click.command("status")
 @click.argument("url")
-@click.option("--watch", "-w", is_flag=True, help="Keep running, and show changes. Ctrl-C ends it.")
+@click.option("--watch", "-w", is_flag=True, help="Keep running and show changes, until Ctrl-C.")
 @click.option("--poll", type=click.FloatRange(0, min_open=True), default=2.0,
-              help="How often to poll with --watch, in seconds.")  # fmt: skip
+              help="Seconds between polls, with --watch.")  # fmt: skip
 @options.public_key_option
 @options.output_options
 def status_command(url: str, watch: bool, poll: float, public_key: str | None) -> None:
     """Show the replicas of a run: version, lag, last pause, health.
 
-    Also how much lies in the store, by kind; with --watch that is listed every 15 seconds. Each replica writes a
-    heartbeat as often. Health is ok, behind, updating (a pull is running), fault with its text, silent (no heartbeat
-    for a minute outside a pull) or dead (none for ten minutes). With --watch the table is drawn in place on a terminal;
-    elsewhere each change prints it again, with --format json a JSON object on one line.
+    Also shows how much is in the store, by kind; with --watch, that is updated every 15 seconds. Replicas write a
+    heartbeat just as often. Health is ok, behind, updating (a pull is running), fault (with the message), silent (no
+    heartbeat for a minute outside a pull) or dead (none for ten minutes). With --watch, the table is redrawn in place
+    on a terminal; otherwise it is printed again on every change, or as one line of JSON with --format json.
     """
     options.only_with("--watch", watch, "poll")
     store, log = places(url)
@@ -356,7 +356,7 @@ def fleet_text(data: Mapping[str, Any]) -> str:
 
 
 def replicas_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["replica", "engine", "version", "lag", "pause", "heard", "health"]
+    header = ["replica", "engine", "version", "lag", "pause", "last seen", "health"]
     cells = [
         [
             row["name"], engine_text(row), *("-" if row[key] is None else str(row[key]) for key in ("version", "lag")),

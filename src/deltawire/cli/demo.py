@@ -32,52 +32,52 @@ NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
 
 @click.command("demo")
 @click.option("--model", type=click.Choice(list(DEFAULTS)), default="wordle",
-              help="What learns: a small policy that plays Wordle, or SmolLM2-135M, which finds words.")  # fmt: skip
-@click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: replicas of the demo's own, or "
-              "real vLLM servers with an agent each.  [default: torch; vllm with --model smollm2]")  # fmt: skip
-@click.option("--steps", "num_steps", type=click.IntRange(1), help="Steps of the optimizer, each a version.  [default: "
-              "120; 40 with --quick; 60 with --model smollm2]")  # fmt: skip
-@click.option("--quick", is_flag=True, help="Half a minute: fewer steps, and fewer games before and after.")
-@click.option("--replicas", "num_replicas", type=click.IntRange(1, 16), help="How many sample.  [default: 2; 1 with "
-              "--model smollm2]")  # fmt: skip
+              help="What to train: a small policy that plays Wordle, or SmolLM2-135M, which finds words.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["torch", "vllm"]), help="What samples: the demo's own replicas, or real "
+              "vLLM servers, each with an agent.  [default: torch; vllm with --model smollm2]")  # fmt: skip
+@click.option("--steps", "num_steps", type=click.IntRange(1), help="Number of optimizer steps; each is a version.  "
+              "[default: 120; 40 with --quick; 60 with --model smollm2]")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Take half a minute: fewer steps, and fewer games to compare.")
+@click.option("--replicas", "num_replicas", type=click.IntRange(1, 16), help="Number of replicas.  [default: 2; 1 "
+              "with --model smollm2]")  # fmt: skip
 @click.option("--store", help="The URL of the run.  [default: a folder next to the log]")
-@click.option("--s3", is_flag=True, help="Start a real S3 server (seaweedfs) on this machine, and use that.")
+@click.option("--s3", is_flag=True, help="Start a real S3 server (seaweedfs) on this machine, and use it as the store.")
 @click.option("--kill-replica-at", type=click.IntRange(0), metavar="STEP", help="Kill a replica at this step; "
               "0: never.  [default: after a sixth of the steps; 0 with vLLM]")  # fmt: skip
 @click.option("--late-join-at", type=click.IntRange(0), metavar="STEP", help="Start another replica at this step; 0: "
               "never.  [default: after a third of the steps; 0 with vLLM]")  # fmt: skip
-@click.option("--dashboard/--no-dashboard", "has_dashboard", default=True, help="Serve the dashboard while it runs.")
-@click.option("--keep", "keeps", is_flag=True, help="Leave the dashboard and the S3 server running in the end, "
+@click.option("--dashboard/--no-dashboard", "has_dashboard", default=True, help="Serve the dashboard during the run.")
+@click.option("--keep", "keeps", is_flag=True, help="Keep the dashboard and the S3 server running afterwards, "
               "until Ctrl-C.")  # fmt: skip
-@click.option("--no-publish", is_flag=True, help="The control: publish the start only, so that replicas never change.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="For words and letters.")
-@click.option("--folder", type=PATH, help="For logs, the checkpoint and the store; one that holds a run resumes "
-              "it.  [default: a temporary one, which stays]")  # fmt: skip
-@click.option("--cache", type=PATH, help="Where the model of --model smollm2 is kept once it is unpacked.  [default: "
+@click.option("--no-publish", is_flag=True, help="Control: publish only the initial weights; replicas never change.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Random seed for words and letters.")
+@click.option("--folder", type=PATH, help="Folder for logs, the checkpoint and the store; a run that it holds is "
+              "resumed.  [default: a temporary folder, which is kept]")  # fmt: skip
+@click.option("--cache", type=PATH, help="Where to keep the unpacked model of --model smollm2.  [default: "
               "~/.cache/deltawire/demo]")  # fmt: skip
-@click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Start no step after this time.  "
+@click.option("--time-limit", type=click.FloatRange(1), metavar="SECONDS", help="Start no new step after this time.  "
               "[default: 80; 20 with --quick; 1800 with --model smollm2]")  # fmt: skip
-@click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often each word is played to "
-              "compare the policy before and after; 0: not at all.  [default: 2; 1 with --quick; 3 with --model "
+@click.option("--evaluate", "rounds", type=click.IntRange(0), metavar="TIMES", help="How often to play each word to "
+              "compare the policy before and after training; 0: never.  [default: 2; 1 with --quick; 3 with --model "
               "smollm2]")  # fmt: skip
 @output_options
 def demo_command(model: str, quick: bool, no_publish: bool, **given: Any) -> None:
-    """Run asynchronous RL on this machine: a trainer, replicas, Wordle, a store.
+    """Run asynchronous RL on this machine.
 
-    All are separate processes, which share nothing but the store and HTTP. A small policy with bad habits learns to
-    play Wordle with GRPO. Each step is published as a delta, which the replicas find, check and apply while they
-    sample. One replica is killed and comes back, one joins late, and the trainer keeps training. In the end every
-    replica's weights are compared with the trainer's, and the whole chain is verified. A process that dies is
-    restarted; Ctrl-C ends all of them.
+    The trainer, the replicas and the Wordle server are separate processes that share nothing but a store and HTTP. A
+    small policy with bad habits learns to play Wordle with GRPO. Each step is published as a delta, which the replicas
+    find, check and apply while they sample. One replica is killed and comes back, another joins late, and the trainer
+    keeps training. At the end, every replica's weights are compared with the trainer's, and the whole chain is
+    verified. A process that dies is restarted; Ctrl-C stops all of them.
 
-    With --model smollm2 a pretrained language model learns on real vLLM, which takes a quarter of an hour.
+    With --model smollm2, a pretrained language model learns with real vLLM servers, which takes a quarter of an hour.
 
-    With --format json the summary is JSON; all events are in events.jsonl either way.
+    --format json prints the summary as JSON. All events are in events.jsonl either way.
     """
     if given["s3"] and given["store"] is not None:
-        raise click.UsageError("--s3 starts a store of its own: leave --store out")
+        raise click.UsageError("--s3 starts its own store: leave --store out")
     if given["keeps"] and not given["has_dashboard"]:
-        raise click.UsageError("--keep keeps the dashboard: leave --no-dashboard out")
+        raise click.UsageError("--keep keeps the dashboard running: leave --no-dashboard out")
     if model == "smollm2" and given["engine"] == "torch":
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
@@ -93,14 +93,14 @@ def demo_command(model: str, quick: bool, no_publish: bool, **given: Any) -> Non
             demo.run()
         except Interrupted:
             view.close()
-            say(f"stopped; go on with: deltawire demo --folder {options.folder}", err=True)
+            say(f"stopped; resume with: deltawire demo --folder {options.folder}", err=True)
             sys.exit(130)
         finally:
             view.close()
         summary = shown(demo)
         show(summary, lambda: summary_text(summary))
         if options.keeps:
-            say(f"the dashboard stays at {demo.story.dashboard} until Ctrl-C", err=True)
+            say(f"the dashboard keeps running at {demo.story.dashboard} until Ctrl-C", err=True)
             demo.wait()
         if not summary["ok"]:
             sys.exit(MISMATCH if summary["steps"] else FAILURE)

@@ -15,38 +15,38 @@ AMOUNT = click.FloatRange(0)
 
 
 @click.command("estimate")
-@click.option("--params", metavar="SIZE", help="The size of the model, such as 8b, 0.6b or 1t.")
-@click.option("--config", type=PATH, help="The model's config.json, to count its weights from.")
-@click.option("--lr", type=POSITIVE, help="The learning rate, from which the share of changed weights follows.  "
+@click.option("--params", metavar="SIZE", help="Size of the model, such as 8b, 0.6b or 1t.")
+@click.option("--config", type=PATH, help="The model's config.json, from which its weights are counted.")
+@click.option("--lr", type=POSITIVE, help="Learning rate, which determines the share of weights that a step changes.  "
               "[default: 1e-6]")  # fmt: skip
-@click.option("--density", type=click.FloatRange(0, 1, min_open=True), help="The share of weights that a step changes, "
-              "as your run has recorded it, instead of --lr.")  # fmt: skip
-@click.option("--steps-per-day", "steps_a_day", type=POSITIVE, default=1440.0, help="Versions that are published.")
-@click.option("--replicas", type=click.IntRange(1), default=8, help="Replicas, of all sites.")
-@click.option("--sites", type=click.IntRange(1), default=1, help="Sites, each with a line of its own.")
-@click.option("--trainer-mbits", type=POSITIVE, default=1000.0, help="The trainer's line to the store, in Mbit/s.")
-@click.option("--site-mbits", type=POSITIVE, default=1000.0, help="The line of a site to the store, in Mbit/s.")
+@click.option("--density", type=click.FloatRange(0, 1, min_open=True), help="Share of weights that a step changes, as "
+              "measured in your run; replaces --lr.")  # fmt: skip
+@click.option("--steps-per-day", "steps_a_day", type=POSITIVE, default=1440.0, help="Versions published per day.")
+@click.option("--replicas", type=click.IntRange(1), default=8, help="Number of replicas, all sites together.")
+@click.option("--sites", type=click.IntRange(1), default=1, help="Number of sites, each with its own connection.")
+@click.option("--trainer-mbits", type=POSITIVE, default=1000.0, help="Bandwidth from trainer to store, in Mbit/s.")
+@click.option("--site-mbits", type=POSITIVE, default=1000.0, help="Bandwidth from store to each site, in Mbit/s.")
 @click.option("--inside-mbits", "replica_mbits", type=POSITIVE, default=10_000.0,
-              help="What a site's cache serves to all its replicas together, in Mbit/s.")  # fmt: skip
-@click.option("--round-trip", "round_trip_ms", type=AMOUNT, default=50.0, help="To the store, in milliseconds.")
+              help="Bandwidth from a site's cache to all its replicas together, in Mbit/s.")  # fmt: skip
+@click.option("--round-trip", "round_trip_ms", type=AMOUNT, default=50.0, help="Round trip to the store, in ms.")
 @click.option("--poll", "poll_seconds", type=POSITIVE, default=1.0,
-              help="How often replicas look for a version that is due, in seconds.")  # fmt: skip
+              help="Seconds between a replica's polls while a version is due.")  # fmt: skip
 @click.option("--joins-per-day", "joins_a_day", type=AMOUNT, default=0.0,
-              help="Replicas that start with nothing: new ones, and restarts.")  # fmt: skip
+              help="Replicas that start from nothing per day: new ones and restarts.")  # fmt: skip
 @click.option("--machine", type=click.Choice(["gpu", "cpu"]), default="gpu",
-              help="H200s with at most 8.19 B weights each, or two cores.")  # fmt: skip
+              help="gpu: H200s with at most 8.19 B weights each; cpu: two cores each.")  # fmt: skip
 @click.option("--store", type=click.Choice(["s3", "gcs", "r2", "own"]), default="s3",
               help="Whose list prices to use; own: a store that costs nothing.")  # fmt: skip
-@click.option("--egress-price", type=AMOUNT, help="USD for a GB that leaves the store, instead.")
-@click.option("--storage-price", type=AMOUNT, help="USD for a GB and a month, instead.")
-@click.option("--put-price", type=AMOUNT, help="USD for 1000 writes or listings, instead.")
-@click.option("--get-price", type=AMOUNT, help="USD for 1000 reads, instead.")
-@click.option("--keep-days", type=AMOUNT, default=30.0, help="How long objects are kept.")
+@click.option("--egress-price", type=AMOUNT, help="USD per GB that leaves the store; overrides the list price.")
+@click.option("--storage-price", type=AMOUNT, help="USD per GB and month; overrides the list price.")
+@click.option("--put-price", type=AMOUNT, help="USD per 1000 writes or listings; overrides the list price.")
+@click.option("--get-price", type=AMOUNT, help="USD per 1000 reads; overrides the list price.")
+@click.option("--keep-days", type=AMOUNT, default=30.0, help="How many days objects are kept.")
 @click.option("--versions", "num_versions", type=click.IntRange(1, 200), default=5,
-              help="How many versions to simulate.")  # fmt: skip
-@click.option("--seed", type=int, default=0, help="For the simulation.")
-@click.option("--page", is_flag=True, help="Serve a page with sliders on this machine, until Ctrl-C, instead.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one",
+              help="Number of versions to simulate.")  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Random seed of the simulation.")
+@click.option("--page", is_flag=True, help="Serve a page with sliders on this machine instead, until Ctrl-C.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free port",
               help="The port of the page.")  # fmt: skip
 @click.option("--open/--no-open", "opens", default=False, help="Open the page in a browser.")
 @output_options
@@ -55,11 +55,11 @@ def estimate_command(
     egress_price: float | None, storage_price: float | None, put_price: float | None, get_price: float | None,
     num_versions: int, seed: int, page: bool, port: int, opens: bool, **planned: Any,
 ) -> None:  # fmt: skip
-    """Estimate what a run takes before it starts: bytes, seconds and money, a step and a day.
+    """Estimate the bytes, time and cost of a run before it starts.
 
-    For deltas and for all weights, each with a cache at every site and without. Sizes and times are fitted to what
-    this project has measured; --format json says what from. How soon replicas serve a version comes from a simulation
-    of the whole fleet, which is the same for the same --seed.
+    Per step and per day, for deltas and for all weights, each with and without a cache at every site. Sizes and times
+    are fitted to this project's measurements; --format json names the source of each. How soon replicas serve a version
+    comes from a simulation of the whole fleet, which is deterministic for a given --seed.
     """
     only_with("--page", page, "port", "opens")
     from deltawire.estimate.architecture import count_weights, read_size
@@ -76,9 +76,9 @@ def estimate_command(
             show_page(server, opens)
         return
     if (params is None) == (config is None):
-        raise click.UsageError("give the model's size, as --params 8b or as --config config.json")
+        raise click.UsageError("give the model's size, either as --params 8b or as --config config.json")
     if lr is not None and density is not None:
-        raise click.UsageError("--lr and --density say the same: leave one out")
+        raise click.UsageError("--lr and --density set the same value: leave one out")
     with speaking_errors():
         weights, num_tensors = count_weights(config) if config is not None else (read_size(params or ""), 400)
         share = density_of(1e-6 if lr is None else lr) if density is None else density

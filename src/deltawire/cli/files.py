@@ -24,10 +24,10 @@ def digest_text(given: str) -> str:
 @click.argument("new", type=PATH)
 @click.option("--output", "-o", type=PATH, required=True, help="The delta to write.")
 @click.option("--encoding", type=click.Choice(ENCODING_NAMES), default="auto", help="auto: the smallest for each "
-              "tensor. mirrorless: the smallest that needs no copy of the old weights.")  # fmt: skip
-@click.option("--run", help="The run's id.  [default: that of OLD, if it has one]")
-@click.option("--version", type=click.IntRange(0), help="The version of NEW.  [default: one more than that of OLD]")
-@click.option("--base-version", type=click.IntRange(0), help="The version of OLD.  [default: what OLD says, else 0]")
+              "tensor. mirrorless: the smallest that needs no full copy of the old weights.")  # fmt: skip
+@click.option("--run", help="The run's id.  [default: the id in OLD, if it has one]")
+@click.option("--version", type=click.IntRange(0), help="The version of NEW.  [default: the version of OLD plus 1]")
+@click.option("--base-version", type=click.IntRange(0), help="The version of OLD.  [default: as stated in OLD, else 0]")
 @max_file_bytes_option
 @threads_option
 @output_options
@@ -37,7 +37,7 @@ def diff_command(
 ) -> None:  # fmt: skip
     """Write the delta that turns checkpoint OLD into checkpoint NEW.
 
-    OLD and NEW are safetensors files or folders of them. Tensors are read one by one.
+    OLD and NEW are safetensors files or folders of them. Tensors are read one at a time.
     """
     from deltawire.format.delta import diff_checkpoints
 
@@ -64,7 +64,7 @@ def diff_command(
 @threads_option
 @output_options
 def apply_command(base: Path, delta: Path, output: Path, threads: int | None) -> None:
-    """Apply DELTA to checkpoint BASE, and write the result as a checkpoint.
+    """Apply DELTA to checkpoint BASE and write a new checkpoint.
 
     The digests of BASE and of the result are checked; the output appears only if both match.
     """
@@ -83,13 +83,13 @@ def apply_command(base: Path, delta: Path, output: Path, threads: int | None) ->
 @click.command("verify")
 @click.argument("target")
 @click.option("--base", type=PATH,
-              help="The checkpoint that a delta applies to: decode it fully and check both digests.")  # fmt: skip
+              help="The checkpoint that a delta applies to: decode the delta and check both digests.")  # fmt: skip
 @click.option("--digest", "expected", type=digest_text, metavar="HEX",
               help="The digest that TARGET must have (for a delta: the digest of its result).")  # fmt: skip
 @click.option("--version", type=click.IntRange(0), help="For a run: check only what this version needs.")
-@click.option("--shallow", is_flag=True, help="For a run: check documents and sizes, fetch nothing.")
-@click.option("--mirror", type=PATH, help="For a run: compare this folder with it, every element of every tensor.")
-@click.option("--public-key", metavar="HEX|FILE", help="For a run: the key that everything must be signed with.")
+@click.option("--shallow", is_flag=True, help="For a run: check only documents and sizes, and fetch no weights.")
+@click.option("--mirror", type=PATH, help="For a run: compare this folder with it, element by element.")
+@click.option("--public-key", metavar="HEX|FILE", help="For a run: the key that all documents must be signed with.")
 @threads_option
 @output_options
 def verify_command(
@@ -98,23 +98,23 @@ def verify_command(
 ) -> None:  # fmt: skip
     """Check a delta, a checkpoint, or a whole run.
 
-    TARGET is a path, or the URL of a run. A checkpoint is checked against the digest in its metadata. Of a delta alone
-    the structure is checked; with --base also every bit of its result. Of a run all documents, objects and weights are
-    checked; with --mirror a folder is compared with its version of the run, or with --version.
+    TARGET is a path, or the URL of a run. A checkpoint is checked against the digest in its metadata. For a delta, the
+    structure is checked, and with --base also every bit of its result. For a run, all documents, objects and weights
+    are checked; with --mirror, a folder is compared with the version that it holds, or with --version.
     """
     # The URL of a run, or a folder that holds one.
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target) or (Path(target) / "run.json").is_file():
         if base is not None or expected is not None:
-            raise click.UsageError("--base and --digest go with files, and TARGET is a run")
+            raise click.UsageError("--base and --digest need a file, but TARGET is a run")
         from deltawire.cli.upkeep import audit_run, compare_mirror
 
         if mirror is not None:
             if shallow:
-                raise click.UsageError("--shallow fetches nothing, and --mirror compares every element")
+                raise click.UsageError("--shallow fetches no weights, but --mirror compares them: leave one out")
             return compare_mirror(target, mirror, version, public_key, threads)
         return audit_run(target, version, not shallow, public_key, threads)
     if shallow or public_key is not None or version is not None or mirror is not None:
-        raise click.UsageError("--version, --shallow, --mirror and --public-key go with a run, and TARGET is a file")
+        raise click.UsageError("--version, --shallow, --mirror and --public-key need a run, but TARGET is a file")
     return verify_file(Path(target), base, expected, threads)
 
 
@@ -128,7 +128,7 @@ def verify_file(target: Path, base: Path | None, expected: str | None, threads: 
             found, stated = change.digest, None
         else:
             if base is not None:
-                raise click.UsageError("--base goes with a delta, and TARGET is a checkpoint")
+                raise click.UsageError("--base needs a delta, but TARGET is a checkpoint")
             checked = "every weight"
             found, stated = checkpoint_digest(target, threads)
         wanted = expected or stated
@@ -145,12 +145,13 @@ def verify_file(target: Path, base: Path | None, expected: str | None, threads: 
 @click.argument("delta", type=PATH)
 @click.option("--sort", type=click.Choice(["name", "bytes", "changed", "density"]), default="name",
               help="What to sort the tensors by.")  # fmt: skip
-@click.option("--limit", type=click.IntRange(1), help="Show at most so many tensors.")
+@click.option("--limit", type=click.IntRange(1), help="Show at most this many tensors.")
 @output_options
 def inspect_command(delta: Path, sort: str, limit: int | None) -> None:
-    """Show the contents of a delta: encoding, changes, bytes and step lengths of each tensor.
+    """Show what a delta changes, tensor by tensor.
 
-    Steps count units in the last place (for integers: units); they are unknown for coo and dense.
+    For each tensor: encoding, number of changes, bytes and step lengths. Step lengths are in units in the last place
+    (for integers: in units), and unknown for coo and dense.
     """
     from deltawire.format.inspection import STEP_NAMES, inspect_entry
 

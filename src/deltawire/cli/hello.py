@@ -20,23 +20,22 @@ COMMON_BITS, ALL_BITS = (16,), (8, 16, 32, 64)
 # Where shells look for completions.
 PLACES = {
     "bash": "~/.local/share/bash-completion/completions/deltawire",
-    "zsh": "a folder of $fpath, as _deltawire",
+    "zsh": "a folder in $fpath, as _deltawire",
     "fish": "~/.config/fish/completions/deltawire.fish",
 }
 
 
 @click.command("hello")
 @click.option("--to", "url", metavar="URL", help="The store, which must be empty.  [default: a temporary folder]")
-@click.option("--steps", type=click.IntRange(8, 1000), default=20, help="How many versions.")
+@click.option("--steps", type=click.IntRange(8, 1000), default=20, help="Number of versions to publish.")
 @output_options
 def hello_command(url: str | None, steps: int) -> None:
-    """See it work: a trainer, two replicas, one of them killed, equal weights.
+    """Run a trainer and two replicas, and compare their weights.
 
-    All are separate processes, which share nothing but a store. The trainer updates 17 MB of bf16 weights in small
+    They are separate processes that share nothing but a store. The trainer updates 17 MB of bf16 weights in small
     steps, each of which changes about 1.4 % of them, and publishes every step. One replica keeps its weights in memory,
-    the other in a folder; the second is killed half-way and comes back, and the trainer never waits. In the end the
-    SHA-256 of the weights that each of them holds must be the same. Takes seconds, and needs no GPU, torch or
-    network.
+    the other in a folder. The second one is killed along the way and comes back; the trainer never waits. At the end,
+    the SHA-256 of the weights must be the same in all three. Takes seconds, and needs no GPU, torch or network.
 
     \b
     Example:
@@ -50,9 +49,9 @@ def hello_command(url: str | None, steps: int) -> None:
         if url is None:
             url = stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-hello-")) + "/run"
         elif url.startswith("memory:"):
-            raise ValueError(f"--to {url}: other processes cannot see it; name a folder or a bucket")
+            raise ValueError(f"--to {url}: other processes cannot see this store; use a folder or a bucket")
         elif next(iter(open_store(url).list("")), None) is not None:
-            raise ValueError(f"--to {url}: something is there already; name an empty place")
+            raise ValueError(f"--to {url}: the store is not empty; use an empty one")
         _warm_up(COMMON_BITS)
         hello = say_hello(url, steps, (lambda *_: None) if is_quiet() else _print)
         show(hello.as_json(), lambda: _summary(hello))
@@ -84,25 +83,25 @@ def _summary(hello: "Hello") -> str:
     return pairs_text(
         [
             ("equal weights", weights),
-            ("a step", f"sent {size_text(mean)} instead of {size_text(hello.full_bytes)}"),
-            ("all of it", f"sent {size_text(hello.uploaded_bytes)} instead of {size_text(hello.all_bytes)}, the first "
-             "version and every document included"),
-            ("killed", f"the replica in a folder at version {hello.killed_at}, back with version {hello.back_from}"),
+            ("per step", f"sent {size_text(mean)} instead of {size_text(hello.full_bytes)}"),
+            ("in total", f"sent {size_text(hello.uploaded_bytes)} instead of {size_text(hello.all_bytes)}, including "
+             "the first version and all documents"),
+            ("killed", f"the folder replica at version {hello.killed_at}; it came back with version {hello.back_from}"),
             ("trainer", f"at most {hello.longest_step_seconds:.2f} s from one step to the next"),
         ]
     )  # fmt: skip
 
 
 @click.command("warmup")
-@click.option("--bits", type=click.Choice([str(bits) for bits in ALL_BITS]), multiple=True, help="How wide the weights "
-              "are: 16 for bf16 and fp16. Can be repeated.  [default: all]")  # fmt: skip
+@click.option("--bits", type=click.Choice([str(bits) for bits in ALL_BITS]), multiple=True, help="Width of the weights "
+              "in bits: 16 for bf16 and fp16. Repeatable.  [default: all]")  # fmt: skip
 @output_options
 def warmup_command(bits: tuple[str, ...]) -> None:
-    """Compile the kernels that publishing, following and engines use.
+    """Compile the kernels ahead of time.
 
-    Without it they are compiled on first use, which takes about ten seconds on a new machine. Run it when an image is
-    built, or before something is timed. The compiled kernels are kept next to the package, or in the user's cache
-    folder, or in NUMBA_CACHE_DIR; they are used wherever that can be read, and only on the same kind of CPU.
+    Otherwise they are compiled on first use, which takes about ten seconds on a new machine. Run this when you build an
+    image, or before you time anything. Compiled kernels are kept next to the package, in the user's cache folder, or in
+    NUMBA_CACHE_DIR. They are used wherever that folder can be read, and only on the same kind of CPU.
 
     \b
     Example:
@@ -117,11 +116,11 @@ def warmup_command(bits: tuple[str, ...]) -> None:
         folder = writable_folder()
         if compiled_here and folder is None:
             places = ", ".join(map(str, folders()))
-            raise OSError(f"nothing was kept, since none of these can be written: {places}; set NUMBA_CACHE_DIR")
+            raise OSError(f"no kernel was kept, since none of these can be written: {places}; set NUMBA_CACHE_DIR")
         data = {"bits": list(widths), "num_compiled": len(compiled_here), "seconds": round(seconds, 3),
                 "folder": None if folder is None else str(folder)}  # fmt: skip
-        what = f"compiled {len(compiled_here)}" if compiled_here else "nothing to compile"
-        show(data, lambda: f"{what}, in {seconds:.1f} s; kernels are in {folder}")
+        what = f"compiled {len(compiled_here)} kernels" if compiled_here else "nothing to compile"
+        show(data, lambda: f"{what} ({seconds:.1f} s); kernels are in {folder}")
 
 
 def _warm_up(widths: tuple[int, ...]) -> float:
@@ -136,12 +135,12 @@ def _warm_up(widths: tuple[int, ...]) -> float:
 @click.argument("shell", type=click.Choice(list(PLACES)))
 @output_options
 def completion_command(shell: str) -> None:
-    """Print the script that completes commands and options in a shell.
+    """Print a script for shell completion.
 
     \b
     deltawire completion bash > ~/.local/share/bash-completion/completions/deltawire
     deltawire completion fish > ~/.config/fish/completions/deltawire.fish
-    deltawire completion zsh > a folder of $fpath, as _deltawire
+    deltawire completion zsh > FOLDER/_deltawire    # a FOLDER in $fpath
     """
     kind = get_completion_class(shell)
     root = click.get_current_context().find_root()

@@ -20,31 +20,31 @@ PATH = click.Path(path_type=Path)
 ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
 
 threads_option = click.option("--threads", type=click.IntRange(1),
-                              help="How many threads to use.  [default: all cores]")  # fmt: skip
-public_key_option = click.option("--public-key", metavar="HEX|FILE", help="Accept only documents that are signed with "
-                                 "this key.")  # fmt: skip
+                              help="Number of threads.  [default: all cores]")  # fmt: skip
+public_key_option = click.option("--public-key", metavar="HEX|FILE", help="Accept only documents signed with this "
+                                 "key.")  # fmt: skip
 sign_key_option = click.option("--sign-key", type=PATH, help="Sign with this private key; create one with keygen.")
-run_option = click.option("--run", "run_id", metavar="ID", help="Accept only this run, and move weights of another "
-                          "run to it.  [default: the run in the store]")  # fmt: skip
-base_option = click.option("--base", type=PATH, help="A checkpoint at hand, such as the model that the run started "
-                           "from: a new folder or mirror starts from it, and no anchor is fetched.")  # fmt: skip
-name_option = click.option("--name", help="The replica's name in the run.  [default: made from host and process]")
-until_option = click.option("--until", type=click.IntRange(0), help="Stop at this version or a later one.")
-poll_option = click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, help="How often to look for "
-                           "a new version, in seconds; up to 10 times less often while none is due, by when the last "
-                           "ones came.")  # fmt: skip
-allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Accept requests for this host "
-                                 "name too, such as agent.example or *.example. Repeatable.  [default: the names of "
-                                 "the host that it listens on]")  # fmt: skip
+run_option = click.option("--run", "run_id", metavar="ID", help="Accept only the run with this id, and switch weights "
+                          "of another run to it.  [default: the run in the store]")  # fmt: skip
+base_option = click.option("--base", type=PATH, help="A local checkpoint, such as the model that the run started "
+                           "from. A new folder or mirror starts from it instead of fetching an anchor.")  # fmt: skip
+name_option = click.option("--name", help="The replica's name in the run.  [default: from host and process]")
+until_option = click.option("--until", type=click.IntRange(0), help="Stop once this version or a later one is reached.")
+poll_option = click.option("--poll", type=click.FloatRange(0, min_open=True), default=1.0, help="Seconds between "
+                           "polls for a new version; up to 10 times longer while none is due, judging by when the "
+                           "last ones came.")  # fmt: skip
+allow_host_option = click.option("--allow-host", metavar="NAME", multiple=True, help="Also accept HTTP requests for "
+                                 "this host name, such as agent.example or *.example. Repeatable.  [default: the names "
+                                 "of the host that it listens on]")  # fmt: skip
 max_file_bytes_option = click.option("--max-file-bytes", type=click.IntRange(1), default=5_000_000_000,
-                                     help="Split what is larger into several files.")  # fmt: skip
+                                     help="Split anything larger into several files.")  # fmt: skip
 
 
 def output_options(command: Command) -> Command:
     """Add --format and --quiet, for `show` and the progress bars."""
-    quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar.", callback=_quiet, expose_value=False)
+    quiet = click.option("--quiet", "-q", is_flag=True, help="Hide progress.", callback=_quiet, expose_value=False)
     chosen = click.option("--format", type=click.Choice(["text", "json"]), default="text",
-                          help="The format of the output.", expose_value=False,
+                          help="Output format.", expose_value=False,
                           callback=lambda context, _, value: context.meta.update({FORMAT: value}))  # fmt: skip
     return chosen(quiet(command))
 
@@ -64,7 +64,7 @@ def only_with(condition: str, holds: bool, *names: str) -> None:
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in names and not holds and source is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{parameter.opts[0]} goes with {condition}: leave it out")
+            raise click.UsageError(f"{parameter.opts[0]} only works with {condition}: leave it out")
 
 
 @contextmanager

@@ -21,36 +21,36 @@ MOST_LIMIT = 1000
 
 @click.command("dashboard")
 @click.argument("url")
-@click.option("--events", type=PATH, help="The event log of a demo, for rewards and faults.  [default: events.jsonl "
+@click.option("--events", type=PATH, help="Event log of a demo, for rewards and faults.  [default: events.jsonl "
               "next to the store, if URL is a demo's folder or its store]")  # fmt: skip
-@click.option("--compare", metavar="URL", help="Draw the charts of another run beside it.")
+@click.option("--compare", metavar="URL", help="Draw the charts of another run alongside.")
 @click.option("--host", default="127.0.0.1",
-              help="The address to listen on. There is no login: anyone who can reach it sees the run.")  # fmt: skip
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="The port to "
+              help="The address to listen on. There is no login: anyone who can reach it can see the run.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free port", help="The port to "
               "listen on.")  # fmt: skip
 @allow_host_option
-@click.option("--open/--no-open", "opens", default=False, help="Open it in the browser.")
+@click.option("--open/--no-open", "opens", default=False, help="Open the page in a browser.")
 @click.option("--every", type=click.FloatRange(0.1), default=1.0, metavar="SECONDS",
-              help="How often to poll the store.")  # fmt: skip
-@click.option("--after", type=click.IntRange(-1), metavar="VERSION", help="With --format json: versions and steps "
-              "later than this one.  [default: the newest]")  # fmt: skip
-@click.option("--limit", type=click.IntRange(1, MOST_LIMIT), default=200, help="With --format json: how many of them.")
+              help="Time between polls of the store.")  # fmt: skip
+@click.option("--after", type=click.IntRange(-1), metavar="VERSION", help="With --format json: show versions and steps "
+              "after this one.  [default: the newest ones]")  # fmt: skip
+@click.option("--limit", type=click.IntRange(1, MOST_LIMIT), default=200, help="With --format json: how many to show.")
 @public_key_option
 @output_options
 def dashboard_command(
     url: str, events: Path | None, compare: str | None, host: str, port: int, allow_host: tuple[str, ...], opens: bool,
     every: float, after: int | None, limit: int, public_key: str | None,
 ) -> None:  # fmt: skip
-    """Show a run in the browser: six charts, alerts, replicas, versions, the contents of a delta.
+    """Show a run in a browser.
 
-    It only reads the store. A store that does not respond, or has no run yet, is polled until it does. URL may be the
-    folder of a demo. Ctrl-C ends it. With --format json the current state is printed once, with next_after for the next
-    page.
+    Six charts, alerts, replicas, versions, and the contents of a delta. The dashboard only reads the store. If the
+    store does not respond or has no run yet, it keeps polling. URL may be the folder of a demo. Press Ctrl-C to stop.
+    With --format json, the current state is printed once, with next_after for the next page.
     """
     is_json = wants_json()
     only_with("--format json", is_json, "after", "limit")
     page_only = ("compare", "host", "port", "allow_host", "opens", "every")
-    only_with("the page, and there is none with --format json", not is_json, *page_only)
+    only_with("the page, and --format json serves none", not is_json, *page_only)
     with speaking_errors(url):
         store, log = places(url, events)
         if is_json:
@@ -71,7 +71,7 @@ def dashboard_command(
         with handling_signals(lambda *_: dashboard.stop()):
             say(dashboard.url)
             if not is_quiet():
-                say(f"the dashboard of {feed.store.url}; Ctrl-C ends it", err=True)
+                say(f"dashboard of {feed.store.url}; press Ctrl-C to stop", err=True)
             if opens:
                 click.launch(dashboard.url)
             dashboard.run()
@@ -92,19 +92,19 @@ def places(url: str, events: Path | None = None) -> "tuple[str, EventLog | None]
 
 
 @click.command("explain")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="The port to "
-              "listen on, for this machine only.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free port", help="The port to "
+              "listen on, on this machine only.")  # fmt: skip
 @click.option("--open/--no-open", "opens", default=False, help="Open the page in a browser.")
-@click.option("--output", "-o", type=PATH, help="Write the page as one HTML file instead, which needs no server.")
+@click.option("--output", "-o", type=PATH, help="Write the page to a single HTML file instead, which needs no server.")
 @output_options
 def explain_command(port: int, opens: bool, output: Path | None) -> None:
-    """Show in four scenes how deltas work.
+    """Show how deltas work, in four scenes.
 
-    Why few bf16 weights change in a step, what full weights and deltas weigh, when engines stop, and what is in a
-    bucket, drawn from recorded training steps, measured times and your own numbers. Serves the page on this machine
+    Why few bf16 weights change in a step, how large full weights and deltas are, when engines stop, and what is in a
+    bucket. Drawn from recorded training steps, measured times and your own numbers. Serves the page on this machine
     until Ctrl-C and prints its address, or writes it to a file. Nothing is loaded from the network.
     """
-    only_with("the page as it is served, not with --output", output is None, "port")
+    only_with("a served page, not with --output", output is None, "port")
     from deltawire.pages.explain import PageServer, single_file
 
     with speaking_errors():
@@ -124,7 +124,7 @@ def show_page(server: "PageServer", opens: bool) -> None:
     """Serve a page until Ctrl-C."""
     show({"url": server.url}, lambda: server.url)
     if not is_quiet():
-        say("Ctrl-C ends it.", err=True)
+        say("Press Ctrl-C to stop.", err=True)
     if opens:
         click.launch(server.url)
     with handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 @click.command("prove")
-@click.option("--engine", type=click.Choice(["vllm"]), required=True, help="What serves the weights.")
-@click.option("--url", "address", metavar="URL", required=True, help="The server, such as http://127.0.0.1:8000.")
-@click.option("--again", is_flag=True, help="Also if it was proven before, with the same model, flags and versions.")
-@click.option("--api-key-env", metavar="NAME", help="The environment variable with the engine token.")
+@click.option("--engine", type=click.Choice(["vllm"]), required=True, help="The kind of server.")
+@click.option("--url", "address", metavar="URL", required=True, help="The server's URL, such as http://127.0.0.1:8000.")
+@click.option("--again", is_flag=True, help="Check again, even with a result for the same model, flags and versions.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the engine token.")
 @options.output_options
 def prove_command(engine: str, address: str, again: bool, api_key_env: str | None) -> None:
-    """Disturb each parameter of a server that serves nobody, and see its answers change.
+    """Check that a server's answers depend on every parameter.
 
-    A server may compute from a copy of a parameter that it made at its start, which no update reaches. Each parameter
-    of each worker is changed, the server is asked, and the bits are put back; for experts tokens are steered to one at
-    a time. The result is kept for this model, with these flags and versions. Ends with 3 if the answers do not depend
-    on a parameter.
+    The server must have no other traffic. It may compute from a copy of a parameter that it made at startup and that no
+    update reaches. So each parameter of each worker is changed, a request is sent, and the bits are restored; for
+    experts, tokens are routed to one at a time. The result is kept for this model, with these flags and versions. Exits
+    with 3 if the answers do not depend on a parameter.
     """
     from deltawire.engines.prove import DEAD, prove, remember, remembered
     from deltawire.engines.vllm.probe import VllmProbe
@@ -50,7 +50,7 @@ def text(proof: "Proof") -> str:
 
     counts = ", ".join(f"{proof.count(state)} {state}" for state in (DEAD, UNTOLD) if proof.count(state))
     age = age_text(max(time.time() - proof.proven, 0))
-    lines = f"{count_text(len(proof.found), 'parameter')} and experts, proven {age} ago: {counts or 'all alive'}"
+    lines = f"{count_text(len(proof.found), 'parameter')} and experts, checked {age} ago: {counts or 'all alive'}"
     rows = [
         [str(each.rank), plain(each.name), "-" if each.part is None else str(each.part), each.prefill, each.decode]
         for each in proof.found

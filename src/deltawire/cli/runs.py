@@ -34,17 +34,17 @@ def key_and_value(given: str) -> tuple[str, Any]:
 @click.command("publish")
 @click.argument("checkpoint", type=options.PATH)
 @click.option("--to", "url", metavar="URL", required=True, help="The store that holds the run.")
-@click.option("--run", "name", help="The run's id.  [default: that of the store, else a new one]")
+@click.option("--run", "name", help="The run's id.  [default: the id in the store, else a new one]")
 @click.option("--step", type=int, help="The training step of these weights.")
 @click.option("--metadata", type=key_and_value, metavar="KEY=VALUE", multiple=True,
-              help="Metadata of this version; JSON values are kept as such. Repeatable.")  # fmt: skip
-@click.option("--base", metavar="PATH|URL", help="For a new run: a checkpoint that lies somewhere already, such as "
-              "hf://owner/model@revision; version 0 names it, and nothing of it is uploaded. Otherwise the weights of "
-              "the last version: a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
+              help="Metadata of this version; a value may be JSON. Repeatable.")  # fmt: skip
+@click.option("--base", metavar="PATH|URL", help="For a new run: an existing checkpoint, such as "
+              "hf://owner/model@revision; version 0 refers to it, and nothing of it is uploaded. Otherwise: the "
+              "weights of the last version, as a checkpoint or a mirror.  [default: fetched]")  # fmt: skip
 @click.option("--anchor", is_flag=True, help="Upload all weights, not a delta.")
 @click.option("--as", "recipe", type=click.Choice(["fp8_per_block"]), help="Publish codes and scales: the matrices "
-              "called ..._proj.weight as FP8 with a scale for each 128 x 128 block, as vLLM makes them.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Find what would be uploaded, and write nothing.")
+              "named ..._proj.weight as FP8 with a scale per 128 x 128 block, as vLLM computes them.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Show what would be uploaded, and write nothing.")
 @click.option("--encoding", type=click.Choice(options.ENCODING_NAMES), default="auto",
               help="How deltas are encoded; see deltawire diff.")  # fmt: skip
 @options.sign_key_option
@@ -58,9 +58,9 @@ def publish_command(
 ) -> None:  # fmt: skip
     """Publish a checkpoint as the next version of a run.
 
-    The first version is an anchor: all weights, and the files next to them; or, with --base, the checkpoint that is
-    named, and the next one is what differs from it. Later ones are deltas against the version
-    before, whose weights are read from --base or fetched. Returns when the version is committed.
+    The first version is an anchor: all weights, and the files next to them. With --base, version 0 is that checkpoint,
+    and the next version holds what differs from it. Later versions are deltas from the version before, whose weights
+    are read from --base or fetched. Returns when the version is committed.
     """
     started = time.perf_counter()
     with terminal.speaking_errors(url), terminal.ByteBar("publish") as bar, ExitStack() as stack:
@@ -132,10 +132,10 @@ def check_resumed(publisher: "deltawire.Publisher", base: str | None, anchor: bo
         return
     if base is None:
         raise errors.Fenced(
-            f"another writer has published version {publisher.version} meanwhile", version=publisher.version
+            f"another writer has published version {publisher.version} in the meantime", version=publisher.version
         )
     raise errors.BaseMismatch(
-        f"{base} does not hold version {publisher.version} of run {publisher.run.id}, which is the last one",
+        f"{base} does not hold version {publisher.version} of run {publisher.run.id}, the last one",
         version=publisher.version, path=str(base),
     )  # fmt: skip
 
@@ -201,7 +201,7 @@ def published_text(data: Mapping[str, Any]) -> str:
         ("would be" if "dry_run" in data else "version", f"{data['version']} of run {data['run']}{step}"),
         ("changed", terminal.changed_text(data["changed"], data["total"])),
         ("payload", f"{terminal.size_text(data['bytes'])}{smaller}"),
-        ("uploaded", f"{terminal.size_text(data['all_bytes'])} in all"),
+        ("uploaded", f"{terminal.size_text(data['all_bytes'])} in total"),
         ("digest", data["digest"]),
         ("seconds", f"{data['seconds']:.2f}"),
     ])  # fmt: skip
@@ -209,28 +209,28 @@ def published_text(data: Mapping[str, Any]) -> str:
 
 @click.command("pull")
 @click.argument("url")
-@click.option("--to", "folder", type=options.PATH, required=True, help="The folder to create or to update.")
+@click.option("--to", "folder", type=options.PATH, required=True, help="The folder to create or update.")
 @click.option("--version", type=click.IntRange(0), help="The version to pull (trl: the step).  [default: the newest]")
 @click.option("--dry-run", is_flag=True, help="Only show what would be fetched, like route.")
 @options.base_option
 @options.run_option
 @options.public_key_option
 @click.option("--layout", type=click.Choice(["deltawire", "trl"]), default="deltawire",
-              help="The layout of the store; trl: that of TRL's delta sync.")  # fmt: skip
+              help="The layout of the store; trl: the one of TRL's delta sync.")  # fmt: skip
 @options.output_options
 def pull_command(
     url: str, folder: Path, version: int | None, dry_run: bool, base: Path | None, run_id: str | None,
     public_key: str | None, layout: str,
 ) -> None:  # fmt: skip
-    """Bring a folder to a version of a run.
+    """Update a folder to a version of a run.
 
-    The folder is a checkpoint that transformers loads, and a mirror: the next pull fetches only what has changed.
+    The folder is a checkpoint that transformers can load, and a mirror: the next pull fetches only what changed.
     """
     from deltawire.run.run import Run
 
     ours = layout == "deltawire"
     options.only_with(
-        "--layout deltawire: the other is not signed and names no run", ours, "public_key", "run_id", "base", "dry_run"
+        "--layout deltawire, since trl has no signatures and no run id", ours, "public_key", "run_id", "base", "dry_run"
     )
     if dry_run:
         from deltawire.cli.chain import show_route
@@ -264,7 +264,7 @@ def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
     if unwritten:
         steps = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in unwritten)
         terminal.say(
-            f"note: there is no file for step {steps}: in this layout that means no change, or a lost file", err=True
+            f"note: there is no file for step {steps}: in this layout, that means no change or a lost file", err=True
         )
     data = {"to": str(folder), "step": found, "layout": "trl", "unwritten": unwritten}
     terminal.show(data, lambda: f"wrote {folder}: step {found}")
@@ -284,7 +284,7 @@ def pull_fields(done: "deltawire.Pull", replica: "deltawire.Replica") -> dict[st
 
 def pulled_text(data: Mapping[str, Any]) -> str:
     start = "an anchor" if data["anchor"] else f"version {data['base']}"
-    source = f", from {start}" if data["objects"] else ", as it was already"
+    source = f", from {start}" if data["objects"] else ", already there"
     times = "  ".join(f"{name} {data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply"))
     return terminal.pairs_text([
         ("version", f"{data['version']} of run {data['run']}{source}"),
@@ -302,7 +302,7 @@ def pulled_text(data: Mapping[str, Any]) -> str:
 @click.option("--layout", type=click.Choice(["checkpoint", "trl"]), default="checkpoint",
               help="checkpoint: all weights of one version. trl: all versions, for TRL's delta sync.")  # fmt: skip
 @click.option("--branch", type=click.Choice(["v1", "v2", "v3"]), default="v1",
-              help="With --layout trl: the branch of its readers, delta-weight-sync, -v2 or -v3.")  # fmt: skip
+              help="With --layout trl: the TRL branch that will read it, delta-weight-sync, -v2 or -v3.")  # fmt: skip
 @options.public_key_option
 @options.threads_option
 @options.output_options
@@ -312,7 +312,7 @@ def export_command(
 ) -> None:  # fmt: skip
     """Write a version of a run as a plain checkpoint.
 
-    Its metadata has the version and the digest, so that publish, diff and verify know them.
+    Its metadata holds the version and the digest, which publish, diff and verify use.
     """
     from deltawire.follow.target import Export
 
@@ -344,12 +344,12 @@ def export_to_trl(run: "Run", destination: str, last: int | None, branch: str, t
 
 @click.command("keygen")
 @click.option("--output", "-o", type=options.PATH, required=True,
-              help="The private key to write; it must not exist yet.")  # fmt: skip
+              help="File for the private key; it must not exist yet.")  # fmt: skip
 @options.output_options
 def keygen_command(output: Path) -> None:
-    """Create a key to sign a run with.
+    """Create a key for signing a run.
 
-    Prints the public key, which readers give as --public-key.
+    Prints the public key, which readers pass as --public-key.
     """
     from deltawire.run.signing import generate_key
 

@@ -22,22 +22,22 @@ NOTHING = "nothing to add: the chain has all its skip deltas"
 @click.command("gc")
 @click.argument("url")
 @click.option("--keep-anchors", type=click.IntRange(1), default=2,
-              help="Keep the newest anchors and everything that builds on them.")  # fmt: skip
+              help="How many anchors to keep, the newest ones, with everything that builds on them.")  # fmt: skip
 @click.option("--plan", "--dry-run", "only_plan", is_flag=True, help="Only show what would be removed.")
 @click.option("--grace", type=click.FloatRange(0), default=3600.0,
-              help="Keep unreferenced uploads that are younger, in seconds.")  # fmt: skip
+              help="Keep unreferenced uploads younger than this many seconds.")  # fmt: skip
 @click.option("--live", type=click.FloatRange(0), default=600.0,
-              help="Keep what a replica needs that sent a heartbeat within so many seconds.")  # fmt: skip
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+              help="Keep what a replica needs if its last heartbeat is younger than this many seconds.")  # fmt: skip
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @options.public_key_option
 @options.output_options
 def gc_command(
     url: str, keep_anchors: int, only_plan: bool, grace: float, live: float, yes: bool, public_key: str | None
 ) -> None:
-    """Remove the objects of a run that nobody needs any more.
+    """Remove the objects of a run that are no longer needed.
 
-    That is everything before the kept anchors that no live replica needs, and abandoned uploads. Without --plan or
-    --yes it asks first.
+    These are all objects before the kept anchors that no live replica needs, and abandoned uploads. Asks for
+    confirmation first, unless --plan or --yes is given.
     """
     from deltawire.maintain.gc import collect, plan_gc
 
@@ -47,7 +47,7 @@ def gc_command(
         removes = bool(found.removals) and not only_plan
         if removes and not yes:
             if not sys.stdin.isatty():
-                raise click.UsageError("stdin is not a terminal to ask on: look with --plan, then give --yes")
+                raise click.UsageError("cannot ask, since stdin is not a terminal: check with --plan, then give --yes")
             size = terminal.size_text(found.num_bytes)
             click.confirm(f"remove {terminal.count_text(len(found.removals), 'object')}, {size}?", abort=True, err=True)
         if removes:
@@ -72,17 +72,17 @@ def gc_text(found: "GcPlan", only_plan: bool) -> str:
 
 @click.command("compact")
 @click.argument("url")
-@click.option("--anchor", is_flag=True, help="Add an anchor at the newest version too.")
+@click.option("--anchor", is_flag=True, help="Also add an anchor at the newest version.")
 @click.option("--dry-run", is_flag=True, help="Only list the deltas that are missing.")
 @options.sign_key_option
 @options.threads_option
 @options.output_options
 def compact_command(url: str, anchor: bool, dry_run: bool, sign_key: Path | None, threads: int | None) -> None:
-    """Add the skip deltas that a run lacks, and the deltas from its anchors.
+    """Add missing skip deltas, and deltas from anchors, to a run.
 
-    With them, replicas that are far behind or new fetch less. Publishers add them on their own; runs that were
-    published one version at a time, or with single deltas alone, lack them. Needs twice the model's size in memory,
-    and as much on disk as the model has.
+    With them, replicas that are new or far behind fetch less. Publishers add them automatically; runs that were
+    published one version at a time, or with single deltas only, lack them. Needs twice the model's size in memory, and
+    its size on disk.
     """
     from deltawire.maintain.compact import compact, missing_hops
 
@@ -115,9 +115,10 @@ def audit_text(found: "Audit", url: str, signed: bool) -> str:
     head = f"ok: {url}" if found.ok else f"damaged: {url} has {terminal.count_text(len(found.problems), 'problem')}"
     hops = (("anchor", found.num_anchors), ("delta", found.num_deltas), ("skip delta", found.num_skips))
     proven = f", the weights of {found.num_proven} rebuilt and compared" if found.deep else ""
-    hashed = "every hash" if found.deep else "sizes only (without --shallow: every hash and the weights)"
+    hashed = "every hash" if found.deep else "sizes only (leave --shallow out to check every hash and the weights)"
+    early = f", {found.num_early} before the oldest anchor" if found.num_early else ""
     lines = [
-        ("versions", f"{found.num_versions}{proven}" + (f", {found.num_early} early" if found.num_early else "")),
+        ("versions", f"{found.num_versions}{proven}{early}"),
         ("hops", ", ".join(terminal.count_text(count, noun) for noun, count in hops)),
         ("objects", f"{found.num_objects}, {terminal.size_text(found.num_bytes)}, {hashed}"),
         ("signatures", "checked" if signed else "not checked (give --public-key)"),
@@ -139,11 +140,11 @@ def compare_mirror(url: str, folder: Path, version: int | None, public_key: str 
         if version is None:
             version = weights.version
             if version is None or weights.field("run") != run.id:
-                raise click.UsageError(f"{folder} does not say which version of run {run.id} it is: give --version")
+                raise click.UsageError(f"{folder} does not state its version of run {run.id}: give --version")
         with terminal.ByteBar("fetch") as progress:
             differing = differing_names(run, version, weights, threads=threads, progress=progress)
     data = {"run": run.id, "version": version, "folder": str(folder), "ok": not differing, "differing": differing}
-    text = f"ok: every element of {folder} is that of version {version}"
+    text = f"ok: every element of {folder} equals version {version}"
     if differing:
         text = f"{folder} is not version {version}: {terminal.count_text(len(differing), 'tensor')} differ\n"
         text += terminal.table(["tensor", "elements"], [[name, f"{count:,}"] for name, count in differing.items()])

@@ -39,8 +39,8 @@ def watch_command(
 ) -> None:  # fmt: skip
     """Keep a folder at the newest version of a run.
 
-    Ctrl-C ends it. On a terminal a table is drawn in place; elsewhere each pull prints a line, with --format json a
-    JSON object.
+    Press Ctrl-C to stop. On a terminal, a table is redrawn in place; otherwise each pull prints a line, or a JSON
+    object with --format json.
     """
     with (
         terminal.speaking_errors(url),
@@ -139,7 +139,7 @@ class Watch:
             self._replica.stop()
             thread.join(1.0)
             if thread.is_alive():
-                terminal.say("stopping after this pull; Ctrl-C again stops at once", err=True)
+                terminal.say("stopping after this pull; press Ctrl-C again to stop at once", err=True)
             thread.join()
             self._view.refresh()
         if self._failure is not None:

@@ -73,5 +73,5 @@ def changes(old: Elements, new: Elements, start: int, stop: int, known: Known | 
 def take(encoded: Encoded, part: str, length: int) -> Bits:
     array = encoded.arrays[part]
     if len(array) != length:
-        raise CorruptObject(f"the part {part!r} holds {len(array)} items, expected {length}")
+        raise CorruptObject(f"the part {part!r} holds {len(array)} items, not {length}")
     return array

@@ -52,7 +52,7 @@ class Tiled:
         from deltawire.kernels.cpu.decode import decode_tile
 
         if old is None:
-            raise ValueError(f"a {self.name} patch is decoded against the old weights: pass them")
+            raise ValueError(f"a {self.name} patch can only be decoded against the old weights: pass them")
         num_changed, layout = encoded.num_changed, kernel_layout(dtype)
         tiles, counts = sound_tiles(encoded.arrays[self.name], len(old), num_changed, self.contextual)
         positions, bits = np.empty(num_changed, np.int64), np.empty(num_changed, old.dtype)

@@ -1,8 +1,8 @@
 """Runs next to an inference engine: keeps it at the newest version of a run, and reports its state over HTTP.
 
-`GET /health` is 200 if the engine serves weights that are known and current, or being updated, and 503 otherwise.
-`GET /status` is the agent's state as JSON, `GET /metrics` the metrics for Prometheus. `POST /nudge` makes it poll the
-store at once, and needs the header `Authorization: Bearer TOKEN`. Requests for other host names get 400.
+`GET /health` returns 200 if the engine serves weights that are known and current, or being updated, and 503 otherwise.
+`GET /status` returns the agent's state as JSON, `GET /metrics` the metrics for Prometheus. `POST /nudge` makes it poll
+the store at once, and needs the header `Authorization: Bearer TOKEN`. Requests for other host names get 400.
 """
 
 import hmac
@@ -35,7 +35,7 @@ OnPull = Callable[[Pull], None]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether an engine serves what it should, and if not, why."""
+    """Whether an engine serves the right weights, and if not, why."""
 
     ok: bool
     reason: str
@@ -54,24 +54,24 @@ class Agent(AbstractContextManager["Agent"]):
     Args:
         engine: The engine to update: `TorchEngine`, `VllmEngine`, `SglangEngine`, or any other `Engine`.
         store: A URL, a path, a `Store`, or a `Run`.
-        mirror: A folder or a target for the mirror. False for none: the engine must be able to decode deltas. By
-            default none where the engine can decode on a GPU, and otherwise one in host memory.
+        mirror: A folder or a target for the mirror. False for none: then the engine must be able to decode deltas. By
+            default none if the engine can decode on a GPU, and otherwise one in host memory.
         name: The name of the replica in heartbeats and metrics.
-        public_key: What `deltawire keygen` printed; documents of the run must be signed with its private key.
-        run: The only run id that is accepted; any by default.
-        base: A checkpoint at hand, such as the model that the run started from: a mirror starts from it instead of
+        public_key: The key that `deltawire keygen` printed; documents of the run must be signed with its private key.
+        run: The only run id to accept; any by default.
+        base: A local checkpoint, such as the model that the run started from: a mirror starts from it instead of
             fetching an anchor.
-        scratch: A folder for files that are being fetched.
+        scratch: A folder for downloads.
         poll_seconds: How often to look for a new version; up to 10 times less often while none is due.
         host: The address to listen on.
-        port: Serve HTTP on this port, from a thread; 0 takes a free one. `None`: no HTTP.
-        token: The secret that a nudge over HTTP must carry; without it they are refused.
-        allowed_hosts: Host names to accept in HTTP requests, besides those of `host`.
+        port: Serve HTTP on this port, from a thread; 0 picks a free one. `None`: no HTTP.
+        token: The secret that a nudge over HTTP must carry; without one, nudges are refused.
+        allowed_hosts: Host names to accept in HTTP requests, in addition to those of `host`.
         heartbeat_seconds: How often to write a heartbeat into the store; `None` for never.
 
     Raises:
         AddressUnavailable: The port is taken, or the address is not one of this machine.
-        MissingDependency: A port was given, and `deltawire[agent]` is not installed.
+        MissingDependency: A port was given, but `deltawire[agent]` is not installed.
 
     >>> with Agent(TorchEngine(model), "s3://bucket/run") as agent, agent.running():  # doctest: +SKIP
     ...     agent.wait(0)
@@ -96,9 +96,9 @@ class Agent(AbstractContextManager["Agent"]):
         heartbeat_seconds: float | None = 15.0,
     ) -> None:
         if poll_seconds <= 0:
-            raise ValueError(f"poll_seconds is a positive number, not {poll_seconds}")
+            raise ValueError(f"poll_seconds must be a positive number, not {poll_seconds}")
         if token is not None and not token.strip():
-            raise ValueError("the token is empty: give one, or leave it out, and nudges are refused")
+            raise ValueError("the token is empty: give one, or leave it out to refuse nudges")
         self._poll_seconds = poll_seconds
         self._started = time.monotonic()
         application = None if port is None else _application(self, token, answered_hosts(host, allowed_hosts))
@@ -125,7 +125,7 @@ class Agent(AbstractContextManager["Agent"]):
 
     @property
     def version(self) -> int | None:
-        """The version that the engine serves, as it reported when it was last asked."""
+        """The version that the engine serves, as of its last report."""
         return self.replica.version
 
     def run(self, on_pull: OnPull | None = None) -> None:
@@ -133,7 +133,7 @@ class Agent(AbstractContextManager["Agent"]):
         self.replica.watch(on_pull, poll_seconds=self._poll_seconds)
 
     def running(self, on_pull: OnPull | None = None) -> AbstractContextManager[None]:
-        """Do what `run` does in a thread, while the block runs."""
+        """Run `run` in a thread for the duration of a `with` block."""
         return self.replica.watching(on_pull, poll_seconds=self._poll_seconds)
 
     def nudge(self) -> None:
@@ -160,16 +160,16 @@ class Agent(AbstractContextManager["Agent"]):
         return self.replica.wait(version, timeout)
 
     def health(self) -> Health:
-        """Whether the engine serves what it should, as of the last poll of the engine and of the store."""
+        """Whether the engine serves the right weights, as of the last poll of the engine and of the store."""
         version, lag, error = self.version, self.replica.lag, self.replica.error
         if error is not None:
             return Health(False, str(error), type(error).__name__, version, lag)
         if not self.replica.is_watched:
             return Health(False, "the agent is not running", None, version, lag)
         if self.replica.latest is None:
-            return Health(False, "no version was seen in the store yet", None, version, lag)
+            return Health(False, "no version has been seen in the store yet", None, version, lag)
         if version is None or lag is None:
-            return Health(False, "which weights the engine has is not known yet: it is being updated")
+            return Health(False, "the engine's weights are not known yet: it is being updated")
         return Health(True, f"{lag} behind, being updated" if lag else "current", None, version, lag)
 
     def status(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Agent(AbstractContextManager["Agent"]):
         }
 
     def close(self) -> None:
-        """Stop, and release the port, the mirror and the engine, which keeps serving what it has."""
+        """Stop, and release the port, the mirror and the engine. The engine keeps serving its weights."""
         self.stop()
         if self._http is not None:
             self._http.close()
@@ -223,7 +223,7 @@ def _application(agent: Agent, token: str | None, hosts: list[str]) -> "Starlett
         from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
     except ImportError:
-        raise MissingDependency("an agent's HTTP needs packages: pip install 'deltawire[agent]'") from None
+        raise MissingDependency("the agent's HTTP server needs more packages: pip install 'deltawire[agent]'") from None
 
     def health(_: Request) -> Response:
         found = agent.health()
@@ -238,7 +238,7 @@ def _application(agent: Agent, token: str | None, hosts: list[str]) -> "Starlett
 
     def nudge(request: Request) -> Response:
         if token is None:
-            refusal = "this agent has no token: start it with --token-file or DELTAWIRE_TOKEN, or Agent(token=...)"
+            refusal = "this agent has no token: start it with --token-file, DELTAWIRE_TOKEN or Agent(token=...)"
             return JSONResponse({"error": refusal}, 403)
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), token.encode()):

@@ -29,7 +29,7 @@ NUM_READERS = 4
 
 
 class NotConforming(AssertionError):
-    """An engine does not do what it should."""
+    """An engine does not behave as it must."""
 
 
 class Harness(Protocol):
@@ -42,7 +42,7 @@ class Harness(Protocol):
         """Names, shapes, dtypes and values of a small checkpoint that the engine can serve."""
 
     def start(self, weights: Weights) -> Engine:
-        """A new engine that serves these weights. A second call is a restart: the engine before is gone."""
+        """A new engine that serves these weights. A second call is a restart: the previous engine is gone."""
 
     def matches(self, weights: Weights) -> bool:
         """Whether the engine serves exactly these weights, bit for bit, checked without deltawire."""
@@ -54,7 +54,7 @@ class Harness(Protocol):
         """
 
     def fail_next_write(self) -> None:
-        """Make the next write of a change fail half-way. Without this, a case is skipped."""
+        """Make the next write of a change fail halfway. Without this, one case is skipped."""
         raise SkipTest("the harness cannot make a write fail")
 
     def close(self) -> None: ...
@@ -65,8 +65,8 @@ class QuantizedHarness(Harness):
 
     @abstractmethod
     def served(self) -> Mapping[str, Any]:
-        """The codes and scales that the engine computes with, and weights that it does not quantize, as arrays or
-        tensors by any names; read without deltawire.
+        """The codes and scales that the engine computes with, and the weights that it does not quantize: arrays or
+        tensors under any names, read without deltawire.
         """
 
     @abstractmethod
@@ -85,7 +85,7 @@ Case = Callable[[Factory], None]
 
 CASES: list[Case] = []
 QUANTIZED_CASES: list[Case] = []
-"""For engines that quantize: all others, and those about scales."""
+"""For engines that quantize: all of the above, and those about scales."""
 
 
 class _Subject:
@@ -113,7 +113,7 @@ class _Subject:
             # Weights cannot be read back from codes.
             self.engine.load(_copy(self.weights), None, self.state)
         found = self.engine.digest()
-        _expect(found == self.state.digest, f"digest() must be {self.state.digest}, as of the weights, and is {found}")
+        _expect(found == self.state.digest, f"digest() must be {self.state.digest}, as for the weights, but is {found}")
         self.engine.mark(self.state)
 
     def changes(self) -> Iterator[tuple[str, EngineChange]]:
@@ -201,15 +201,15 @@ class _Subject:
 
     def expect_state(self, when: str) -> None:
         served, wanted = self.engine.status(), f"version {self.version} and the digest {self.state.digest}"
-        _expect(served.state == self.state, f"status() must give {wanted}, and gives {served}: {when}")
+        _expect(served.state == self.state, f"status() must report {wanted}, but reports {served}: {when}")
         seen, own = served.version, str(self.version)
-        _expect(seen in (None, own), f"clients see version {seen!r} and not {own!r}: {when}")
+        _expect(seen in (None, own), f"clients see version {seen!r}, not {own!r}: {when}")
 
     def expect_current(self, when: str) -> None:
         self.expect_unchanged(when, f"those of version {self.version}")
 
-    def expect_unchanged(self, when: str, what: str = "what they were") -> None:
-        _expect(self.matches(), f"the weights must be {what}, and are not, {when}")
+    def expect_unchanged(self, when: str, what: str = "unchanged") -> None:
+        _expect(self.matches(), f"the weights must be {what}, but are not, {when}")
         self.expect_state(when)
         self.request()
 
@@ -237,19 +237,19 @@ def _case(begins: bool = True, *, quantized: bool = False) -> Callable[[Callable
 
 @_case(begins=False)
 def starts_unknown(subject: _Subject) -> None:
-    """An engine that has just started reports no version; each start has another `boot`."""
+    """An engine that has just started reports no version; each start has a new `boot`."""
     served = subject.engine.status()
-    _expect(bool(served.states), "status() must have a state for each process, None where it is not known")
-    _expect(served.state is None, f"before the first mark() no version is known, but status() says {served}")
+    _expect(bool(served.states), "status() must have a state for each process, None if it is not known")
+    _expect(served.state is None, f"before the first mark() no version is known, but status() reports {served}")
     boot = subject.engine.status().boot
-    _expect(boot == served.boot, "boot must stay the same until the engine is started again")
+    _expect(boot == served.boot, "boot must stay the same until the engine is restarted")
     subject.begin()
-    _expect(subject.matches(), "bind() and mark() must leave the weights as they are")
+    _expect(subject.matches(), "bind() and mark() must not change the weights")
     boot = subject.engine.status().boot
     subject.restart()
     served = subject.engine.status()
-    _expect(served.boot != boot, "boot must be another one after the engine was started again")
-    _expect(served.state is None, f"after a restart nothing is known, but status() says {served.state}")
+    _expect(served.boot != boot, "boot must change when the engine is restarted")
+    _expect(served.state is None, f"after a restart no version is known, but status() reports {served.state}")
 
 
 @_case()
@@ -257,22 +257,22 @@ def right_weights(subject: _Subject) -> None:
     """After each change the engine serves exactly the new weights, and until then the old ones."""
     for name, change in subject.changes():
         subject.engine.stage(change)
-        _expect(subject.matches(), f"staging must leave the weights as they are ({name})")
+        _expect(subject.matches(), f"staging must not change the weights ({name})")
         subject.request()
         subject.engine.commit(change)
         subject.move(change)
         _expect(subject.matches(), f"after commit() the weights must be the new ones, bit for bit ({name})")
         found = subject.engine.digest()
-        _expect(found == change.state.digest, f"digest() must be that of the weights, and is {found} ({name})")
+        _expect(found == change.state.digest, f"digest() must be that of the weights, but is {found} ({name})")
 
 
 @_case()
 def right_version(subject: _Subject) -> None:
-    """The engine reports a version when it has its weights, not before."""
+    """The engine reports a version once it has its weights, not before."""
     subject.expect_state("after mark()")
     for name, change in subject.changes():
         subject.engine.stage(change)
-        subject.expect_state(f"staging tells no new version ({name})")
+        subject.expect_state(f"staging must not report a new version ({name})")
         seconds = subject.engine.commit(change)
         subject.move(change)
         subject.expect_state(f"after commit() ({name})")
@@ -281,7 +281,7 @@ def right_version(subject: _Subject) -> None:
 
 @_case()
 def wrong_base_refused(subject: _Subject) -> None:
-    """A change for other weights is refused; weights and version stay, and requests are answered."""
+    """A change for other weights is refused; weights and version stay the same, and requests are answered."""
     subject.update()
     change, now = subject.next_change(0.1), subject.state
     state = replace(now, version=now.version + 6, digest=change.state.digest)
@@ -296,14 +296,14 @@ def wrong_base_refused(subject: _Subject) -> None:
         except DeltawireError:
             pass
         else:
-            raise NotConforming(f"a change must be refused where it is {name}")
+            raise NotConforming(f"a change must be refused if it is {name}")
         subject.expect_unchanged(f"after a change was refused ({name})")
     subject.update()
 
 
 @_case()
 def failure_in_mid_apply(subject: _Subject) -> None:
-    """A write that fails half-way is undone, or the engine is known to be broken; both can be repaired."""
+    """A write that fails halfway is undone, or the engine is known to be broken; both can be repaired."""
     subject.update()
     change = subject.next_change(0.2)
     subject.harness.fail_next_write()
@@ -311,20 +311,20 @@ def failure_in_mid_apply(subject: _Subject) -> None:
         subject.write(change)
     except EngineBroken:
         state = subject.engine.status().state
-        _expect(state is None, f"an engine with a mix of weights must not tell a version, and reports {state}")
+        _expect(state is None, f"an engine with a mix of weights must not report a version, but reports {state}")
         subject.engine.load(subject.after(change), None, change.state)
     except DeltawireError:
-        subject.expect_unchanged("after a write that failed and was taken back")
+        subject.expect_unchanged("after a write that failed and was rolled back")
         subject.write(change)
     except Exception as error:
         raise NotConforming(f"a write that fails must raise one of deltawire's errors, not {error!r}") from error
     subject.move(change)
-    subject.expect_current("after the failure was put right")
+    subject.expect_current("after the failure was repaired")
 
 
 @_case()
 def repeat_apply(subject: _Subject) -> None:
-    """A change may be written again, also over itself."""
+    """A change may be written again, even over itself."""
     change = subject.next_change(0.2)
     subject.engine.stage(change)
     subject.write(change)
@@ -351,7 +351,7 @@ def loads_all(subject: _Subject) -> None:
         state = subject.engine.status().state
         _expect(state != wrong, "weights with another digest must not be reported as that version")
     else:
-        raise NotConforming("load() must check the digest of what the engine has then")
+        raise NotConforming("load() must check the digest of the weights that the engine has afterwards")
     subject.engine.load(subject.after(change), None, change.state)
     subject.move(change)
     subject.expect_current("after weights were loaded again")
@@ -379,20 +379,20 @@ def late_join(subject: _Subject) -> None:
         events: dict[str, Callable[[], None]] = {
             "joined late": lambda: None,
             "followed": publish,
-            "was started again with the first weights": restart,
+            "was restarted with the first weights": restart,
         }
         with Replica(url, target, heartbeat_seconds=None) as replica:
             for when, happen in events.items():
                 happen()
                 replica.pull()
-                _expect(replica.version == subject.version, f"the replica says {replica.version} after it {when}")
+                _expect(replica.version == subject.version, f"the replica is at {replica.version} after it {when}")
                 subject.expect_current(f"after the engine {when}")
             subject.is_closed = True
 
 
 @_case()
 def concurrent_requests(subject: _Subject) -> None:
-    """Requests that run during updates are answered, all of them."""
+    """All requests that run during updates are answered."""
     with subject.requests(NUM_READERS):
         for _ in range(10):
             subject.update()
@@ -401,7 +401,7 @@ def concurrent_requests(subject: _Subject) -> None:
 
 @_case(quantized=True)
 def moving_scales(subject: _Subject) -> None:
-    """Largest elements come and go, rows become zero and are filled again, elements are subnormal."""
+    """The largest elements come and go, rows become zero and are filled again, elements are subnormal."""
     _expect(bool(subject.matrices), "the harness must have matrices of bf16")
     for what, edit in EDITS.items():
         new = _copy(subject.weights)
@@ -415,13 +415,13 @@ def moving_scales(subject: _Subject) -> None:
         subject.engine.digest()
         _expect(
             found is not None and found == subject.engine.status().derived,
-            f"status() must tell the digest of codes and scales as they are, and tells {found}, after {what}",
+            f"status() must report the digest of the current codes and scales, but reports {found}, after {what}",
         )
 
 
 @_case(quantized=True)
 def not_finite_is_refused(subject: _Subject) -> None:
-    """An infinity has no code: nothing is written, or it is as in an engine that was started with it."""
+    """An infinity has no code: nothing is written, or the result equals an engine that was started with it."""
     subject.update()
     new = _copy(subject.weights)
     new[subject.matrices[0]].bits[-1] = 0x7F80
@@ -436,7 +436,7 @@ def not_finite_is_refused(subject: _Subject) -> None:
 
 
 def check(factory: Factory) -> dict[str, str]:
-    """Run all cases. Returns those that were skipped, and why; raises `NotConforming` with all that fail."""
+    """Run all cases. Returns the skipped ones with their reasons; raises `NotConforming` with all that fail."""
     skipped, failed = {}, {}
     is_quantized = isinstance(factory, type) and issubclass(factory, QuantizedHarness)
     for case in QUANTIZED_CASES if is_quantized else CASES:

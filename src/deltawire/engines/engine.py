@@ -48,9 +48,9 @@ class Served:
     interrupted: bool = False
     """An update by deltawire was started and not finished, so `states` is not reliable."""
     quantized: str | None = None
-    """How weights are quantized when they are loaded, where they are."""
+    """How weights are quantized when they are loaded, if they are."""
     derived: str | None = None
-    """The digest of the codes and scales that are made of them."""
+    """The digest of the codes and scales that are made from them."""
 
     @property
     def state(self) -> WeightVersion | None:
@@ -75,16 +75,16 @@ class Engine(Protocol):
 
     @property
     def decodes(self) -> bool:
-        """Whether `stage` also takes an `EngineDelta`, so that no mirror is needed. Asked after `bind`."""
+        """Whether `stage` also takes an `EngineDelta`, so that no mirror is needed. Read after `bind`."""
         return False
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the weights are on a GPU, where decoding takes nothing from the host. Asked after `bind`."""
+        """Whether the weights are on a GPU, where decoding does not load the host. Read after `bind`."""
         return False
 
     def specs(self) -> Mapping[str, TensorSpec] | None:
-        """The tensors that the engine is bound to, also by an agent before this one; None if it is not bound."""
+        """The tensors that the engine is bound to, even if an earlier agent did that; None if it is not bound."""
         return None
 
     def status(self) -> Served:
@@ -98,7 +98,7 @@ class Engine(Protocol):
 
     @property
     def left_out(self) -> Collection[str]:
-        """Tensors that the engine does not use, and that are not part of `digest`. Asked after `bind`."""
+        """Tensors that the engine does not use, and that are not part of `digest`. Read after `bind`."""
         return ()
 
     def digest(self) -> Digest:
@@ -108,14 +108,14 @@ class Engine(Protocol):
         """Bring a change to where it can be written with a short pause. The engine keeps serving.
 
         Raises if the engine's weights are neither those of `change.base` nor of `change.state`; for a delta they must
-        be those of its base, and CorruptObject or BaseMismatch says that it cannot be decoded.
+        be those of its base, and CorruptObject or BaseMismatch means that it cannot be decoded.
         """
 
     def commit(self, change: EngineChange | EngineDelta) -> float:
         """Pause, write what was staged, check the digest, set the version, resume; returns the seconds of the pause."""
 
     def after_commit(self) -> Served:
-        """What the engine serves after a commit: as its answer said, or as `status` does."""
+        """What the engine serves after a commit: from its answer, or from `status`."""
         return self.status()
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:

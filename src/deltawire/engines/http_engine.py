@@ -46,7 +46,7 @@ class HttpEngine(Engine):
         load_timeout: float = 3600.0,
     ) -> None:
         if running_requests not in self.pauses:
-            raise ValueError(f"running_requests is one of {', '.join(self.pauses)}, not {running_requests!r}")
+            raise ValueError(f"running_requests must be one of {', '.join(self.pauses)}, not {running_requests!r}")
         self.address = redacted(url.rstrip("/"))
         self._server = Server(url.rstrip("/"), api_key, timeout)
         self._shared = SharedFolder(shared_folder, self.address)
@@ -62,7 +62,7 @@ class HttpEngine(Engine):
     @property
     def _bound(self) -> Layout:
         if self._layout is None:
-            raise EngineRejected("the tensors of the server are not known yet: call bind first")
+            raise EngineRejected("the server's tensors are not known yet: call bind first")
         return self._layout
 
     @property

@@ -165,7 +165,7 @@ def pieces_of_copy(
     most_rows = max(MOST_ELEMENTS // columns, 1)
     outer = [range(size) for size, _, _ in merged]
     if prod(len(each) for each in outer) > MOST_PIECES:
-        raise EngineRejected(f"{tensor} is spread too thinly over {storage}", tensor=tensor)
+        raise EngineRejected(f"{tensor} is scattered over {storage} in too many pieces", tensor=tensor)
     pieces = []
     for at in product(*outer):
         near = start + sum(i * dim[1] for i, dim in zip(at, merged, strict=True))
@@ -243,7 +243,7 @@ class Layout:
             if found[name] != prod(shape):
                 raise UnknownParameter(
                     f"the engine has a place for {found[name]:,} of the {prod(shape):,} elements of {name}: "
-                    "it does not load this tensor, or not as it is",
+                    "it does not load this tensor, or changes it while loading",
                     tensor=name,
                 )
 

@@ -148,7 +148,8 @@ class LiveModel:
         for name, value in tensors:
             dtype, shape = self._specs.get(name, (None, None))
             if dtype is None or (torch_dtype(dtype), shape) != (value.dtype, tuple(value.shape)):
-                raise EngineRejected(f"{name} is not one of the tensors that were bound, or another now", tensor=name)
+                problem = f"{name} is not one of the bound tensors, or its shape or dtype has changed"
+                raise EngineRejected(problem, tensor=name)
             for piece in places.get(name, []):
                 offset, *steps = piece.place
                 to = self._storages[piece.storage].as_strided((piece.rows, piece.columns), steps, offset)
@@ -156,7 +157,7 @@ class LiveModel:
                     to.copy_(value.reshape(-1).as_strided(to.shape, (piece.stride, 1), piece.start))
             missing.discard(name)
         if missing:
-            raise EngineRejected(f"the checkpoint lacks {min(missing)}", tensor=min(missing))
+            raise EngineRejected(f"the checkpoint has no {min(missing)}", tensor=min(missing))
         self._quantized.load()
         self.refresh(self._specs)
 
@@ -198,7 +199,7 @@ class LiveModel:
             for number in numbers.get(entry.name, []):
                 piece = self.pieces[number]
                 if piece.num_elements != prod(entry.box.full):
-                    raise EngineRejected(f"only a part of {entry.name} is here: use a mirror", tensor=entry.name)
+                    raise EngineRejected(f"only a part of {entry.name} is held here: use a mirror", tensor=entry.name)
                 found.append((number, entry, piece))
         changes = self._memory.decode([(entry, piece) for _, entry, piece in found])
         items = [self._item(number, change) for (number, _, _), change in zip(found, changes, strict=True)]
@@ -243,7 +244,7 @@ class LiveModel:
         """
         staged = self.staged
         if staged is None or staged.token != token:
-            raise BaseMismatch(f"{token} is not what is staged")
+            raise BaseMismatch(f"{token} is not the change that is staged")
         self.finish()
         # Until all of it is written, the version of the weights is unknown.
         self.state = None
@@ -275,7 +276,7 @@ class LiveModel:
             found = self._put_kept(staged.kept)
             _refuse(staged.kept, found)
             if found != staged.gains:
-                raise EngineRejected("the weights that codes are made of have another digest than was computed before")
+                raise EngineRejected("the weights that codes are made from do not have the digest computed before")
         except BaseException:
             self.state = self.partial = None
             raise
@@ -304,7 +305,7 @@ class LiveModel:
 
 
 def _other_base(found: WeightVersion | None, base: WeightVersion, state: WeightVersion) -> BaseMismatch:
-    return BaseMismatch(f"the weights are {text(found)}, and the change leads from {text(base)} to {text(state)}")
+    return BaseMismatch(f"the weights are {text(found)}, but the change leads from {text(base)} to {text(state)}")
 
 
 def _refuse(items: Sequence[Item], found: Sequence[Written]) -> None:
@@ -312,7 +313,7 @@ def _refuse(items: Sequence[Item], found: Sequence[Written]) -> None:
         if each.num_unexpected:
             raise DigestMismatch(
                 f"{each.num_unexpected:,} elements of {item.piece.tensor} have neither the old bits nor the new ones "
-                f"in {item.piece.storage}: someone else has changed them",
+                f"in {item.piece.storage}: another program has changed them",
                 tensor=item.piece.tensor,
             )
 

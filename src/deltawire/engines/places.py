@@ -123,7 +123,7 @@ def check_covered(
             if not found.all():
                 raise EngineRejected(
                     f"the run fills {int(found.sum()):,} of the {value.numel():,} elements of {name}: the others would "
-                    "stay as the server was started, whatever the version. Publish all tensors of the model",
+                    "keep the values that the server was started with. Publish all tensors of the model",
                     tensor=name,
                 )
 

@@ -1,8 +1,8 @@
-"""Whether a server computes from the parameters that it would be updated in: where each changes, answers must change.
+"""Whether a server computes from the parameters that updates are written to: if one changes, answers must change.
 
-What a server keeps in copies of its own, made at its start or at its first request, is not visible in the parameters
-themselves. So nothing is assumed: one parameter after the other is disturbed, on each worker, the server is asked, and
-the bits are put back. For experts all tokens are steered to one of them at a time.
+A server may keep copies of parameters, made at startup or at the first request, that are not visible in the parameters
+themselves. So nothing is assumed: one parameter after the other is disturbed, on each worker, a request is sent, and
+the bits are restored. For experts, all tokens are steered to one of them at a time.
 """
 
 import json
@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-ALIVE, DEAD, UNTOLD = "alive", "dead", "not told"
+ALIVE, DEAD, UNTOLD = "alive", "dead", "unclear"
 # How strongly a parameter is disturbed, in units of its own size. More where little has no effect: an attention sink
 # must come near the largest score. Both ways: one token less in the attention to many may be lost in rounding.
 STRENGTHS = (2.0, 50.0, 1000.0)
@@ -24,7 +24,7 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of one worker. One with experts has a part for each."""
+    """A parameter of one worker. A parameter with experts has one part per expert."""
 
     rank: int
     name: str
@@ -33,17 +33,17 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is to be proven: parameters, and all that the result depends on."""
+    """What to check: the parameters, and everything that the result depends on."""
 
     about: dict[str, Any]
     """Model, flags and versions."""
     parameters: Sequence[Parameter]
     block_size: int
-    """Tokens of a prompt whose context is kept for later requests; 0 if it is not."""
+    """How many tokens of a prompt are cached together for later requests; 0 if they are not cached."""
 
 
 class Probed(Protocol):
-    """A server that serves nobody else."""
+    """A server without other traffic."""
 
     def subject(self) -> Subject: ...
 
@@ -51,21 +51,21 @@ class Probed(Protocol):
         """Change a parameter of a worker, or the part of one expert."""
 
     def steer(self, name: str, part: int, seed: int) -> bool:
-        """Let many tokens go to an expert of a layer, on all workers. False if that is not possible."""
+        """Route many tokens to an expert of a layer, on all workers. False if that is not possible."""
 
     def restore(self) -> None:
-        """Put back all bits."""
+        """Restore all bits."""
 
     def ask(self, prompt: Sequence[int], salt: str, *, decodes: bool) -> Any:
-        """What the server answers to a prompt, to be compared. Requests with equal salt share their context.
+        """The server's answer to a prompt, for comparison. Requests with equal salt share their context.
 
-        With `decodes` that is the next token alone, otherwise it is about each token of the prompt.
+        With `decodes` it is about the next token alone, otherwise about each token of the prompt.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Whether answers depend on a parameter: where a prompt is read, and where the next token is computed."""
+    """Whether answers depend on a parameter, in prefill and in decode."""
 
     rank: int
     name: str
@@ -81,7 +81,7 @@ class Proof:
     about: dict[str, Any]
     found: Sequence[Found]
     proven: float
-    """When."""
+    """When it was proven, in seconds since 1970."""
 
     def count(self, state: str) -> int:
         return sum(state in (each.prefill, each.decode) for each in self.found)
@@ -92,7 +92,7 @@ class Proof:
 
 
 def prove(server: Probed, progress: Callable[[str, int], None] | None = None) -> Proof:
-    """Disturb each parameter of a server that serves nobody, and see whether its answers change."""
+    """Disturb each parameter of a server without other traffic, and check whether its answers change."""
     subject = server.subject()
     prover = _Prover(server, subject)
     found = []

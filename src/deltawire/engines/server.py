@@ -13,10 +13,10 @@ class Server:
         try:
             import httpx
         except ImportError:
-            raise MissingDependency("engines over HTTP need a package: pip install 'deltawire[agent]'") from None
+            raise MissingDependency("engines over HTTP need more packages: pip install 'deltawire[agent]'") from None
         self._httpx = httpx
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ValueError("the API key has characters that no HTTP header may have, such as a line's end")
+            raise ValueError("the API key has characters that are not allowed in an HTTP header, such as a newline")
         self.url, self._timeout = redacted(url), timeout
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         try:
@@ -40,7 +40,7 @@ class Server:
         try:
             return answer.json() if answer.content else {}
         except ValueError as error:
-            raise EngineUnavailable(f"{self.url} answers {path} with something that is not JSON") from error
+            raise EngineUnavailable(f"{self.url} answered {path} with something other than JSON") from error
 
     def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         try:
@@ -51,7 +51,7 @@ class Server:
             ) from error
         if answer.status_code == 404:
             raise EngineRejected(
-                f"{self.url} has no {path}: is it a server of the right kind, started as the guide says?"
+                f"{self.url} has no {path}: check that it is the right kind of server, started as in the guide"
             )
         if answer.status_code in (502, 503, 504):
             raise EngineUnavailable(f"{self.url} is not ready: {answer.status_code}", url=self.url)

@@ -76,7 +76,7 @@ class StagedChange:
             base, state = (WeightVersion.parse(json.loads(info[name])) for name in ("base", "state"))
             kinds = [each.dtype for each in (table, index, old, new)]
             if kinds != [np.int64, np.uint32, np.uint8, np.uint8] or table.shape[1:] != (3,) or not (base and state):
-                raise ValueError("other fields than it should have")
+                raise ValueError("unexpected fields")
             changes = []
             elements = num_bytes = 0
             ends = [*table[1:, 1].tolist(), len(index)][: len(table)]
@@ -86,17 +86,17 @@ class StagedChange:
                 size = (stop - start) * kind.itemsize
                 own = index[start:stop]
                 if number < 0 or (start, at) != (elements, num_bytes) or not start <= stop <= len(index):
-                    raise ValueError("sizes that do not fit")
+                    raise ValueError("inconsistent sizes")
                 # Two changes of one element would depend on their order.
                 if len(own) and (own[-1] >= piece.num_elements or np.any(own[1:] <= own[:-1])):
-                    raise ValueError(f"elements of {piece.tensor} beyond its end, or not in order")
+                    raise ValueError(f"elements of {piece.tensor} out of range or out of order")
                 changes.append(PieceChange(number, own, old[at : at + size].view(kind), new[at : at + size].view(kind)))
                 elements, num_bytes = stop, at + size
             if not (elements, num_bytes, num_bytes) == (len(index), len(old), len(new)):
-                raise ValueError("sizes that do not fit")
+                raise ValueError("inconsistent sizes")
             return cls(info["token"], base, state, changes)
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise CorruptObject(f"{path} holds no change for these pieces: {error}", path=str(path)) from error
+            raise CorruptObject(f"{path} does not hold a change for these pieces: {error}", path=str(path)) from error
 
 
 def changed_elements(patch: Patch, bits: Bits) -> tuple[Positions, Numbers, Bits, Bits]:
@@ -122,7 +122,7 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
 
     def split_patch(patch: Patch) -> list[list[PieceChange]]:
         if patch.name not in layout.specs:
-            raise UnknownParameter(f"the change is of {patch.name}, which the engine does not have", tensor=patch.name)
+            raise UnknownParameter(f"the change is for {patch.name}, which the engine does not have", tensor=patch.name)
         changed = changed_elements(patch, view(patch.name, change.old[patch.name]).bits)
         ranks: list[list[PieceChange]] = [[] for _ in layout.ranks]
         for cut in layout.cuts.get(patch.name, []):

@@ -123,7 +123,7 @@ class EngineTarget(Target):
         base = WeightVersion(delta.run, delta.base_version, delta.base_digest)
         state = WeightVersion(delta.run, delta.version, delta.digest)
         if not self._is_bound() or not self._is_at(base, state):
-            raise BaseMismatch(f"the engine does not serve version {base.version}, or another program changed it")
+            raise BaseMismatch(f"the engine does not serve version {base.version}, or another program has changed it")
         if self.state() == state:
             self.engine.mark(state)
             self.refresh()
@@ -154,7 +154,7 @@ class EngineTarget(Target):
         mirror = self.mirror
         if mirror is None:
             raise EngineRejected(
-                "the engine cannot decode deltas, since its processes hold parts of tensors: use a mirror"
+                "the engine cannot decode deltas, since its processes hold only parts of tensors: use a mirror"
             )
         have, patches, is_there = mirror.state(), None, False
         if have is not None and self.engine.in_place:
@@ -275,4 +275,4 @@ class _OnlyInEngine(UserDict[str, Any]):
     """The names of weights that only an engine has."""
 
     def __getitem__(self, name: str) -> Any:
-        raise EngineRejected(f"only the engine has {name}: there is no mirror to read it from", tensor=name)
+        raise EngineRejected(f"{name} cannot be read: there is no mirror, only the engine has it", tensor=name)

@@ -20,7 +20,7 @@ def engine_token() -> str:
     given = os.environ.get(VARIABLE)
     if given is not None:
         if not given.strip() or not (given.isascii() and given.isprintable()):
-            raise ValueError(f"{VARIABLE} is empty, or has characters that no HTTP header may have")
+            raise ValueError(f"{VARIABLE} is empty, or has characters that are not allowed in an HTTP header")
         return given.strip()
     return _own_token(shared_memory() / f"deltawire-{os.getuid()}")
 

@@ -129,9 +129,9 @@ class TorchEngine(Engine):
             self._live.write(staged.token, undo=True)
             self._check(staged.base)
         except Exception as second:
-            self._break(f"the update failed ({error}) and could not be taken back: {second}", error)
+            self._break(f"the update failed ({error}) and could not be rolled back: {second}", error)
         self.mark(staged.base)
-        raise EngineRejected(f"the update was taken back: {error}") from error
+        raise EngineRejected(f"the update was rolled back: {error}") from error
 
     def _break(self, problem: str, error: Exception) -> NoReturn:
         self._live.mark(None)
@@ -145,7 +145,7 @@ class TorchEngine(Engine):
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         if {name: spec(weights, name) for name in weights} != dict(self._opened.specs):
-            raise EngineRejected(f"version {state.version} has other tensors than those that the engine was opened for")
+            raise EngineRejected(f"version {state.version} does not have the tensors that the engine was opened for")
         with self._gate.alone():
             started = time.perf_counter()
             self._live.mark(None)
@@ -169,7 +169,7 @@ class TorchEngine(Engine):
     @property
     def _opened(self) -> Layout:
         if self._layout is None:
-            raise EngineRejected("the tensors are not known yet: open the engine first, with bind()")
+            raise EngineRejected("the tensors are not known yet: call bind() first")
         return self._layout
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
@@ -183,7 +183,7 @@ class TorchEngine(Engine):
             value = own[name]
             if (value.dtype, tuple(value.shape)) != (torch_dtype(dtype), shape):
                 raise ShapeMismatch(
-                    f"{name} is {value.dtype} {list(value.shape)} in the model, and {dtype} {list(shape)} in the run",
+                    f"{name} is {value.dtype} {list(value.shape)} in the model, but {dtype} {list(shape)} in the run",
                     tensor=name, expected=[dtype, *shape], actual=[str(value.dtype), *value.shape],
                 )  # fmt: skip
             if not prod(shape):

@@ -260,7 +260,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
             origin = self._origin(source)
             raise not_copied(storage or "the model", origin or "something else", origin or self.last)
         if storage is None:
-            raise EngineRejected(f"{node.tensor} goes to memory that is no parameter of the model", tensor=node.tensor)
+            raise EngineRejected(f"{node.tensor} goes to memory that is not a parameter", tensor=node.tensor)
         if to.shape != source.shape or to.dtype != dtype:
             here, there = f"{source.dtype} {list(source.shape)}", f"{to.dtype} {list(to.shape)}"
             raise not_in_place(f"{node.tensor} is {here} in the checkpoint and {there} in {storage}", node.tensor)

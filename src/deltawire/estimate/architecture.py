@@ -18,7 +18,7 @@ def read_size(text: str) -> float:
     except ValueError:
         weights = math.nan
     if not 0 < weights < math.inf:
-        raise ValueError(f"a model's size is like 8b, 0.6b, 135m or 1t, not {text!r}")
+        raise ValueError(f"a model's size looks like 8b, 0.6b, 135m or 1t, not {text!r}")
     return weights
 
 
@@ -31,7 +31,7 @@ def count_weights(path: Path) -> tuple[float, int]:
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         missing = f" ({error.args[0]} is not in it)" if isinstance(error, KeyError) else ""
         raise ValueError(
-            f"{path} does not describe a decoder in the way of Llama, Qwen or DeepSeek{missing}: give --params instead"
+            f"{path} does not describe a decoder like Llama, Qwen or DeepSeek{missing}: give --params instead"
         ) from None
 
 

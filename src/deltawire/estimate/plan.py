@@ -80,18 +80,18 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("weights", "steps_a_day", "trainer_mbits", "site_mbits", "replica_mbits", "poll_seconds"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is a positive number, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be a positive number, not {getattr(self, name)}")
         for name in ("round_trip_ms", "joins_a_day", "keep_days", "num_tensors"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         if not 0 < self.density <= 1:
-            raise ValueError(f"density is a share between 0 and 1, not {self.density}")
+            raise ValueError(f"density must be a share between 0 and 1, not {self.density}")
         if self.weights > MOST_WEIGHTS or self.steps_a_day > DAY * 10:
-            raise ValueError("that is more than can be estimated: at most 1e14 weights, and ten steps a second")
+            raise ValueError("too large to estimate: the limits are 1e14 weights and ten steps a second")
         if not 1 <= self.sites <= self.replicas <= MOST_REPLICAS:
-            raise ValueError(f"replicas are at least one at each site, and at most {MOST_REPLICAS:,} in all")
+            raise ValueError(f"replicas must be at least as many as sites, and at most {MOST_REPLICAS:,}")
         if self.machine not in MACHINES:
-            raise ValueError(f"machine is gpu or cpu, not {self.machine!r}")
+            raise ValueError(f"machine must be gpu or cpu, not {self.machine!r}")
 
     @property
     def step_seconds(self) -> float:

@@ -14,7 +14,7 @@ def head_of(data: dict[str, Any]) -> list[tuple[str, str]]:
     plan, delta, anchor = data["plan"], data["delta_bytes"], data["anchor_bytes"]
     every = seconds_text(DAY / plan["steps_a_day"])
     return [
-        ("model", f"{weights_text(plan['weights'])} weights, {100 * plan['density']:.3g} % of them change in a step"),
+        ("model", f"{weights_text(plan['weights'])} weights, {100 * plan['density']:.3g} % of which change in a step"),
         ("steps", f"{plan['steps_a_day']:,g} a day, one every {every}"),
         ("fleet", f"{plan['replicas']:,} replicas at {plan['sites']:,} site{'s' if plan['sites'] > 1 else ''}"),
         ("a delta", f"{size_text(delta)}, 1/{anchor / delta:.0f} of all weights"),
@@ -50,7 +50,7 @@ def table_of(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         ("costs", lambda way: money_text(way["day"]["usd"]["total"])),
     )
     names = [each["ships"] + (", caches" if each["caches"] else "") for each in ways]
-    return ["", *names], [*steps, *days, ["fits the lines", *(fit_text(each) for each in ways)]]
+    return ["", *names], [*steps, *days, ["fits the bandwidth", *(fit_text(each) for each in ways)]]
 
 
 def pause_text(way: Way) -> str:

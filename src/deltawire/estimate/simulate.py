@@ -104,7 +104,7 @@ class Clock:
                 return
             self.now, _, what = heapq.heappop(self._events)
             what()
-        raise ValueError("that is too much to simulate: fewer replicas or versions, or a longer poll")
+        raise ValueError("too much to simulate: use fewer replicas or versions, or poll less often")
 
 
 class Line:

@@ -29,7 +29,7 @@ class AtHand:
         if found is None:
             raise BaseMismatch(
                 f"{self.checkpoint.path} is not a version of run {run.id} that leads to version {manifest.version}: "
-                "give the checkpoint that the run started from, or leave base out",
+                "pass the checkpoint that the run started from, or leave base out",
                 path=str(self.checkpoint.path), version=manifest.version,
             )  # fmt: skip
         return found

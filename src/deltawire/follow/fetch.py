@@ -36,7 +36,7 @@ class Fetched(NamedTuple):
             delta = Delta.open([self.folder / each.file for each in hop.objects])
         stated = delta.run, delta.version, delta.base_version, delta.digest, delta.base_digest
         if stated != (run, hop.version, hop.base, hop.digest, hop.base_digest):
-            raise CorruptObject(f"the delta {hop} is not the one its document is about", hop=hop)
+            raise CorruptObject(f"the delta {hop} is not the one its document describes", hop=hop)
         return delta
 
     def checkpoint(self, run: str) -> Checkpoint:
@@ -47,7 +47,7 @@ class Fetched(NamedTuple):
             stated = checkpoint.field("run"), checkpoint.version, checkpoint.field("digest")
         # Files from elsewhere do not know of the run; their hashes are in its document.
         if hop.at is None and stated != (run, hop.version, str(hop.digest)):
-            raise CorruptObject(f"the anchor of version {hop.version} is not the one its document is about", hop=hop)
+            raise CorruptObject(f"the anchor of version {hop.version} is not the one its document describes", hop=hop)
         return checkpoint
 
     def other_files(self) -> list[Path]:

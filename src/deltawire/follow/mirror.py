@@ -52,9 +52,9 @@ class Mirror(Target):
         self._incoming = self._own / "incoming"
         self.scratch: Path | None = self._own / "cache"
         if self.folder.exists() and not self.folder.is_dir():
-            raise Conflict(f"{folder} is a file; a mirror is a folder", path=str(folder))
+            raise Conflict(f"{folder} is a file, but a mirror must be a folder", path=str(folder))
         if self.folder.is_dir() and any(self.folder.iterdir()) and not self._own.is_dir():
-            problem = "holds files that are not a mirror's: choose an empty or new folder"
+            problem = "is not empty and not a mirror: choose an empty or new folder"
             raise Conflict(f"{folder} {problem}", path=str(folder))
         self._own.mkdir(parents=True, exist_ok=True)
         lock = locked(self._own / "lock")
@@ -154,7 +154,7 @@ class Mirror(Target):
             self._map(Checkpoint(self.folder))
             self._write(patches)
             if digest(self._weights) != delta.digest:
-                raise CorruptObject(f"{self.folder} was changed by someone else since")
+                raise CorruptObject(f"{self.folder} was changed by another program")
             self._finish_apply(patches, WeightVersion(delta.run, delta.version, delta.digest))
         except (FormatError, ObjectMissing, KeyError):
             # More than a crash: the weights are unknown, so they will be fetched again.

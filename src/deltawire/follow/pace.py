@@ -16,7 +16,7 @@ class Pace:
 
     def __init__(self, poll_seconds: float, now: float) -> None:
         if not poll_seconds > 0:
-            raise ValueError(f"poll_seconds is a positive number, not {poll_seconds}")
+            raise ValueError(f"poll_seconds must be a positive number, not {poll_seconds}")
         self._poll, self._seen = poll_seconds, now
         self._polled = self._not_yet = now  # the last poll, and the last one that did not find the newest version
         self._latest: int | None = None

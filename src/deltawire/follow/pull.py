@@ -1,4 +1,4 @@
-"""What a replica says of one pull."""
+"""The result of a pull."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Pull:
         decode_seconds: Time to decode and check.
         apply_seconds: Time to write to the target.
         served_seconds: Time from the version's publication to the end of the pull, by the clocks of both machines; None
-            if the weights were there already.
+            if nothing had to be fetched.
     """
 
     version: int

@@ -41,8 +41,8 @@ class Replica(AbstractContextManager["Replica"]):
     """Follows a run and keeps weights at its newest version, or at any other.
 
     `pull` updates once, `watch` stays current (`watching` in the background), and `for pull in replica` yields each
-    update. After any failure the weights are at the old version or at the new one, and `version` gives which. After a
-    fault a replica retries, then takes another route to the same version, and only then raises an error.
+    update. After any failure the weights are at the old version or at the new one, and `version` tells which. After a
+    fault, a replica retries, then takes another route to the same version, and only then raises an error.
 
     >>> with Replica("s3://bucket/run", model) as replica:  # doctest: +SKIP
     ...     replica.pull()
@@ -55,10 +55,10 @@ class Replica(AbstractContextManager["Replica"]):
         name: The name of the replica in the run (default: from host and process).
         dtype: What the bits of integer arrays mean (bf16 kept as uint16): one dtype, or a mapping from tensor names.
         public_key: Accept only documents signed with this key: 64 hexadecimal digits, or a file with them.
-        run: Accept only the run with this id, also if the weights are at a version of another run. By default weights
-            stay with their run: another one at the URL raises RunMismatch.
+        run: Accept only the run with this id, even if the weights are at a version of another run. By default, weights
+            stay with their run: another run at the URL raises RunMismatch.
         heartbeat_seconds: How often the replica writes its status to the store; None for never.
-        base: A checkpoint at hand, such as the model that the run started from: weights that start from nothing take it
+        base: A local checkpoint, such as the model that the run started from: weights that start from nothing use it
             instead of fetching an anchor.
         scratch: A persistent folder for downloads, for one replica only, from which interrupted downloads are resumed
             (default: inside the mirror, or a temporary folder for weights in memory).
@@ -84,7 +84,7 @@ class Replica(AbstractContextManager["Replica"]):
         threads: int | None = None,
     ) -> None:
         if isinstance(store, Run) and (public_key is not None or run is not None):
-            raise ValueError("public_key and run belong to the Run that was given: give them to Run(...)")
+            raise ValueError("public_key and run are options of the Run that was given: pass them to Run(...)")
         self.run = store if isinstance(store, Run) else Run(store, public_key=public_key, expected=run)
         self._base = None if base is None else AtHand(base, threads)
         self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
@@ -123,12 +123,12 @@ class Replica(AbstractContextManager["Replica"]):
 
     @property
     def lag(self) -> int | None:
-        """How many versions the weights are behind `latest`."""
+        """How many versions the weights are behind `latest`; None if either is unknown."""
         latest, version = self.latest, self.version  # `watch` may change them meanwhile
         return None if latest is None or version is None else max(latest - version, 0)
 
     def pull(self, version: int | None = None, *, progress: Progress | None = None) -> Pull:
-        """Update the weights to a version, and return what was done.
+        """Update the weights to a version, and return what the pull did.
 
         Args:
             version: The version to pull (default: the newest). It may be older than the current one.
@@ -136,7 +136,7 @@ class Replica(AbstractContextManager["Replica"]):
 
         Raises:
             ObjectMissing: There is no run, or no such version.
-            RunMismatch: The store holds another run than the weights are at.
+            RunMismatch: The store holds a different run from the one that the weights are at.
             DeltawireError: No route to the version works (ChainError, FormatError, MismatchError), the target cannot
                 load the weights (EngineError), or the store does not answer (StoreUnavailable).
         """
@@ -163,8 +163,8 @@ class Replica(AbstractContextManager["Replica"]):
         for state in (self.target.state(), self.target.served()):
             if state is not None and state.run != found and self.run.expected is None:
                 raise errors.RunMismatch(
-                    f"the weights are at version {state.version} of run {state.run}, and {self.run.store.url} holds "
-                    f"run {found}: to follow that, use another folder (or fresh weights), or name the run with --run "
+                    f"the weights are at version {state.version} of run {state.run}, but {self.run.store.url} holds "
+                    f"run {found}: to follow it, use another folder (or fresh weights), or name the run with --run "
                     f"{found} (or run={found!r}). Nothing was changed",
                     expected=state.run, actual=found,
                 )  # fmt: skip
@@ -291,8 +291,9 @@ class Replica(AbstractContextManager["Replica"]):
     def watch(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> None:
         """Stay at the newest version until `stop` is called. Blocks; `watching` does the same in a thread.
 
-        Looks for a new version every `poll_seconds` while one is due, up to 10 times less often while none comes, and
-        calls `on_pull` after each pull. Faults do not end it: they are kept in `error`, and retried with longer pauses.
+        Looks for a new version every `poll_seconds` while one is due, up to 10 times less often while none is, and
+        calls `on_pull` after each pull. Faults do not end it: they are kept in `error`, and the pull is retried with
+        longer pauses.
         """
         pace = Pace(poll_seconds, time.monotonic())
         self._check_open()
@@ -306,7 +307,7 @@ class Replica(AbstractContextManager["Replica"]):
     def __iter__(self) -> Iterator[Pull]:
         """Yield each pull as new versions arrive: waits for the next version, and ends only after `stop` or `close`.
 
-        Like `watch` it retries after faults, and pulls the newest version, so a slow loop body skips some. While the
+        Like `watch`, it retries after faults, and pulls the newest version, so a slow loop body skips some. While the
         loop body runs, nothing is pulled and no heartbeat is written.
         """
         self._check_open()
@@ -382,15 +383,15 @@ class Replica(AbstractContextManager["Replica"]):
     def wait(self, version: int, timeout: float | None = None) -> int:
         """Wait until the weights are at a version or a later one, and return it; TimeoutError after `timeout` seconds.
 
-        Pulls itself if `watch` is not running.
+        If `watch` is not running, this method pulls.
         """
         deadline = inf if timeout is None else time.monotonic() + timeout
         while self.version is None or self.version < version:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
-                    f"version {version} did not come within {timeout} s; the weights are at {self.version}"
-                    + (f" and the last fault was: {self.error}" if self.error else "")
+                    f"version {version} did not arrive within {timeout} s; the weights are at version {self.version}"
+                    + (f", and the last fault was: {self.error}" if self.error else "")
                 )
             if self.is_watched:
                 with self._changed:
@@ -424,7 +425,7 @@ class Replica(AbstractContextManager["Replica"]):
             self._check_open()
             state = self.target.state()
             if state is None or state.run != self.run.id:
-                raise ValueError("the weights are of no known version of this run: pull first")
+                raise ValueError("the weights are not at a known version of this run: pull first")
             return differing_names(
                 self.run, state.version, self.target.weights(), threads=self._threads, progress=progress
             )

@@ -76,7 +76,7 @@ class Target(Protocol):
         """Decode a delta and write it, where the target `decodes`. Raises BaseMismatch if the weights are not its base,
         CorruptObject if they are and it cannot be decoded.
         """
-        raise ValueError("this target takes patches")
+        raise ValueError("this target takes patches, not deltas")
 
     def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         """Write patches that turn the weights from `base` into `state`. Everything was checked before."""
@@ -174,14 +174,14 @@ class MemoryTarget(Target):
         for name in weights:
             if name not in base and name not in tied:
                 raise UnknownParameter(
-                    f"the target has {name}, which the run does not have, so that it would never be updated: "
+                    f"the target has {name}, which the run does not have, so it would never be updated: "
                     "publish it too, or pass a mapping without it",
                     tensor=name,
                 )
             expected, actual = spec(base, tied.get(name, name)), now.spec(name)
             if expected != actual:
                 raise ShapeMismatch(
-                    f"{name} is {actual[0]} {list(actual[1])} at the target, and {expected[0]} {list(expected[1])} "
+                    f"{name} is {actual[0]} {list(actual[1])} at the target, but {expected[0]} {list(expected[1])} "
                     "in the run" + _advice(expected[0], actual[0]),
                     tensor=name, expected=str(expected), actual=str(actual),
                 )  # fmt: skip
@@ -196,7 +196,7 @@ class Export(Target):
         check_new(path)
 
     def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
-        raise TypeError("there is nothing to patch in an export")
+        raise TypeError("an export cannot be patched")
 
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:
         total = sum(num_elements(anchor.base, name) for name in anchor.base)

@@ -44,7 +44,7 @@ class Checkpoint(Mapping[str, Tensor]):
         for file, shard in self.shards.items():
             for name in shard.header.slots:
                 if name in self._shard_of:
-                    raise CorruptObject(f"tensor {name!r} is in two files of {path}, one is {file}", tensor=name)
+                    raise CorruptObject(f"tensor {name!r} is in two files of {path}, one of them {file}", tensor=name)
                 self._shard_of[name] = shard
         self.metadata = dict(next(iter(self.shards.values())).header.metadata)
         if self.path.is_dir() and (self.path / STATE_NAME).is_file():
@@ -229,7 +229,7 @@ def write_checkpoint(
 def check_new(path: Path) -> None:
     """Raise Conflict unless nothing is there but, at most, an empty folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise Conflict(f"{path} exists already: choose another name, or remove it", path=str(path))
+        raise Conflict(f"{path} already exists: choose another name, or remove it", path=str(path))
 
 
 def index_bytes(shards: Mapping[str, Specs]) -> bytes:

@@ -66,7 +66,7 @@ class Container:
         with open_regular(self.source) as file:
             file.seek(start)
             if file.readinto(raw(array)) != array.nbytes:
-                raise CorruptObject(f"{self.source} became shorter while it was read", path=str(self.source))
+                raise CorruptObject(f"{self.source} became shorter while it was being read", path=str(self.source))
         return array
 
 
@@ -74,14 +74,14 @@ def read_header(file: IO[bytes], size: int, where: str) -> Header:
     """Read and check a header: the tensors' bytes must cover the rest of the file, in sequence and without gaps."""
 
     def corrupt(problem: str) -> CorruptObject:
-        return CorruptObject(f"{where} is not a whole safetensors file: {problem}", path=where)
+        return CorruptObject(f"{where} is not a complete safetensors file: {problem}", path=where)
 
     if size < 8:
         raise corrupt(f"it has {size} bytes")
     length = int.from_bytes(file.read(8), "little")
     if length > MOST_HEADER_BYTES:
         raise LimitExceeded(
-            f"{where} states a header of {length} bytes; at most {MOST_HEADER_BYTES} are read", path=where
+            f"{where} states a header of {length} bytes, more than the limit of {MOST_HEADER_BYTES}", path=where
         )
     if 8 + length > size:
         raise corrupt(f"its header of {length} bytes is longer than the file")
@@ -161,7 +161,8 @@ def header_bytes(slots: Mapping[str, Slot], metadata: Mapping[str, str]) -> byte
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MOST_HEADER_BYTES:
-        raise ValueError(f"{len(slots)} tensors need a header of {len(text)} bytes, {MOST_HEADER_BYTES} are read")
+        size = f"{len(slots)} tensors need a header of {len(text)} bytes"
+        raise ValueError(f"{size}, more than the limit of {MOST_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text
 
 

@@ -31,10 +31,10 @@ class Delta:
         base_version: The version that it applies to.
         base_digest: The digest of the weights that it applies to.
         digest: The digest of the weights after it.
-        tied: Names that share the weights of a tensor that it changes.
+        tied: Names that share the weights of a tensor that the delta changes.
         num_changed: How many elements change.
         num_elements: The number of elements of the whole model, changed or not.
-        files: Where its parts lie on disk, if they do.
+        files: The paths of its parts on disk, if it has any.
     """
 
     def __init__(self, info: DeltaInfo, entries: list[Entry], files: Sequence[Path] = ()) -> None:
@@ -67,7 +67,7 @@ class Delta:
         Args:
             weights: The weights before the delta. Needed for `gap` and `context`, not for `coo` and `dense`.
             boxes: The shards that a sharded reader holds: `weights[name]` is then this box of its tensor, and the patch
-                has only the changes inside it. Not for `context`, which needs the whole tensor.
+                has only the changes inside it. Not supported for `context`, which needs the whole tensor.
             dtype: What the bits of integer arrays mean, as for `diff`.
             threads: Number of threads (default: all available cores).
 
@@ -178,11 +178,12 @@ def diff_into(
     for name in sorted(set(names) ^ set(others)):
         where = "old" if name in others else "new"
         raise UnknownParameter(
-            f"{name} is not in the {where} weights: a delta keeps all tensors, publish an anchor instead", tensor=name
+            f"{name} is not in the {where} weights: a delta cannot add or remove tensors, publish an anchor instead",
+            tensor=name,
         )
     check_names(names)
     if not 0 <= base_version < version:
-        raise ValueError(f"version {version} cannot be built on version {base_version}")
+        raise ValueError(f"version must be larger than base_version, but {version} is not larger than {base_version}")
 
     def compare(name: str, workers: Workers) -> tuple[Entry | None, Digest, Digest, int]:
         before, after = view(name, old[name], dtype), view(name, new[name], dtype)
@@ -190,7 +191,7 @@ def diff_into(
             expected, actual = describe(before.dtype, before.shape), describe(after.dtype, after.shape)
             raise ShapeMismatch(
                 f"{name} is {expected} in the old weights and {actual} in the new ones: "
-                "a delta keeps shapes and dtypes, publish an anchor instead",
+                "a delta cannot change shapes or dtypes, publish an anchor instead",
                 tensor=name, expected=expected, actual=actual,
             )  # fmt: skip
         was = tensor_digest(name, before, workers)

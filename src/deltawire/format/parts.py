@@ -92,7 +92,7 @@ def merge(containers: list[Container]) -> tuple[DeltaInfo, list[Entry]]:
         raise CorruptObject("these files are parts of different deltas")
     present = sorted(position[0] for _, _, position in read)
     if present != list(range(1, num_parts + 1)):
-        raise CorruptObject(f"a delta of {num_parts} parts is not whole: only parts {present} are there")
+        raise CorruptObject(f"a delta of {num_parts} parts is incomplete: only parts {present} are there")
     entries = [entry for _, part, _ in read for entry in part]
     by_name: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -103,7 +103,7 @@ def merge(containers: list[Container]) -> tuple[DeltaInfo, list[Entry]]:
         others.append(entry)
     for name, to in info.tied.items():
         if name in by_name:
-            raise CorruptObject(f"{name} is changed and tied to another tensor at once", tensor=name)
+            raise CorruptObject(f"{name} is both changed and tied to another tensor", tensor=name)
         if to not in by_name:
             raise CorruptObject(f"{name} is tied to {to}, which this delta does not change", tensor=name)
     if sum(entry.num_changed for entry in entries) != info.num_changed:

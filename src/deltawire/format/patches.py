@@ -90,7 +90,7 @@ def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers 
         return None
     if ENCODINGS[entry.encoding].needs_mirror and shared != entry.box:
         raise ValueError(
-            f"{entry.name} is encoded as {entry.encoding}, which only a holder of the whole box can read: "
+            f"{entry.name} is encoded as {entry.encoding}, which can only be decoded with the whole box: "
             'keep a mirror, or publish with encoding="mirrorless"'
         )
     old = None

@@ -104,7 +104,7 @@ class Replay:
             check_base(self.deltas[0].info, before)
             check_reached(self.deltas[-1].info, after)
         if after != expected:
-            problem = f"the weights have digest {after}, not {expected} as they should"
+            problem = f"the weights have digest {after}, not {expected}"
             raise DigestMismatch(problem, expected=str(expected), actual=str(after))
 
     def verify(self, expected: Digest) -> None:
@@ -180,7 +180,7 @@ def apply(
         targets = writables(weights, [entry.name for entry in delta.entries], delta.tied)
         differing = untied_name(weights, delta.tied, dtype)
         if differing is not None:
-            raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, and has other weights here")
+            raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, but has other weights here")
         if base_digest is None:
             base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
         patches = replay.patches(base_digest)
@@ -203,7 +203,7 @@ def write_replayed(
 ) -> None:
     """Write the result of a replay of a checkpoint to `path`, where it appears if it has the expected digest."""
     if not isinstance(replay.base, Checkpoint):
-        raise TypeError("only a replay of a checkpoint can be written as one")
+        raise TypeError("only a replay of a checkpoint can be written as a checkpoint")
     base = replay.base
     # In the files of the original, or all in one.
     files = {file: list(shard.header.slots) for file, shard in base.shards.items()}
@@ -235,6 +235,6 @@ def check_reached(info: DeltaInfo, actual: Digest) -> None:
     if actual != info.digest:
         raise DigestMismatch(
             f"the delta leads to digest {actual}, not to {info.digest} as it states for version {info.version}: "
-            "it is damaged, get it again",
+            "it is damaged, fetch it again",
             version=info.version, expected=str(info.digest), actual=str(actual),
         )  # fmt: skip

@@ -173,7 +173,7 @@ def _read_info(metadata: Mapping[str, str]) -> DeltaInfo:
     stated: dict[str, Any] = {field: read(_field(metadata, key), key) for key, (field, read) in _FIELDS.items()}
     info = DeltaInfo(**stated, tied=read_tied(metadata.get(PREFIX + "tied")))
     if info.num_changed > info.num_elements:
-        raise CorruptObject(f"{info.num_changed} of {info.num_elements} elements cannot have changed")
+        raise CorruptObject(f"the delta states {info.num_changed} changes in {info.num_elements} elements")
     return info
 
 

@@ -174,14 +174,14 @@ def export_trl(
     does not support them, and tensors that appear, disappear or change their shape.
     """
     if branch not in layout.BRANCHES:
-        raise ValueError(f"branch is one of {', '.join(layout.BRANCHES)}, not {branch!r}")
+        raise ValueError(f"branch must be one of {', '.join(layout.BRANCHES)}, not {branch!r}")
     if anchor_every is not None and anchor_every < 1:
         raise ValueError(f"anchor_every must be at least 1, got {anchor_every}")
     store, versions, tape = open_store(to), _span(run, first, last), _Tape()
     if store.url == run.store.url:
-        raise ValueError(f"{store.url} holds the run itself: export to another place")
+        raise ValueError(f"{store.url} holds the run itself: export to another store")
     if taken := next((each.key for each in TrlBucket(store).steps() if each.step >= versions[0]), None):
-        raise Conflict(f"{store.url} has {taken} already: remove it, or export to another place", key=taken)
+        raise Conflict(f"{store.url} already has {taken}: remove it, or export to another store", key=taken)
     written: list[str] = []
     with closing(Replica(run, tape, heartbeat_seconds=None, threads=threads)) as replica:
         for version in versions:
@@ -217,7 +217,7 @@ def _span(run: Run, first: int | None, last: int | None) -> range:
         raise ValueError(f"there are no versions from {first} to {last}")
     if absent := set(span).difference(versions):
         raise BrokenChain(
-            f"version {min(absent)} does not exist or was removed, and the layout allows no gap: "
+            f"version {min(absent)} does not exist or was removed, but the layout allows no gaps: "
             "choose first and last so that all between them exist",
             version=min(absent),
         )

@@ -72,7 +72,7 @@ def _is_sparse(file: TrlFile, metadata: Mapping[str, str]) -> bool:
     stated = metadata.get("format"), metadata.get("version")
     if stated[0] not in _FORMATS or stated[1] != "1":
         raise UnsupportedFormat(
-            f"{file.key} has format {stated[0]!r}, version {stated[1]!r}; read is 'sparse_weight_patch', version '1'",
+            f"{file.key} has format {stated[0]!r}, version {stated[1]!r}; only 'sparse_weight_patch' '1' is read",
             path=file.key, actual=stated,
         )  # fmt: skip
     if metadata.get("model_version", str(file.step)) != str(file.step):
@@ -89,14 +89,12 @@ def _lay_sparse(weights: Tensors, file: TrlFile, container: Container) -> None:
     encoding = metadata.get("encoding")
     if encoding == "nvcomp_cascaded":
         raise UnsupportedFormat(
-            f"{file.key} has its positions compressed with nvcomp_cascaded, which only NVIDIA's library reads: start "
+            f"{file.key} has positions compressed with nvcomp_cascaded, which only NVIDIA's library can read: start "
             "from a later anchor, or have TRL write encoding 'gap_delta'",
             path=file.key, actual=encoding,
         )  # fmt: skip
     if encoding not in (None, "raw", "gap_delta"):
-        raise UnsupportedFormat(
-            f"{file.key} has encoding {encoding!r}, which is not known", path=file.key, actual=encoding
-        )
+        raise UnsupportedFormat(f"{file.key} has an unknown encoding, {encoding!r}", path=file.key, actual=encoding)
     suffixes = (".indices", ".values") if encoding is None else (".idx", ".val")
     names = _changed_names(file, container, suffixes)
     total = 0
@@ -156,12 +154,13 @@ def check_carried(specs: Specs, *, deltas: bool, branch: str = "v1") -> None:
     """Reject tensors that the layout cannot represent."""
     for name, (dtype, shape) in specs.items():
         if branch == "v3" and ".experts." in name:
-            raise UnsupportedFormat(f"{name} belongs to an expert, which readers of v3 refuse: take v1", tensor=name)
+            raise UnsupportedFormat(f"{name} belongs to an expert, which readers of v3 refuse: use v1", tensor=name)
         if dtype not in _CARRIED:
-            raise UnsupportedFormat(f"{name} is {dtype}, which readers of this layout may not know", tensor=name)
+            raise UnsupportedFormat(f"{name} is {dtype}, which readers of this layout may not support", tensor=name)
         if deltas and prod(shape) > MOST_ELEMENTS:
             raise LimitExceeded(
-                f"{name} has {prod(shape)} elements; the layout's int32 positions reach {MOST_ELEMENTS}", tensor=name
+                f"{name} has {prod(shape)} elements, but the layout's int32 positions only reach {MOST_ELEMENTS}",
+                tensor=name,
             )
 
 

@@ -160,7 +160,7 @@ class _Chain:
             manifest = self.manifests.get(-1 if version is None else version)
             if manifest is not None and manifest.digest != stated:
                 raise errors.DigestMismatch(
-                    f"{hop} says that version {version} has digest {stated}, its manifest says {manifest.digest}"
+                    f"{hop} states digest {stated} for version {version}, but its manifest states {manifest.digest}"
                 )
 
     def check_objects(self) -> None:

@@ -27,8 +27,8 @@ from deltawire.store import Stat
 GRACE_SECONDS = 3600.0
 PARALLEL = 8
 
-GIVEN_UP = "an upload that was given up"
-BEFORE = "leads there from before version {}, the oldest that is kept"
+GIVEN_UP = "abandoned upload"
+BEFORE = "starts before version {}, the oldest that is kept"
 
 # The hop of each document, by its key; None if it is not valid.
 Hops = Mapping[str, StoredHop | None]
@@ -69,7 +69,7 @@ def plan_gc(
     A version with a long delta from an anchor counts as an anchor; that one stays, too.
     """
     if keep_anchors < 1:
-        raise ValueError("at least one anchor must stay, or nobody could start")
+        raise ValueError("keep_anchors must be at least 1: a new replica needs an anchor to start from")
     # Heartbeats are read first: a replica that starts later reads the newest documents, and those stay.
     heartbeats = read_heartbeats(run)
     live = [beat for beat in heartbeats if beat["age_seconds"] < live_seconds]
@@ -91,7 +91,7 @@ def plan_gc(
         *_unneeded_documents(documents, floor, by_document, kept),
         *_unneeded_objects(objects, floor, by_document, kept, grace_seconds),
         *(
-            Removal(f"{REPLICAS}{beat['name']}.json", 0, "a replica that was silent for a day")
+            Removal(f"{REPLICAS}{beat['name']}.json", 0, "replica silent for more than a day")
             for beat in heartbeats
             if beat["age_seconds"] > 86400
         ),

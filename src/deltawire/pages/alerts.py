@@ -34,12 +34,12 @@ def alerts_of(replicas: Sequence[Row], newest: Sequence[Row], num_damaged: int, 
         elif row["lag"] is not None and row["lag"] >= LAG_VERSIONS:
             alert("ReplicaBehind", "bad", f"{name} is {row['lag']} versions behind", name)
         if row["pause_seconds"] is not None and row["pause_seconds"] > PAUSE_SECONDS:
-            alert("PauseLong", "warn", f"{name} paused for {row['pause_seconds']:.2f} s for its last update", name)
+            alert("PauseLong", "warn", f"{name} paused for {row['pause_seconds']:.2f} s during its last update", name)
         if usual is not None and (row["served_seconds"] or 0) > max(SLOW_TIMES * usual, SLOW_SECONDS):
-            took = f"{row['served_seconds']:.1f} s from publication to serving, where {usual:.1f} s is usual"
+            took = f"{row['served_seconds']:.1f} s from publication to serving, compared with the usual {usual:.1f} s"
             alert("ReplicaSlow", "warn", f"{name} took {took}", name)
     if num_damaged:
-        alert("VersionsDamaged", "bad", f"{num_damaged} damaged manifests: deltawire verify says more")
+        alert("VersionsDamaged", "bad", f"{num_damaged} damaged manifests: see deltawire verify")
     times = [row["created"] for row in newest if row["created"] is not None]
     if len(times) > 2:
         limit = max(QUIET_TIMES * median(a - b for a, b in pairwise(times)), QUIET_SECONDS)

@@ -143,7 +143,7 @@ class Chain:
             problem = None
         except (BrokenChain, TypeError, AttributeError, RecursionError) as error:
             # A plan depends on heartbeats, which are untrusted.
-            plan, problem = None, f"no plan could be made: {error}"
+            plan, problem = None, f"gc could not make a plan: {error}"
         # A hop stays if only a second upload of it is removed.
         removals = [] if plan is None else [each for each in plan.removals if each.why != GIVEN_UP]
         going = {about[:2] for each in removals if (about := read_object_key(each.key))}

@@ -66,7 +66,7 @@ def application(
         from starlette.routing import Mount, Route
         from starlette.staticfiles import StaticFiles
     except ImportError:
-        raise MissingDependency("the dashboard needs packages: pip install 'deltawire[dashboard]'") from None
+        raise MissingDependency("the dashboard needs more packages: pip install 'deltawire[dashboard]'") from None
 
     anatomies, chain = Anatomies(feed.store, feed.public_key), Chain(feed.store, feed.public_key)
 
@@ -89,7 +89,7 @@ def application(
     def versions(request: Request) -> dict[str, Any]:
         kind = request.query_params.get("kind") or None
         if kind not in (None, *KINDS):
-            raise ValueError(f"kind is one of {', '.join(KINDS)}")
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}")
         return feed.versions(window_of(request), kind, whole(request, "up_to", None))
 
     def download(name: str, lines: Callable[[], Iterable[Sequence[Any]]]) -> Callable[[Request], Response]:
@@ -140,14 +140,14 @@ def whole(request: "Request", name: str, default: int | None) -> int | None:
     if not text:
         return default
     if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
-        raise ValueError(f"{name} is a whole number, not {text[:40]!r}")
+        raise ValueError(f"{name} must be a whole number, not {text[:40]!r}")
     return int(text)
 
 
 def window_of(request: "Request") -> Window:
     limit = whole(request, "limit", DEFAULT_LIMIT) or 0
     if not 1 <= limit <= MOST_LIMIT:
-        raise ValueError(f"limit is a number from 1 to {MOST_LIMIT}")
+        raise ValueError(f"limit must be a number from 1 to {MOST_LIMIT}")
     return whole(request, "after", None), limit
 
 
@@ -158,7 +158,7 @@ def real(request: "Request", name: str, default: float) -> float:
     except ValueError:
         value = float("nan")
     if not isfinite(value):
-        raise ValueError(f"{name} is a number, not {text[:40]!r}")
+        raise ValueError(f"{name} must be a number, not {text[:40]!r}")
     return value
 
 
@@ -166,9 +166,9 @@ def series(request: "Request", feed: Feed, compared: Feed | None) -> dict[str, A
     """The lines of the charts within a range, those of a second run marked with `run` 1."""
     axis, columns, now = request.query_params.get("axis") or "time", whole(request, "columns", 300) or 0, time.time()
     if axis not in ("time", "step"):
-        raise ValueError("axis is time or step")
+        raise ValueError("axis must be time or step")
     if not LEAST_COLUMNS <= columns <= MOST_COLUMNS:
-        raise ValueError(f"columns is a number from {LEAST_COLUMNS} to {MOST_COLUMNS}")
+        raise ValueError(f"columns must be a number from {LEAST_COLUMNS} to {MOST_COLUMNS}")
     feeds = [feed] if compared is None else [feed, compared]
     stamp, runs = stamp_of(feed, compared), [each.charts() for each in feeds]
     lows, highs = zip(*(each.whole(axis, now) for each in runs), strict=True)

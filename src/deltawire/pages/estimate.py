@@ -24,7 +24,7 @@ def answer(query: str) -> dict[str, Any]:
     values: dict[str, Any] = {name: kind(given.pop(name)) for name, kind in NUMBERS.items() if name in given}
     prices, lr = PRICES[given.pop("store", "s3")], float(given.pop("lr", "1e-6"))
     if given:
-        raise ValueError(f"{min(given)} is not a number of a plan")
+        raise ValueError(f"there is no setting {min(given)}")
     data = estimate(Plan(density=density_of(lr), **values), prices, num_versions=3)
     header, rows = table_of(data)
     return data | {"head": head_of(data), "table": [header, *rows]}

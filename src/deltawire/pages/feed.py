@@ -102,7 +102,7 @@ class Feed:
             return
         if not self._versions.look():
             if Run(self.store, public_key=self.public_key).id == self._run.id:
-                raise ObjectMissing(f"version {self._versions.latest} is not in {self.store.url} any more")
+                raise ObjectMissing(f"version {self._versions.latest} is no longer in {self.store.url}")
             self._restart()
             return
         self._beats.look()

@@ -109,5 +109,5 @@ def replica_row(name: str, beat: Beat | None, part: LoggedPart | None, latest: i
         health = "dead" if part.life == "ended" else "starting"
         return {**row, "health": health, "detail": part.detail, "version": None, "lag": None}
     if beat is None:
-        return {**row, "health": "stopped", "detail": "took its heartbeat back"}
+        return {**row, "health": "stopped", "detail": "removed its heartbeat"}
     return {**row, "version": None, "lag": None} if row["health"] == "dead" else row

@@ -131,7 +131,7 @@ class DeviceHistory(History):
         self, version: int, weights: Tensors | Stream, workers: Workers, fixed: Collection[str] = ()
     ) -> StagedVersion:
         if not isinstance(weights, ModuleWeights | Stream):
-            raise TypeError("a snapshot on a device is for torch tensors: use snapshot='host' for other weights")
+            raise TypeError("a snapshot on a device needs torch tensors: use snapshot='host' for other weights")
         with self._alone:
             self._encode(self.version)
             staged, records = super().stage(version, weights, workers, fixed), []
@@ -154,7 +154,7 @@ class DeviceHistory(History):
             for part in self._parts:
                 part.look(weights, self._memory)
         elif not self._on_device.isdisjoint(weights):
-            raise TypeError(f"{next(iter(weights))} was a torch tensor: use snapshot='host' where others come, too")
+            raise TypeError(f"{next(iter(weights))} was a torch tensor before: use snapshot='host' for a mix of kinds")
 
     def copy_of(self, name: str) -> Any:
         if name not in self._on_device:

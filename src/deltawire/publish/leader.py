@@ -144,8 +144,7 @@ class Leader:
         if digest(reference.checkpoint, tied=self.model.tied) != state:
             # Only where each rank starts from what it holds.
             raise BaseMismatch(
-                f"the model's weights are not those of {reference.url}: load them from there before this, or leave "
-                "base= out",
+                f"the model's weights are not those of {reference.url}: load them from there first, or leave base= out",
                 path=reference.url,
             )
         hop = upload.anchor_hop(0, state, reference.objects, self.model.specs, reference.url)
@@ -328,7 +327,7 @@ class Leader:
 def check_digest(version: int, digest: Digest, expected: Digest | None) -> None:
     """Check that an extra hop leads to the digest of its version."""
     if expected not in (None, digest):
-        raise ChainError(f"an extra hop to version {version} would give other weights than it has", version=version)
+        raise ChainError(f"an extra hop to version {version} would lead to different weights", version=version)
 
 
 def share_out(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
@@ -347,8 +346,8 @@ def check_steps(call: int, answers: list[Message]) -> None:
     first = answers[0]["step"]
     for rank, answer in enumerate(answers):
         if first is not None and answer["step"] not in (None, first):
-            reason = f"its {call}. call of publish was for step {answer['step']}, that of rank 0 for step {first}"
-            problem = f"rank {rank}: {reason}; all must call it equally often, so make new publishers"
+            reason = f"its publish call number {call} was for step {answer['step']}, rank 0's for step {first}"
+            problem = f"rank {rank}: {reason}; all ranks must call publish equally often; create new publishers"
             raise RankFailed(problem, rank=rank, reason=reason)
 
 
@@ -366,7 +365,7 @@ def add_up(answers: list[Message]) -> tuple[Model, Digest]:
         num_held, num_elements = sum(prod(shape) for _, _, shape in boxes), prod(model.specs[name][1])
         if num_held != num_elements:
             raise UnsupportedPlacement(
-                f"the ranks hold {num_held} of the {num_elements} elements of {name}: publish from all that share it",
+                f"the ranks hold {num_held} of the {num_elements} elements of {name}: publish from all of its ranks",
                 tensor=name, expected=num_elements, actual=num_held,
             )  # fmt: skip
     state = sum((Digest.parse(answer["digest"]) for answer in answers), Digest())

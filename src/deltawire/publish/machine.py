@@ -39,7 +39,7 @@ MOST_TASKS = 8
 
 # Also calls that are still being staged.
 ALL_CALLS = sys.maxsize
-CLOSED = "this publisher is closed: make a new one to publish again"
+CLOSED = "this publisher is closed: create a new one to publish again"
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class BasePublisher:
         """Whether the next version will be a delta, because the weights are, or were, those of the last version."""
         self.last: Publication | None = None
         self.after_commit: Callable[[int], object] | None = None
-        """Called with each version that was committed, in a thread that others wait for: see `Nudges`."""
+        """Called with each committed version, in the publishing thread, so it must be quick: see `Nudges`."""
         self.num_published = self.num_failed = 0
         self._num_told = 0
         """The bytes that the versions so far have told as uploaded."""
@@ -123,18 +123,18 @@ class BasePublisher:
         self, *weights: Any, step: int | None = None, metadata: Mapping[str, Any] | None = None, anchor: bool = False,
         **unknown: Any,
     ) -> Publication:  # fmt: skip
-        """Publish the current weights as the next version. Where there are ranks, all call this.
+        """Publish the current weights as the next version. With several ranks, all of them call this.
 
         Returns after the diff, when the weights may change again; encode, upload and commit run in the background.
 
         Args:
             step: The number of the optimizer step, for readers; the same on all ranks.
-            metadata: Anything that JSON can hold, for readers; that of rank 0 is published.
+            metadata: Anything that JSON can represent, for readers; that of rank 0 is published.
             anchor: Upload all weights, as for the first version. Needed when names, shapes, dtypes or placements have
                 changed.
 
         Returns:
-            A handle to wait for the commit with.
+            A handle for waiting for the commit.
 
         Raises:
             UnknownParameter: A tensor was added or removed; call `publish(anchor=True)`.
@@ -143,7 +143,7 @@ class BasePublisher:
         """
         if weights:
             kind = type(self).__name__
-            raise TypeError(f"publish() takes no weights: they were given to {kind}(...); call publish(step=...)")
+            raise TypeError(f"publish() takes no weights, since {kind}(...) already has them: call publish(step=...)")
         if unknown:
             wrong = min(unknown)
             raise TypeError(f"publish() has no option {wrong!r}: call publish(step=..., metadata=..., anchor=...)")
@@ -367,24 +367,22 @@ class BasePublisher:
         self._failures += failed
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything published is committed; where versions are committed, also for skip deltas and anchors.
+        """Wait until everything published is committed; in the process that commits, also for skip deltas and anchors.
 
         Args:
             timeout: Seconds to wait; no limit by default.
 
         Raises:
             TimeoutError: It took longer than `timeout`.
-            Exception: Why a version failed, if nobody has seen that yet and no later version has covered it.
+            Exception: Why a version failed, if that was not seen yet and no later version has covered it.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_busy, timeout):
-                raise TimeoutError(
-                    f"there is still something to publish after {timeout} s: wait longer, or call close()"
-                )
+                raise TimeoutError(f"publishing is not finished after {timeout} s: wait longer, or call close()")
         self._raise_failure()
 
     def close(self) -> None:
-        """Commit what is staged, finish skip deltas and anchors, and stop. Where there are ranks, all call this.
+        """Commit what is staged, finish skip deltas and anchors, and stop. With several ranks, all of them call this.
 
         Raises what `flush` raises.
         """
@@ -405,7 +403,7 @@ class BasePublisher:
             raise failures[0].error
 
     def attach(self, optimizer: Any, *, every: int = 1) -> Any:
-        """Publish after every `every`-th step of a torch optimizer, with the count of steps as the step.
+        """Publish after every `every`-th step of a torch optimizer; steps are counted from 1.
 
         A step that a gradient scaler skips does not count. Returns the handle of the hook; call its `remove()` to stop.
         """
@@ -421,7 +419,7 @@ class BasePublisher:
         return optimizer.register_step_post_hook(publish)
 
     def metrics(self) -> dict[str, float]:
-        """Counts, sizes and seconds as a flat dictionary, for W&B, TensorBoard and the like."""
+        """Counts, sizes and seconds as a flat dictionary, for W&B, TensorBoard and similar trackers."""
         values = {"published": self.num_published, "failed": self.num_failed, "waiting": self.num_waiting}
         last = {} if self.last is None else self.last.stats
         if self._leader is not None:

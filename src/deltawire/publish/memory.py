@@ -47,7 +47,7 @@ class Memory:
             if name in shared or tensor._version != version or tensor.data_ptr() != now[name][0]:
                 self._is_safe = False
                 raise SnapshotMismatch(
-                    f"the memory of {name} was written over before the last tensor had come, and was not before. "
+                    f"the memory of {name} was overwritten before the last tensor came, which did not happen before. "
                     "Nothing was committed; publish again",
                     tensor=name,
                 )

@@ -29,12 +29,12 @@ class Nudges(AbstractContextManager["Nudges"]):
 
     def __init__(self, agents: Sequence[str], token: str, *, timeout: float = 5.0) -> None:
         if isinstance(agents, str):
-            raise TypeError("agents is a list of addresses, not one text")
+            raise TypeError("agents must be a list of addresses, not a string")
         for each in agents:
             if urlsplit(each).scheme not in ("http", "https") or not urlsplit(each).hostname:
-                raise ValueError(f"an agent's address is like http://127.0.0.1:9100, not {redacted(each)!r}")
+                raise ValueError(f"an agent's address looks like http://127.0.0.1:9100, not {redacted(each)!r}")
         if not token.strip() or not (token.isascii() and token.isprintable()):
-            raise ValueError("the token is empty, or has characters that no HTTP header may have")
+            raise ValueError("the token is empty, or has characters that are not allowed in an HTTP header")
         self._agents, self._token, self._timeout = tuple(dict.fromkeys(agents)), token, timeout
         self._pool = ThreadPoolExecutor(PARALLEL, "deltawire-nudge")
         self._under_way: set[str] = set()
@@ -56,7 +56,7 @@ class Nudges(AbstractContextManager["Nudges"]):
             self.num_sent += problem is None
             self.num_failed += problem is not None
         if problem is not None:
-            log.info("the agent at %s was not nudged for version %s: %s", redacted(agent), version, problem)
+            log.info("could not nudge the agent at %s for version %s: %s", redacted(agent), version, problem)
 
     def _post(self, agent: str) -> str | None:
         """Why it failed; None if the agent has accepted."""

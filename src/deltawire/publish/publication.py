@@ -29,7 +29,7 @@ class Publication:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the version failed, or None. Reading it counts as seen: `flush` and `close` do not raise it again."""
+        """Why the version failed, or None. Reading it marks it as seen: `flush` and `close` do not raise it again."""
         self._is_seen = self._is_seen or self._error is not None
         return self._error
 
@@ -43,7 +43,7 @@ class Publication:
             The publication itself, so that `publish().wait().version` works.
 
         Raises:
-            TimeoutError: It was neither committed nor has it failed within `timeout`.
+            TimeoutError: The version was neither committed nor failed within `timeout`.
             Exception: Why the version failed.
         """
         if not self._done.wait(timeout):
@@ -55,7 +55,10 @@ class Publication:
         return self
 
     def join(self) -> bool:
-        """Wait for the commit or the failure; whether it was committed. `flush` and `close` still raise a failure."""
+        """Wait until the version is committed or has failed; returns whether it was committed.
+
+        `flush` and `close` still raise a failure.
+        """
         self._done.wait()
         return self._error is None
 

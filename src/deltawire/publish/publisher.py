@@ -27,36 +27,37 @@ class Publisher(BasePublisher):
     """Publishes the weights of a training run, version by version.
 
     `publish` diffs the weights against a snapshot and returns; encode, upload and commit run in a background thread.
-    Versions are committed in order. When one fails, the next one covers it: it holds everything since the last commit.
-    A failure that nobody has seen on its `Publication`, and that no later version has covered, is raised by `flush` and
-    `close`. Everything in a module's `state_dict` is published, and compared each time.
+    Versions are committed in order. If one fails, the next one covers it: it holds everything since the last commit.
+    `flush` and `close` raise a failure that no later version has covered, unless it was already seen on its
+    `Publication`. Everything in a module's `state_dict` is published, and compared each time.
 
     Args:
         store: A URL, a path, or a `Store`.
         weights: A torch module, a mapping from names to arrays or tensors, or a function that returns such a mapping,
             or pairs of a name and a tensor one by one. It is read at each `publish`.
-        run: The id of a new run. For a run that exists it must be its id.
-        base: For a new run, a checkpoint that lies somewhere already, as a path or URL (`hf://owner/model@revision`):
-            version 0 names it, with hashes, and nothing of it is uploaded. Or the weights of the last version, if they
-            differ from the current ones.
-        files: Files that are uploaded with the anchors: configuration, tokenizer.
-        dtype: The dtype to publish in, or a mapping from names. Modules: bf16 by default. Tensors of torch that are
-            floats are cast to it. Plain integer arrays: what their bits are.
+        run: The id of a new run. For an existing run it must be that run's id.
+        base: For a new run, an existing checkpoint, as a path or URL (`hf://owner/model@revision`): version 0 refers to
+            it, with hashes, and nothing of it is uploaded. Or the weights of the last version, if they differ from the
+            current ones.
+        files: Files to upload with the anchors: configuration, tokenizer.
+        dtype: The dtype to publish in, or a mapping from names. Modules: bf16 by default. Torch tensors of floats are
+            cast to it. Plain integer arrays: what their bits mean.
         tied: Names that share the weights of other names; detected where they share memory.
         frozen: Names or patterns such as `visual.*` of tensors that do not change: in anchors, never compared.
-        encoding: `auto`: the smallest for each tensor. `mirrorless`: the smallest of those that need no full copy at
-            the reader. Or names of encodings.
+        encoding: `auto`: the smallest for each tensor. `mirrorless`: the smallest of those for which the reader needs
+            no full copy. Or names of encodings.
         queue_size: How many versions may wait while one is being uploaded.
-        when_full: With a full queue `publish` may `wait`, or `coalesce`: merge the step into the waiting version.
-        anchors: `auto`: when the deltas have grown large enough. A number: every so many versions. `None`: the first.
-        skips: Lengths of skip deltas, in versions. Empty: none, nor deltas from the anchor.
-        most_deltas: The most deltas on a route from an anchor: where skip deltas alone would need more, one from the
-            anchor is written, from a copy of its weights in `scratch`. None: no such deltas, and no copy.
+        when_full: What `publish` does when the queue is full: `wait`, or `coalesce` the step into the waiting version.
+        anchors: When to write another anchor. `auto`: when the deltas have grown large enough. A number: every so many
+            versions. `None`: only the first.
+        skips: Lengths of skip deltas, in versions. Empty: no skip deltas, and no deltas from the anchor.
+        most_deltas: The most deltas on a route from an anchor: where skip deltas alone would need more, a delta from
+            the anchor is written, using a copy of its weights in `scratch`. None: no such deltas, and no copy.
         sign_with: The file with the private key from `deltawire keygen`.
-        snapshot: Where the snapshot lives: `device`, `host`, or `None`: on the GPU if the weights are there.
+        snapshot: Where the snapshot is kept: `device`, `host`, or `None`: on the GPU if the weights are there.
         scratch: A folder for the anchor's weights and the changed bits of recent versions; by default the system's
             temporary folder.
-        check_share: The share of time that may go into hashing live weights again, without the snapshot; 0: none.
+        check_share: The share of time that may be spent on hashing live weights again, without the snapshot; 0: none.
         max_file_bytes: Deltas and checkpoints larger than this are split into several files.
         threads: Threads for one operation; all cores by default.
 
@@ -93,7 +94,7 @@ class Publisher(BasePublisher):
         threads: int | None = None,
     ) -> None:
         if when_full not in ("wait", "coalesce"):
-            raise ValueError(f"when_full is 'wait' or 'coalesce', not {when_full!r}")
+            raise ValueError(f"when_full must be 'wait' or 'coalesce', not {when_full!r}")
         allowed = allowed_encodings(encoding)
         settings = Settings(
             allowed, queue_size, anchors, skips, most_deltas, snapshot, scratch, check_share, max_file_bytes, threads

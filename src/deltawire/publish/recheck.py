@@ -53,7 +53,7 @@ class Recheck:
 
     def __init__(self, share: float) -> None:
         if not 0 <= share <= 1:
-            raise ValueError(f"check_share is a share of the time between two versions, from 0 to 1, not {share}")
+            raise ValueError(f"check_share must be a share of the time between two versions, from 0 to 1, not {share}")
         self._share = share
         self._rate = FIRST_RATE
         self._credit = 0.0
@@ -213,13 +213,11 @@ def _hashed(value: Any, name: str, dtype: DType, box: Box) -> Digest:
 
 
 def _mismatch(name: str, source: str) -> SnapshotMismatch:
-    why = (
-        "they changed while publish ran, or were said to be frozen and are not, or the publisher's snapshot is damaged"
-    )
+    why = "they changed while publish ran, or are listed as frozen but change, or the publisher's snapshot is damaged"
     if name != source:
-        why = f"it is published as {source}, to which it was taken to be tied, and has other weights"
+        why = f"it is published as {source}, since the two seemed to be tied, but has other weights"
     return SnapshotMismatch(
         f"the weights of {name} at the trainer are not those that would be published: {why}. Nothing was committed; "
-        "make a new publisher to go on",
+        "create a new publisher to continue",
         tensor=name,
     )

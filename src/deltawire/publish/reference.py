@@ -83,7 +83,7 @@ def _files(store: Store) -> Iterator[str]:
             store.stat(file)
         except ObjectMissing:
             raise ObjectMissing(
-                f"{store.url} is no checkpoint to start from, it has no {file}: check base=", url=store.url, key=file
+                f"{store.url} is not a checkpoint to start from, it has no {file}: check base=", url=store.url, key=file
             ) from None
         yield file
     listable = getattr(store, "listable", True)
@@ -99,7 +99,7 @@ def base_weights(reference: Reference, taken: Taken) -> dict[str, Tensor]:
     """The weights of the checkpoint, by the names of those to publish, which must be the same tensors."""
     checkpoint, where = reference.checkpoint, reference.url
     if isinstance(taken.bits, Stream) or isinstance(taken.live, Stream):
-        raise ValueError("pairs that come one by one cannot be compared with a base elsewhere: leave base= out")
+        raise ValueError("weights that come one by one cannot be compared with a checkpoint: leave base= out")
     for name in sorted(set(taken.bits) ^ set(checkpoint)):
         has, lacks = (where, "the weights to publish") if name in checkpoint else ("the model", where)
         raise UnknownParameter(
@@ -110,7 +110,7 @@ def base_weights(reference: Reference, taken: Taken) -> dict[str, Tensor]:
         expected, actual = spec(taken.bits, name), spec(checkpoint, name)
         if expected != actual:
             raise ShapeMismatch(
-                f"{name} is {actual[0]} {list(actual[1])} in {where}, and {expected[0]} {list(expected[1])} in the "
+                f"{name} is {actual[0]} {list(actual[1])} in {where}, but {expected[0]} {list(expected[1])} in the "
                 "weights to publish: start without base=, or from another checkpoint",
                 tensor=name, expected=str(expected), actual=str(actual),
             )  # fmt: skip

@@ -31,7 +31,7 @@ class Settings:
             or not (self.anchors in ("auto", None) or (isinstance(self.anchors, int) and self.anchors > 0))
             or self.queue_size < 0
         ):
-            raise ValueError("anchors is 'auto', a number of versions or None; queue_size is 0 or more")
+            raise ValueError("anchors must be 'auto', a number of versions or None, and queue_size 0 or more")
         check_skips(self.skips, self.most_deltas)
         if self.snapshot not in SNAPSHOTS:
-            raise ValueError(f"snapshot is 'device', 'host' or None, not {self.snapshot!r}")
+            raise ValueError(f"snapshot must be 'device', 'host' or None, not {self.snapshot!r}")

@@ -44,7 +44,7 @@ def _on_device(weights: Any, snapshot: str | None) -> bool:
         return has_triton and is_on_gpu
     if not is_torch_source:
         raise ValueError(
-            "snapshot='device' is for a torch module, or torch tensors on a GPU; other weights are published with "
+            "snapshot='device' needs a torch module, or torch tensors on a GPU; other weights are published with "
             "snapshot='host'"
         )
     if not has_triton:

@@ -140,12 +140,12 @@ def check_whole(module: Any) -> None:
     """Refuse a module whose parameters are shards that cannot be distinguished from whole tensors."""
     if any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules()):
         raise UnsupportedPlacement(
-            "the first FSDP has cut the parameters into pieces without a shape: use FSDP2 (fsdp_version: 2)"
+            "FSDP1 has flattened the parameters into shards without a shape: use FSDP2 (fsdp_version: 2)"
         )
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "ds_id") and not parameter.numel():
             raise UnsupportedPlacement(
-                f"{name} is spread over ranks by ZeRO-3, which gives no pieces of it: use ZeRO-2 or FSDP2", tensor=name
+                f"{name} is sharded by ZeRO-3, which gives no access to the shards: use ZeRO-2 or FSDP2", tensor=name
             )
 
 
@@ -232,12 +232,12 @@ def sharded_source(
 def matching_names(names: Iterable[str], patterns: Sequence[str]) -> frozenset[str]:
     """The names that match at least one of the patterns; each pattern must match a name."""
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"frozen is a list of names or patterns such as 'visual.*', got {patterns!r}")
+        raise TypeError(f"frozen must be a list of names or patterns such as 'visual.*', got {patterns!r}")
     names, found = list(names), set()
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise ValueError(f"frozen: no tensor has a name like {pattern!r}; see the names with model.state_dict()")
+            raise ValueError(f"frozen: no tensor name matches {pattern!r}; list the names with model.state_dict()")
         found.update(matching)
     return frozenset(found)
 
@@ -254,25 +254,25 @@ def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dic
     for own_name, tensor in module.state_dict(keep_vars=True).items():
         name = plain_name(own_name)
         if name in tensors:
-            raise ValueError(f"two tensors of the module are called {name} once the names of wrappers are left out")
+            raise ValueError(f"two tensors of the module are called {name} once wrapper prefixes are removed")
         if not is_torch(tensor):
             raise TypeError(
-                f"{name} is a {type(tensor).__name__}, not a tensor, as quantized modules and extra states have: "
+                f"{name} is a {type(tensor).__name__}, not a tensor, as in quantized modules and extra states: "
                 "publish the model that was quantized, or pass a function that returns a mapping of tensors"
             )
         check_plain(name, tensor)
         is_parameter = isinstance(tensor, Parameter)
         if is_parameter and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             raise TypeError(
-                f"{name} is a parameter of dtype {tensor.dtype}, as quantized modules have, and their scales would be "
-                "cast: publish the model that was quantized, or model.state_dict, which is taken as it is"
+                f"{name} is a parameter of dtype {tensor.dtype}, as in quantized modules, and their scales would be "
+                "cast: publish the model that was quantized, or model.state_dict, which is published unchanged"
             )
         if is_wide(tensor) and (name in stated or is_parameter):
             dtypes[name] = _published(stated[name]) if name in stated else usual
         tensors[name] = tensor
     for name in stated:
         if name not in dtypes:
-            raise ValueError(f"dtype: the module has no tensor of floats called {name}")
+            raise ValueError(f"dtype: the module has no floating-point tensor called {name}")
     if not tensors:
         raise ValueError("the module has no tensors to publish: its state_dict is empty")
     return tensors, dtypes
@@ -281,7 +281,7 @@ def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dic
 def _published(dtype: Any) -> str:
     published = dtype_named(dtype).name
     if published not in TORCH_NAMES:
-        raise ValueError(f"a module is published as {', '.join(TORCH_NAMES)}, not {published}")
+        raise ValueError(f"a module can be published as {', '.join(TORCH_NAMES)}, not {published}")
     return published
 
 
@@ -317,7 +317,7 @@ def unknown_name(name: str, where: str) -> UnknownParameter:
 
 def _untied(name: str, to: str) -> ValueError:
     return ValueError(
-        f"{name} is tied to {to} and has other weights: call publish(anchor=True) where it was untied, or leave it out "
+        f"{name} is tied to {to}, but has other weights: call publish(anchor=True) if it was untied, or leave it out "
         "of tied="
     )
 
@@ -343,7 +343,7 @@ class Source:
         """The current weights, or others that were read before; `tied` has the ties that they must still have."""
         weights = self.read() if weights is None else weights
         if tied is not None and weights.tied != tied:
-            raise ValueError("other tensors than before are tied to each other: call publish(anchor=True) on all ranks")
+            raise ValueError("the tied tensors have changed: call publish(anchor=True) on all ranks")
         return Taken(weights, weights, weights.tied, weights.fixed)
 
 

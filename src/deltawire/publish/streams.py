@@ -65,7 +65,7 @@ class Stream:
             self._open, (name, value) = [pair], pair
             check_names([name])
             if name in self.names:
-                raise ValueError(f"{name} came twice: weights that come one by one have each name once")
+                raise ValueError(f"{name} came twice: weights that come one by one must have each name once")
             if is_kept or self.is_frozen(name):
                 self.fixed.add(name)
             some = self.view(name, value, name in self.fixed)
@@ -77,7 +77,7 @@ class Stream:
             self.names[name], self._open = None, []
             del pair, value, some
         if not self.names:
-            raise ValueError("there are no tensors to publish: not one pair of a name and a tensor came")
+            raise ValueError("there are no tensors to publish: the iterator gave no pair of a name and a tensor")
 
     def _all(self) -> Iterator[tuple[Any, bool]]:
         for pair in self._pairs:

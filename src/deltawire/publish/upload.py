@@ -39,7 +39,7 @@ def delta_names(version: int, base: int, num_parts: int) -> list[str]:
 def check_count(num_files: int) -> int:
     """Return the number, or raise ValueError if a manifest cannot list so many files."""
     if num_files > MOST_OBJECTS - MOST_FILES:
-        raise ValueError(f"{num_files} files are more than a manifest holds: choose a larger max_file_bytes")
+        raise ValueError(f"{num_files} files are more than a manifest can hold: choose a larger max_file_bytes")
     return num_files
 
 
@@ -101,7 +101,7 @@ def put_files(store: Store, version: int, files: Sequence[Path]) -> Objects:
 def check_files(files: Sequence[str | Path]) -> list[Path]:
     """The extra files as paths, or an error where an anchor cannot hold one."""
     if isinstance(files, (str, Path)):
-        raise TypeError(f"files is a list of paths, not one: [{str(files)!r}]")
+        raise TypeError(f"files must be a list of paths: pass [{str(files)!r}]")
     paths = [Path(file) for file in files]
     names = [path.name for path in paths]
     for path in paths:
@@ -111,10 +111,10 @@ def check_files(files: Sequence[str | Path]) -> list[Path]:
             raise ValueError(f"{path} is not a file, so it cannot be uploaded with the weights: list files one by one")
         if not is_file_name(path.name):
             allowed = f"ASCII letters, digits, '_', '.', '+' and '-', and is not {STATE_NAME}"
-            raise ValueError(f"{path} cannot be uploaded, rename it: a name has {allowed}")
+            raise ValueError(f"{path} cannot be uploaded, rename it: a name may have {allowed}")
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             raise ValueError(
-                f"{path} cannot be uploaded: an anchor has files of that name itself; leave it out of files="
+                f"{path} cannot be uploaded, since an anchor has its own file of that name: leave it out of files="
             )
         if names.count(path.name) > 1:
             raise ValueError(f"two files are called {path.name}, and an anchor is one folder: rename one")

@@ -145,14 +145,14 @@ class Worker:
         """The weights that a call has staged; waits for the call until the timeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.num_calls >= call, self._ranks.timeout):
-                reason = f"has not called publish for the {call}. time within {self._ranks.timeout} s"
+                reason = f"has not made publish call number {call} within {self._ranks.timeout} s"
                 raise RankFailed(f"it {reason}", rank=self._ranks.rank, reason=reason)
             held, error = self._held.get(call), self._errors.get(call)
         if held is not None:
             return held
         if isinstance(error, Exception):
             raise error
-        raise ChainError(f"call {call} has staged no weights on this rank: {error!r}")
+        raise ChainError(f"publish call number {call} has staged no weights on this rank: {error!r}")
 
     def resume(self, has_version: bool) -> Message:
         """Read the current weights; if the run has a version, also their contribution to the digest."""
@@ -183,7 +183,7 @@ class Worker:
         held, before = self.at(call), self._held.get(base)
         if not held.history.has(base):
             raise ChainError(
-                f"the weights of call {base} are no longer kept here: call publish(anchor=True) on all ranks"
+                f"the weights of publish call number {base} are no longer kept: call publish(anchor=True) on all ranks"
             )
         started = time.perf_counter()
         with Workers(threads or self._settings.threads) as workers:

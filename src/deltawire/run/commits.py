@@ -61,7 +61,7 @@ class Commits:
             holder = None
         if holder != self._run.writer:
             raise Fenced(
-                f"another writer has taken over run {self._run.id}: this one must stop. "
+                f"another writer has taken over run {self._run.id}, so this one must stop. "
                 "Close this publisher; to continue from the newest version, create a new one",
                 expected=self._run.writer, actual=holder,
             )  # fmt: skip

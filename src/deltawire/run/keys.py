@@ -41,7 +41,7 @@ def hop_key(version: int, base: int | None) -> str:
 
 def replica_key(name: str) -> str:
     if not _REPLICA.fullmatch(name):
-        raise ValueError(f"a replica's name has up to 200 letters, digits, '_', '.' and '-', not {name[:220]!r}")
+        raise ValueError(f"a replica's name has up to 200 letters, digits, '_', '.' and '-', unlike {name[:220]!r}")
     return f"{REPLICAS}{name}.json"
 
 

@@ -107,8 +107,8 @@ class Manifest:
         """Reject ties that contradict the tensors: `own` have weights in an anchor or a delta, `known` all."""
         for name, to in self.tied.items():
             if name in own or to not in known:
-                what = f"{name!r} has weights of its own" if name in own else f"there is no {to!r}"
-                problem = f"version {self.version} says that {name!r} is tied to {to!r}, but {what}"
+                what = f"{name!r} has its own weights" if name in own else f"there is no {to!r}"
+                problem = f"version {self.version} states that {name!r} is tied to {to!r}, but {what}"
                 raise CorruptObject(problem, tensor=name, version=self.version)
 
 
@@ -171,7 +171,7 @@ def _document(kind: str, fields: Mapping[str, Any], sign: Sign | None, read: Cal
     try:
         read(data)
     except FormatError as error:
-        raise ValueError(f"this cannot be written, since no reader would take it: {error.message}") from None
+        raise ValueError(f"this cannot be written, since no reader would accept it: {error.message}") from None
     return data
 
 
@@ -186,12 +186,12 @@ def _read(data: bytes, kind: str, verify: Verify | None) -> dict[str, Any]:
         raise CorruptObject("a document does not start with its SHA-256")
     expected, actual = stated[1].decode(), sha256(b"{" + data[stated.end() :]).hexdigest()
     if expected != actual:
-        raise CorruptObject("a document is not what its SHA-256 says: it is damaged", expected=expected, actual=actual)
+        raise CorruptObject("a document does not match its SHA-256: it is damaged", expected=expected, actual=actual)
     if verify is not None:
         if signature is None:
-            raise SignatureMismatch("this is not signed, and with a public key unsigned documents are not accepted")
+            raise SignatureMismatch("a document of the run is not signed, but with a public key all must be")
         if not verify(bytes.fromhex(signature[1].decode()), data):
-            raise SignatureMismatch("this is not signed by the key that was given")
+            raise SignatureMismatch("a document of the run is not signed with the given key")
     with _reading("a document"):
         parsed = json.loads(data, object_pairs_hook=no_duplicates, parse_constant=_no_number)
         fields: dict[str, Any] = _typed(parsed, dict)
@@ -228,7 +228,7 @@ def _read_hop(fields: Mapping[str, Any]) -> StoredHop:
         raise CorruptObject(f"no hop leads from version {base} to version {version}")
     at = None if fields.get("at") is None else _text(fields["at"])
     if at is not None and (base is not None or not 1 <= len(at) <= MOST_URL_CHARACTERS or _CONTROL.search(at)):
-        raise CorruptObject(f"the hop to version {version} is no anchor, or is at an impossible URL: {at[:80]!r}")
+        raise CorruptObject(f"the hop to version {version} is not an anchor, or has an invalid URL: {at[:80]!r}")
     hop = StoredHop(
         version=version,
         base=base,
@@ -240,7 +240,7 @@ def _read_hop(fields: Mapping[str, Any]) -> StoredHop:
         encodings={_text(name): _count(count) for name, count in fields["encodings"].items()},
     )
     if not hop.objects or len({each.file for each in hop.objects}) != len(hop.objects):
-        raise CorruptObject(f"the hop to version {version} has no objects, or two of one name")
+        raise CorruptObject(f"the hop to version {version} has no objects, or two with the same name")
     if len(hop.objects) > MOST_OBJECTS:
         raise LimitExceeded(f"the hop to version {version} has {len(hop.objects)} objects, more than {MOST_OBJECTS}")
     return hop
@@ -251,7 +251,7 @@ def _read_object(fields: Mapping[str, Any], at: str | None) -> StoredObject:
     # These become paths, in the store and on a disk.
     is_key = read_object_key(key) is not None if at is None else key == file
     if not is_key or not is_file_name(file) or not re.fullmatch("[0-9a-f]{64}", content):
-        raise CorruptObject(f"an object has an impossible key, file name or hash: {key[:80]!r}, {file[:80]!r}")
+        raise CorruptObject(f"an object has an invalid key, file name or hash: {key[:80]!r}, {file[:80]!r}")
     return StoredObject(key, _count(fields["bytes"]), content, file)
 
 

@@ -31,7 +31,7 @@ def plain_step(value: Any) -> int | None:
         return None
     number = _one(value, "step")
     if type(number) is not int:
-        raise TypeError(f"step is a whole number or None, not {value!r} ({type(value).__name__})")
+        raise TypeError(f"step must be a whole number or None, not {value!r} ({type(value).__name__})")
     return _whole(number, "step")
 
 
@@ -40,22 +40,22 @@ def plain_metadata(value: Mapping[str, Any] | None) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"metadata is a mapping, not {type(value).__name__}")
+        raise TypeError(f"metadata must be a mapping, not {type(value).__name__}")
     copied: dict[str, Any] = _plain(value, "metadata", 0)
     if (size := len(json.dumps(copied, separators=(",", ":")))) > MOST_METADATA_BYTES:
         raise ValueError(
-            f"metadata has {size} bytes as JSON, at most {MOST_METADATA_BYTES} are taken: keep it elsewhere"
+            f"metadata has {size} bytes as JSON, more than the limit of {MOST_METADATA_BYTES}: store it elsewhere"
         )
     return copied
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
     if depth > MOST_DEPTH:
-        raise ValueError(f"{where[:80]} is nested more than {MOST_DEPTH} deep, or holds itself")
+        raise ValueError(f"{where[:80]} is nested more than {MOST_DEPTH} levels deep, or contains itself")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}: JSON has text as keys only, so write {str(key)!r}")
+                raise TypeError(f"{where} has the key {key!r}, but keys in JSON are strings: write {str(key)!r}")
         return {_text(key, where): _plain(value[key], f"{where}[{key!r}]", depth + 1) for key in value}
     if isinstance(value, (list, tuple)):
         return [_plain(each, f"{where}[{number}]", depth + 1) for number, each in enumerate(value)]
@@ -67,7 +67,7 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if type(value) is int:
         return _whole(value, where)
     if not isfinite(value):
-        raise ValueError(f"{where} is {value}, which JSON does not have: leave it out, or write None")
+        raise ValueError(f"{where} is {value}, which JSON cannot represent: leave it out, or write None")
     return value
 
 
@@ -78,7 +78,7 @@ def _one(value: Any, where: str) -> Any:
     if hasattr(value, "item") and hasattr(value, "shape"):
         if any(size != 1 for size in value.shape):
             raise TypeError(
-                f"{where} is an array of shape {list(value.shape)}: a number is taken; for several write .tolist()"
+                f"{where} is an array of shape {list(value.shape)}: pass a single number, or a list with .tolist()"
             )
         # JSON has no dates and complex numbers, although their items could be converted.
         if getattr(value.dtype, "kind", "") not in ("m", "M", "c"):
@@ -88,7 +88,7 @@ def _one(value: Any, where: str) -> Any:
     for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{where} is {value!r:.80} ({type(value).__name__}), which JSON does not have")
+    raise TypeError(f"{where} is {value!r:.80} ({type(value).__name__}), which JSON cannot represent")
 
 
 def _item(value: Any, where: str) -> Any:
@@ -108,5 +108,5 @@ def _whole(number: int, where: str) -> int:
 
 def _text(text: str, where: str) -> str:
     if not is_text(text):
-        raise ValueError(f"{where} holds {text!r:.80}: UTF-8 has no lone surrogates")
+        raise ValueError(f"{where} holds {text!r:.80}, which is not valid UTF-8: it has a lone surrogate")
     return str.__str__(text)

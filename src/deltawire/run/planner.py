@@ -138,12 +138,12 @@ def entries(hops: Iterable[Hop]) -> list[int]:
 def check_skips(skips: Any, most_deltas: int | None) -> None:
     """Reject anything but a list of lengths of skip deltas, and a number of deltas or None."""
     if isinstance(skips, (str, bytes)) or not isinstance(skips, Sequence):
-        raise TypeError(f"skips is a list of lengths, such as (4, 16, 64), or () for none, not {skips!r}")
+        raise TypeError(f"skips must be a list of lengths, such as (4, 16, 64), or () for none, not {skips!r}")
     for length in skips:
         if type(length) is not int or length < 2:
-            raise ValueError(f"a skip delta is over 2 versions or more, not {length!r}")
+            raise ValueError(f"a skip delta must span 2 versions or more, not {length!r}")
     if most_deltas is not None and (type(most_deltas) is not int or most_deltas < 1):
-        raise ValueError(f"most_deltas is a number of deltas, or None, not {most_deltas!r}")
+        raise ValueError(f"most_deltas must be a number of deltas, or None, not {most_deltas!r}")
 
 
 def skip_bases(version: int, lengths: Iterable[int] = SKIPS) -> list[int]:

@@ -96,14 +96,14 @@ class Run:
     def start(self, name: str | None) -> None:
         """Write `run.json`, or continue the run that exists."""
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"a run's id is a text, not {type(name).__name__}")
+            raise TypeError(f"a run's id must be a string, not {type(name).__name__}")
         run = f"run-{token_hex(4)}" if name is None else name
         data = documents.run_bytes(run, self.writer, time.time(), self._sign)
         try:
             self._create(keys.RUN_KEY, data)
         except errors.Conflict:
             if name is not None and self.id != name:
-                problem = f"{self.store.url} holds run {self.id}, not {name}"
+                problem = f"{self.store.url} holds run {self.id}, not {name}: check the URL, or leave the id out"
                 raise errors.Conflict(problem, expected=name, actual=self.id) from None
 
     def versions(self, after: int = -1) -> list[int]:
@@ -176,12 +176,12 @@ class Run:
         if (manifest.run, manifest.version) != (self.id, version):
             if manifest.run != self.id and self._read(keys.RUN_KEY, documents.read_run) == manifest.run:
                 raise errors.RunMismatch(
-                    f"{self.store.url} held run {self.id}, and holds run {manifest.run} now: to follow that, start "
+                    f"{self.store.url} held run {self.id}, and now holds run {manifest.run}: to follow it, start "
                     "again with fresh weights or an empty folder",
                     expected=self.id, actual=manifest.run,
                 )  # fmt: skip
             about = f"version {manifest.version} of run {manifest.run}"
-            raise errors.CorruptObject(f"the manifest of version {version} is about {about}", version=version)
+            raise errors.CorruptObject(f"the manifest of version {version} describes {about}", version=version)
         self._remember(manifest)
         return manifest
 
@@ -240,7 +240,7 @@ class Run:
             self._create(keys.manifest_key(manifest.version), data)
         except errors.Conflict:
             raise errors.Fenced(
-                f"another writer has published version {manifest.version} of run {self.id}: this one must stop. "
+                f"another writer has published version {manifest.version} of run {self.id}, so this one must stop. "
                 "Close this publisher; to continue from the newest version, create a new one",
                 version=manifest.version,
             ) from None

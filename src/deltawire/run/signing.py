@@ -39,20 +39,20 @@ def verifier(public_key: str) -> Verify:
 
     if not isinstance(public_key, str):
         raise TypeError(
-            f"a public key is a text of 64 hexadecimal digits, or a path as text, not {type(public_key).__name__}"
+            f"a public key must be 64 hexadecimal digits or a path, as a string, not {type(public_key).__name__}"
         )
     text = public_key if len(public_key) == 64 else _text_of(public_key)
     # The value is not shown: it may be a secret.
     if "PRIVATE KEY" in text:
         raise ValueError(
-            "that is a private key, and a public one was expected: pass what deltawire keygen printed for it; "
+            "this is a private key, but a public one is expected: pass what deltawire keygen printed for it; "
             "deltawire.run.signing.public_key_of(FILE) returns it again"
         )
     try:
         key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(text))
     except ValueError:
         raise ValueError(
-            "that is not a public key: expected 64 hexadecimal digits, or a file that holds them"
+            "this is not a public key: expected 64 hexadecimal digits, or a file that holds them"
         ) from None
 
     def verify(signature: bytes, message: bytes) -> bool:
@@ -78,7 +78,7 @@ def _private_key(path: Path) -> "Ed25519PrivateKey":
     key: Any
     serialization, ed25519 = _cryptography()
     if is_like_a_key(str(path)) and not os.path.isfile(path):
-        raise ValueError("that seems to be a key, and the path of a file that holds one was expected: see keygen")
+        raise ValueError("this seems to be a key, but the path of a key file is expected: see deltawire keygen")
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except FileNotFoundError:
@@ -99,5 +99,5 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise MissingDependency("signing needs a package: pip install 'deltawire[signing]'") from None
+        raise MissingDependency("signing needs another package: pip install 'deltawire[signing]'") from None
     return serialization, ed25519

@@ -29,7 +29,7 @@ def open_store(
     """Open the store at a URL or folder.
 
     Credentials and endpoints come from the environment variables of each cloud's own tools. Nothing is read or written
-    yet, so that a missing bucket is only noticed at the first request.
+    yet, so a missing bucket is only noticed at the first request.
 
     Args:
         url: A folder, `file:///folder`, `memory:NAME`, `s3://bucket/prefix`, `gs://bucket/prefix`,
@@ -38,7 +38,7 @@ def open_store(
         timeout_seconds: How long a cloud store or web server may be silent before a request fails.
         retries: How often a failed request to a cloud store is repeated.
         config: Settings for the client of the cloud, which take precedence over the environment; for a web server
-            `headers`, one `Name: value` a line, and `redirect_hosts`, the other hosts that it may redirect to.
+            `headers`, one `Name: value` per line, and `redirect_hosts`, the other hosts that it may redirect to.
 
     Returns:
         The store.
@@ -50,7 +50,7 @@ def open_store(
     """
     if not isinstance(url, str | Path):
         if not all(hasattr(url, name) for name in ("put", "create", "get", "list")):
-            raise TypeError(f"{type(url).__name__} is no store: use {SPECS}, or an object of your own that is a Store")
+            raise TypeError(f"{type(url).__name__} is not a store: use {SPECS}, or your own Store object")
         return url
     scheme = _scheme(url)
     if scheme in ("", "file"):
@@ -71,14 +71,14 @@ def open_store(
         from deltawire.store.clouds import open_cloud
 
         return open_cloud(str(url), config or {}, timeout_seconds=timeout_seconds, retries=retries)
-    raise ValueError(f"{redacted(str(url))!r} is no store: use {SPECS}")
+    raise ValueError(f"{redacted(str(url))!r} is not a store: use {SPECS}")
 
 
 def _scheme(url: str | Path) -> str:
     if isinstance(url, Path):
         return ""
     if not url:
-        raise ValueError(f"an empty URL is no store: use {SPECS}")
+        raise ValueError(f"an empty URL is not a store: use {SPECS}")
     # A single letter before the colon is a Windows drive.
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", url)
     return found[1].lower() if found else ""
@@ -89,7 +89,7 @@ def _refuse_credentials(url: str, *, query: bool) -> None:
     checked = url if query else url.partition("?")[0]
     if redacted(checked) != checked or "?" in checked:
         raise ValueError(
-            f"{redacted(url)!r} has a password or a query: leave it out of the URL. Credentials come from the "
+            f"{redacted(url)!r} has a password or a query: remove it from the URL. Credentials come from the "
             "environment, where the cloud's own tools look for them"
         )
 
@@ -101,7 +101,7 @@ def _open_folder(url: str | Path) -> Store:
         return FolderStore(Path(url))
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise ValueError(f"{url!r} is no folder: write file:///folder with three slashes")
+        raise ValueError(f"{url!r} is not a folder: write file:///folder, with three slashes")
     return FolderStore(Path(unquote(parts.path)))
 
 
@@ -122,7 +122,7 @@ def _open_hub(url: str, config: Mapping[str, str]) -> Store:
     if match is None and (model := re.fullmatch(r"hf://([^/@]+/[^/@]+)@([A-Za-z0-9_.-]+)", url)):
         return _open_model(model[1], model[2], config)
     if match is None:
-        raise ValueError(f"{url!r} is no bucket: write hf://buckets/owner/name/prefix, or hf://owner/model@revision")
+        raise ValueError(f"{url!r} is not a bucket: write hf://buckets/owner/name/prefix, or hf://owner/model@revision")
     from deltawire.store.hub import HubStore
 
     return HubStore(match[1], match[2].strip("/"), token=config.get("token"), endpoint=config.get("endpoint"))

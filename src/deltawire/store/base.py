@@ -82,7 +82,7 @@ def check_key(key: str) -> str:
 
 def check_range(start: int, length: int) -> None:
     if start < 0 or length < 0:
-        raise ValueError(f"no range of an object: {length} bytes from {start}")
+        raise ValueError(f"{length} bytes from {start} is not a range of an object")
 
 
 def slices(data: Buffer | Pieces, num_bytes: int) -> Iterator[memoryview]:
@@ -97,6 +97,6 @@ def check_size(url: str, key: str, num_bytes: int, limit: int) -> None:
     """Raise LimitExceeded for an object that is larger than the caller allows."""
     if num_bytes > limit:
         raise LimitExceeded(
-            f"{url}: {key} has {num_bytes} bytes, at most {limit} are read", url=url, key=key, expected=limit,
+            f"{url}: {key} has {num_bytes} bytes, more than the limit of {limit}", url=url, key=key, expected=limit,
             actual=num_bytes,
         )  # fmt: skip

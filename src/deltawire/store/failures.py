@@ -42,7 +42,7 @@ def translate(error: Exception, url: str, key: str, environment: Sequence[str]) 
     if isinstance(error, FileNotFoundError):
         return ObjectMissing(f"{url} has no {key}", **where)
     if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
-        return Conflict(f"{url} has {key} already", **where)
+        return Conflict(f"{url} already has {key}", **where)
     message, refused = _explain(error, text, environment)
     return StoreUnavailable(f"{url}: {message}", **where, refused=refused, uncertain=False)
 

@@ -51,7 +51,7 @@ class HubStore:
     ) -> None:
         bucket, folder = owner_and_name.strip("/"), prefix.strip("/")
         if bucket.count("/") != 1:
-            raise ValueError(f"a bucket is named owner/name, not {owner_and_name!r}")
+            raise ValueError(f"a bucket's name is owner/name, not {owner_and_name!r}")
         self.url = f"hf://buckets/{bucket}/{folder}".rstrip("/")
         self._folder = folder + "/" if folder else ""
         self._hub = _Hub(self.url, bucket, token, endpoint)
@@ -64,7 +64,7 @@ class HubStore:
         # Without a conditional write, two writers that both find nothing may each read back their own bytes before the
         # other replaces them, and both succeed. Writers must be kept apart by other means.
         if self._find(key) is not None:
-            raise Conflict(f"{key} exists already in {self.url}", url=self.url, key=key)
+            raise Conflict(f"{key} already exists in {self.url}", url=self.url, key=key)
         content = self._hub.upload(key, data)
 
         def write() -> None:
@@ -292,7 +292,7 @@ class _Hub:
             return "the token that was given"
         if _load("huggingface_hub").get_token() is None:
             return "no token: none was given, HF_TOKEN is not set, and there was no `hf auth login`"
-        return "the token of HF_TOKEN or of `hf auth login`"
+        return "the token from HF_TOKEN or `hf auth login`"
 
 
 def _load(module: str) -> Any:

@@ -71,4 +71,4 @@ def _is_there(read: Callable[[], bytes], data: bytes, failure: StoreError) -> bo
 def _uncertain(failure: StoreError, last: StoreError) -> StoreUnavailable:
     # A conflict that cannot be read back is uncertain: it may be with our own earlier request.
     fields = failure.fields | {"uncertain": True, "refused": False}
-    return StoreUnavailable(f"{last.message}; whether it was written is not known", **fields)
+    return StoreUnavailable(f"{last.message}; it is not known whether the object was written", **fields)

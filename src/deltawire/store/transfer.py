@@ -81,7 +81,7 @@ def fetch_parts(store: Store, key: str, num_bytes: int, start: int = 0) -> Itera
             return data
         actual = at + len(data)
         raise CorruptObject(
-            f"{store.url}: {key} has {actual} bytes or less, not {num_bytes}",
+            f"{store.url}: {key} has at most {actual} bytes, not {num_bytes}",
             key=key, expected=num_bytes, actual=actual,
         )  # fmt: skip
 

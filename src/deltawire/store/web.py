@@ -32,7 +32,7 @@ def _read_headers(text: str) -> dict[str, str]:
     """Headers, one `Name: value` a line. Values are secrets and never shown."""
     found = [_HEADER.fullmatch(line.strip()) for line in text.splitlines() if line.strip()]
     if None in found:
-        raise ValueError(f"headers are written as 'Name: value', one a line: look at {HEADERS}, or at config")
+        raise ValueError(f"headers must be written as 'Name: value', one per line: check {HEADERS}, or config")
     return {match[1]: match[2] for match in found if match is not None}
 
 
@@ -47,12 +47,12 @@ class WebStore:
 
     def __init__(self, url: str, config: Mapping[str, str], *, timeout_seconds: float) -> None:
         if unknown := set(config) - {"headers", "redirect_hosts"}:
-            raise ValueError(f"a web store has the settings headers and redirect_hosts, not {min(unknown)!r}")
+            raise ValueError(f"the settings of a web store are headers and redirect_hosts, not {min(unknown)!r}")
         self._headers = _read_headers(config.get("headers", os.environ.get(HEADERS, "")))
         self._hosts = config.get("redirect_hosts", os.environ.get(REDIRECT_HOSTS, "")).lower().split()
         base, _, query = url.partition("?")
         if not urlsplit(base).hostname or "@" in urlsplit(base).netloc or "#" in url:
-            raise ValueError("that is no web server: write https://host/run, without a user and without '#'")
+            raise ValueError("this is not a web server's URL: write https://host/run, without a user and without '#'")
         self.url = base.rstrip("/")
         self._query = f"?{query}" if query else ""
         self._timeout = timeout_seconds
@@ -127,8 +127,8 @@ class WebStore:
 
     def _refuse(self, what: str) -> NoReturn:
         raise ReadOnlyStore(
-            f"{self.url} cannot be {what}: over http(s) a run is read by name only. Use the bucket or folder behind "
-            "it, such as s3://bucket/run",
+            f"{self.url} cannot be {what}: over http(s), objects can only be read by name. Use the bucket or folder "
+            "behind it, such as s3://bucket/run",
             url=self.url,
         )  # fmt: skip
 
@@ -172,13 +172,13 @@ class WebStore:
         status = answer.status_code
         if status in (accepted or (200,)):
             if answer.headers.get("Content-Encoding", "identity") != "identity":
-                raise self._unavailable(f"{key} comes compressed: turn that off at the server", key, refused=True)
+                raise self._unavailable(f"the server sends {key} compressed: turn that off", key, refused=True)
             self._readable = self._readable or key
             return
         if status in (404, 410) or (status == 403 and self._hides_missing(key)):
             raise ObjectMissing(f"{self.url} has no {key}", url=self.url, key=key)
         if status in (401, 403):
-            said = f"access to {key} was refused ({status}): look at {HEADERS}, or at the query of the URL"
+            said = f"access to {key} was refused ({status}): check {HEADERS}, or the query of the URL"
             raise self._unavailable(said, key, refused=True)
         refused = 400 <= status < 500 and status not in (408, 425, 429)
         raise self._unavailable(f"the server answered {status} for {key}", key, refused=refused)
@@ -197,7 +197,7 @@ class WebStore:
             first, end, ends_there = int(found[1]), int(found[2]), found[3] == str(int(found[2]) + 1)
             if first == start <= end and (end == last or (end < last and ends_there)):
                 return end - start + 1
-        said = f"bytes {start}-{last} of {key} were asked for, and {shorten(stated)!r} came"
+        said = f"bytes {start}-{last} of {key} were requested, but the server sent {shorten(stated)!r}"
         raise self._unavailable(said, key)
 
     def _read(self, answer: Any, key: str, most: int, *, skip: int = 0) -> bytes:
@@ -210,7 +210,7 @@ class WebStore:
                 break
             seconds = time.monotonic() - started
             if seconds > self._timeout and num_read < seconds * SLOWEST_BYTES_PER_SECOND:
-                raise self._unavailable(f"{key} comes too slowly: {num_read} bytes in {seconds:.0f} s", key)
+                raise self._unavailable(f"{key} arrives too slowly: {num_read} bytes in {seconds:.0f} s", key)
         return bytes(memoryview(data)[:most])
 
     def _unavailable(self, message: str, key: str, *, refused: bool = False) -> StoreUnavailable:

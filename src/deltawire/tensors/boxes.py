@@ -20,7 +20,7 @@ class Box:
         shape: The size of the box, per dimension.
 
     Raises:
-        ValueError: The box does not lie in a tensor of shape `full`.
+        ValueError: The box does not fit in a tensor of shape `full`.
     """
 
     full: Shape
@@ -33,7 +33,7 @@ class Box:
             for whole, start, size in zip(self.full, self.offset, self.shape, strict=True)
         )
         if not fits:
-            raise ValueError(f"box {self.offset} + {self.shape} does not lie in a tensor of shape {self.full}")
+            raise ValueError(f"box {self.offset} + {self.shape} does not fit in a tensor of shape {self.full}")
 
     @classmethod
     def whole(cls, shape: Shape) -> "Box":

@@ -139,7 +139,7 @@ def digest(
     """Compute the digest of weights.
 
     Args:
-        weights: Arrays or tensors by name, a `Checkpoint`, or a torch module (its `state_dict()` is taken as it is).
+        weights: Arrays or tensors by name, a `Checkpoint`, or a torch module (its `state_dict()` is used unchanged).
         dtype: What the bits of integer arrays mean (bf16 kept as uint16): one dtype, or a mapping from tensor names.
         tied: Names that share the weights of another name. They are left out, as they are in a checkpoint.
         threads: Number of threads (default: all available cores).

@@ -86,7 +86,7 @@ def dtype_named(dtype: Any) -> DType:
         return DTYPES[ALIASES.get(name, name)]
     except KeyError:
         known = ", ".join(sorted(DTYPES))
-        raise UnsupportedFormat(f"dtype {name!r} is not supported; supported are {known}", actual=name) from None
+        raise UnsupportedFormat(f"dtype {name!r} is not supported, only {known}", actual=name) from None
 
 
 def _name_of(dtype: Any) -> str:
@@ -98,7 +98,7 @@ def _name_of(dtype: Any) -> str:
         return str(dtype).removeprefix("torch.")
     if isinstance(dtype, (np.dtype, type)):
         return np.dtype(dtype).name
-    raise TypeError(f"a dtype is a name such as 'BF16', or a dtype of torch or numpy, not {type(dtype).__name__}")
+    raise TypeError(f"a dtype must be a name such as 'BF16', or a dtype of torch or numpy, not {type(dtype).__name__}")
 
 
 def empty_bits(shape: Shape, dtype: DType, what: str) -> Bits:

@@ -24,11 +24,13 @@ def check_names(names: Iterable[str]) -> None:
     """Reject names that a header cannot store, or that are reserved in it."""
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"a tensor's name is text, not {name!r} ({type(name).__name__}): rename it")
+            raise TypeError(f"a tensor's name must be a string, not {name!r} ({type(name).__name__}): rename it")
         if name == METADATA or name.startswith(PREFIX):
-            raise ValueError(f"{name!r} cannot be the name of a tensor: {METADATA} and {PREFIX}* are taken, rename it")
+            raise ValueError(
+                f"{name!r} cannot be a tensor's name, since {METADATA} and {PREFIX}* are reserved: rename it"
+            )
         if not is_text(name):
-            raise ValueError(f"{name!r} cannot be the name of a tensor: UTF-8 has no lone surrogates, rename it")
+            raise ValueError(f"{name!r} cannot be a tensor's name, since it is not valid UTF-8: rename it")
 
 
 def is_text(text: str) -> bool:
@@ -59,11 +61,11 @@ def resolve_ties(tied: Ties, names: Collection[str]) -> dict[str, str]:
             seen.add(to)
             to = tied[to]
         if to in seen:
-            raise ValueError(f"{name!r} is tied in a circle, so that it has no weights")
+            raise ValueError(f"{name!r} is tied in a circle, so it has no weights")
         resolved[name] = to
     check_ties(resolved, names)
     if (size := len(json.dumps(resolved))) > MOST_TIED_BYTES:
-        raise ValueError(f"{len(tied)} tied names take {size} bytes, a manifest holds {MOST_TIED_BYTES}")
+        raise ValueError(f"{len(tied)} tied names take {size} bytes, but a manifest holds only {MOST_TIED_BYTES}")
     return resolved
 
 

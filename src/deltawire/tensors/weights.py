@@ -61,7 +61,7 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     kind = dtype_named(value.dtype if stated is None else stated)
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
-            f"{name}: dtype {kind.name} has {kind.itemsize} bytes, the array's items {array.dtype.itemsize}"
+            f"{name}: dtype {kind.name} has {kind.itemsize} bytes, but the array's items have {array.dtype.itemsize}"
         )
     return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
 
@@ -205,14 +205,14 @@ def writable(weights: Weights, names: Iterable[str], tied: Ties) -> dict[str, An
         value = values[name] = weights[name]
         check_writable(name, value)
         if place(weights[name]) != place(value):
-            raise ValueError(f"{name}: the target gives another copy on each access, so what is written to it is lost")
+            raise ValueError(f"{name}: the target returns a new copy on each access, so writes would be lost")
     end, before = ("", 0), ""
     for device, start, stop, name in sorted(_span(value, name) for name, value in values.items()):
         if (device, start) < end and not (
             tied.get(name, name) == tied.get(before, before) and place(values[name]) == place(values[before])
         ):
             raise ValueError(
-                f"{before} and {name} share memory at the target, and are two tensors in the run: give each its own, "
+                f"{before} and {name} share memory at the target, but are two tensors in the run: give each its own, "
                 "or tie them at the trainer"
             )
         if (device, stop) > end:
@@ -240,11 +240,11 @@ def check_writable(name: str, value: Any) -> None:
     if not (value.is_contiguous() if of_torch else value.flags.c_contiguous):
         raise ValueError(f"{name} is not contiguous, so it cannot be changed in place; pass a contiguous array")
     if of_torch and value.is_neg():
-        raise ValueError(f"{name} is the negative of another tensor's memory; pass a copy, with resolve_neg()")
+        raise ValueError(f"{name} is a lazy negation of another tensor's memory; pass a copy, with resolve_neg()")
     if not of_torch and not value.flags.writeable:
         raise ValueError(f"{name} is read-only; pass an array that can be changed")
     if not of_torch and not value.dtype.isnative:
-        raise ValueError(f"{name} is in the other byte order; pass an array in this machine's")
+        raise ValueError(f"{name} is in the other byte order; pass an array in this machine's byte order")
 
 
 def is_torch(value: Any) -> bool:
@@ -268,7 +268,7 @@ def check_plain(name: str, value: Any) -> None:
     if value.device.type == "meta":
         raise ValueError(f"{name} is on the meta device, where tensors have no values: load the weights first")
     if str(value.layout) != "torch.strided":
-        raise ValueError(f"{name} is a sparse tensor ({value.layout}): give it as a dense one, with to_dense()")
+        raise ValueError(f"{name} is a sparse tensor ({value.layout}): pass a dense one, with to_dense()")
     is_wrapper = hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
     if value.is_quantized or is_wrapper:
         kind = type(value).__name__ if is_wrapper else "quantized"

@@ -38,8 +38,8 @@ class AgentAt:
 
     Args:
         url: Its HTTP address.
-        token: With it, the agent is nudged when there is a new version. Without, the agent finds new versions by its
-            own polling, and is only asked for its status.
+        token: With it, the agent is nudged when there is a new version. Without it, the agent finds new versions by
+            polling, and is only queried for its status.
         timeout: Seconds to wait for a response.
     """
 
@@ -53,7 +53,7 @@ class Serving:
     """What is known about one engine."""
 
     version: int | None = None
-    """The version of this run that it serves, as it reports itself; None if unknown."""
+    """The version of this run that it serves, as it reports; None if unknown."""
     error: str | None = None
     """The last error, if it has not been resolved since."""
     pause_seconds: float | None = None
@@ -81,7 +81,7 @@ def named(engines: Sequence[EngineChoice]) -> dict[str, EngineChoice]:
 def _address_of(engine: EngineChoice) -> str:
     if not isinstance(engine, str | AgentAt):
         if not hasattr(engine, "commit"):
-            raise TypeError(f"an engine is a server's URL, an AgentAt or an Engine, not {type(engine).__name__}")
+            raise TypeError(f"an engine must be a server's URL, an AgentAt or an Engine, not {type(engine).__name__}")
         return engine.address
     url = engine if isinstance(engine, str) else engine.url
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
@@ -150,16 +150,16 @@ class Fleet:
             return
         self.wait(lambda serving: all(is_there(*each) or is_away(each[1]) for each in serving.items()), seconds - grace)
         if left := {name: each for name, each in self.serving().items() if not is_there(name, each)}:
-            _log.warning("training ends, and these engines do not serve version %d: %s", version, left)
+            _log.warning("training has ended, but these engines do not serve version %d: %s", version, left)
 
     def report(self) -> None:
         """Log which engines have failed or recovered since the last call."""
         for name, each in self.serving().items():
             before, self._errors[name] = self._errors.get(name), each.error
             if each.error is not None and before is None:
-                _log.warning("the engine at %s does not follow: %s", name, each.error)
+                _log.warning("the engine at %s is not following the run: %s", name, each.error)
             elif each.error is None and before is not None:
-                _log.warning("the engine at %s follows again, and serves version %s", name, each.version)
+                _log.warning("the engine at %s follows the run again, and serves version %s", name, each.version)
 
     def close(self) -> None:
         with ThreadPoolExecutor(max(len(self._connections), 1)) as pool:
@@ -188,7 +188,7 @@ class _Here:
                 self.agent.run(lambda _: self._notify())
             except Exception:
                 # It is in `replica.error` too. An unexpected error must not leave the engine without an agent.
-                _log.exception("the agent of %s failed, and is started again", self.agent.target.engine.address)
+                _log.exception("the agent of %s failed and will be restarted", self.agent.target.engine.address)
                 self._stopped.wait(1.0)
 
     def nudge(self, version: int) -> None:
@@ -204,7 +204,7 @@ class _Here:
         self._thread.join(END_SECONDS)
         if self._thread.is_alive():
             address = self.agent.target.engine.address
-            _log.warning("the agent of %s still waits for a response, and is abandoned", address)
+            _log.warning("the agent of %s is still waiting for a response and is abandoned", address)
         else:
             self.agent.close()
 
@@ -275,7 +275,7 @@ def lowest(serving: Mapping[str, Serving]) -> int | None:
 
 
 def flat(serving: Mapping[str, Serving]) -> dict[str, Any]:
-    """The state of all engines as metrics, for W&B, TensorBoard and the like."""
+    """The state of all engines as metrics, for W&B, TensorBoard and similar trackers."""
     numbers: dict[str, float | None] = {
         "engines/count": len(serving),
         "engines/unknown": sum(each.version is None for each in serving.values()),

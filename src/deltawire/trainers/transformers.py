@@ -19,11 +19,11 @@ from deltawire.store import Store
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise MissingDependency("the Trainer's callback needs a package: pip install transformers") from error
+    raise MissingDependency("the Trainer callback needs another package: pip install transformers") from error
 
 
 class NumbersCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds metrics to what a Trainer logs: to its `log_history`, and to what callbacks after this one log."""
+    """Adds metrics to what a Trainer logs: to its `log_history`, and to what later callbacks log."""
 
     def __init__(self, numbers: Callable[[], Mapping[str, float]]) -> None:
         self._numbers = numbers
@@ -45,15 +45,15 @@ class NumbersCallback(TrainerCallback):  # type: ignore[misc]
 class DeltawireCallback(NumbersCallback):
     """Publishes the model when training starts and after every `every`-th optimizer step.
 
-    Configuration and tokenizer go with the anchors, so that a mirror can be loaded as it is. Metrics of the last
-    version are added to the Trainer's `log_history` and to what callbacks after this one log. The Trainer puts those of
-    `report_to` before the ones in `callbacks`; `go_first` changes that.
+    Configuration and tokenizer are uploaded with the anchors, so that a mirror can be loaded directly. Metrics of the
+    last version are added to the Trainer's `log_history` and to what later callbacks log. The Trainer puts the
+    callbacks of `report_to` before those in `callbacks`; `go_first` changes that.
 
     Args:
         store: A URL, a path, or a `Store`.
-        every: Publish after every so many optimizer steps.
-        **options: Options of `Publisher`, or of `ShardedPublisher`, which is used where parameters are sharded over
-            ranks (FSDP2); then all ranks publish.
+        every: Publish after every `every` optimizer steps.
+        **options: Options of `Publisher`, or of `ShardedPublisher`, which is used if parameters are sharded over ranks
+            (FSDP2); then all ranks publish.
     """
 
     def __init__(self, store: str | Path | Store, *, every: int = 1, **options: Any) -> None:
@@ -106,7 +106,7 @@ class DeltawireCallback(NumbersCallback):
 
 
 def reported(state: Any) -> dict[str, float]:
-    """What the dashboard draws of the Trainer's last logs, such as the reward."""
+    """The values in the Trainer's last logs that the dashboard draws, such as the reward."""
     logs = [log for log in state.log_history[-3:] if isinstance(log, dict)]
     return {name: value for log in logs for name in REPORTED if (value := number(log.get(name))) is not None}
 

@@ -10,12 +10,12 @@ What TRL 1.16 calls, on rank 0 only:
     when training starts      init_weight_transfer, then a sync, and only then do rollouts start
     every weight_sync_steps   a sync, at the end of the step: before it is logged and before a checkpoint is saved
     a sync                    pause, barrier, send_weights, barrier, resume, model_version += 1
-    when training ends        destroy, after the rollouts were stopped; also where training raised an error
+    when training ends        destroy, after the rollouts were stopped; also if training raised an error
 
 In `send_weights` all ranks gather the weights together, one tensor at a time, so an iterator that is not exhausted
-would block the other ranks for ever. TRL does not talk to the servers: it neither pauses nor resumes them itself. It
+would block the other ranks forever. TRL does not talk to the servers: it neither pauses nor resumes them itself. It
 increments `model_version` after every sync, successful or not, and puts it on samples as the version they come from.
-What the servers really have is in `DeltawireTransfer.served`.
+What the servers actually have is in `DeltawireTransfer.served`.
 """
 
 import time
@@ -42,26 +42,26 @@ __all__ = ["AgentAt", "DeltawireTransfer", "Serving"]
 class DeltawireTransfer:
     """Publishes the weights that TRL sends, one version per sync, and keeps engines current. Does not wait for uploads.
 
-    Tensors are cast to `dtype` and compared as they arrive, where they lie: on a GPU with a snapshot there. No copy of
-    them is kept.
+    Tensors are cast to `dtype` and compared as they arrive, on the device that they are on: on a GPU, with a snapshot
+    there. No copy of them is kept.
 
-    TRL counts every sync as a version, also one that reached no engine; `version` is what the store has, and `served`
-    what the engines have. A version that fails is covered by the next.
+    TRL counts every sync as a version, even one that reached no engine; `version` is what the store has, and `served`
+    what the engines have. A version that fails is covered by the next one.
 
     Args:
         store: A URL, a path, or a `Store`.
         engines: Each is the URL of a vLLM server on this machine, or an `Engine` that is used until training ends: an
-            agent in this process drives it. Or an `AgentAt`, next to a server on another machine. Agents that are not
-            listed follow the run all the same, if they know the store.
-        max_lag: Each sync waits until every engine is at most so many syncs behind; 0: all serve the new weights when
+            agent in this process drives it. Or an `AgentAt`, for an agent next to a server on another machine. Agents
+            that are not listed here can follow the run too, if they know the store.
+        max_lag: Each sync waits until every engine is at most this many syncs behind; 0: all serve the new weights when
             the sync is over. An engine whose version is unknown counts as behind. `None`: an engine that is
             unavailable or slow does not stop training.
         timeout: Seconds to wait for `max_lag`; then the sync raises `EnginesBehind`.
-        mirrors: A folder for the mirrors of the engines that are driven from here, one folder for each; in host memory
-            by default.
-        poll_seconds: How often agents look for a new version, and agents on other machines are asked for theirs.
+        mirrors: A folder for the mirrors of the engines that are driven from here, with a subfolder for each; in host
+            memory by default.
+        poll_seconds: How often agents look for a new version, and how often agents on other machines are polled.
         dtype: The dtype to publish in.
-        frozen: Weights that do not train, which TRL does not send; they are published as they are, in anchors.
+        frozen: Weights that are not trained and that TRL does not send; they are published unchanged, in anchors.
         step: A function that returns the number of the optimizer step; `attach` sets it.
         **options: Options of `Publisher`, with `when_full="coalesce"` by default.
 
@@ -85,13 +85,11 @@ class DeltawireTransfer:
     ) -> None:
         dtype = dtype_named(dtype).name
         if dtype not in TORCH_NAMES:
-            raise ValueError(f"weights from TRL are published as {', '.join(TORCH_NAMES)}, not {dtype}")
+            raise ValueError(f"weights from TRL can be published as {', '.join(TORCH_NAMES)}, not {dtype}")
         if max_lag is not None and (max_lag < 0 or not engines):
-            raise ValueError(
-                "max_lag is a number of syncs from 0 on, and needs engines to wait for: give engines=[...]"
-            )
+            raise ValueError("max_lag must be 0 or more syncs, and needs engines to wait for: pass engines=[...]")
         if timeout < 0 or poll_seconds <= 0:
-            raise ValueError("timeout and poll_seconds are positive numbers of seconds")
+            raise ValueError("timeout and poll_seconds must be positive numbers of seconds")
         # TRL calls nothing on ranks other than 0, so nothing is opened here.
         self._store, self._dtype, self._step = store, dtype, step
         self._reported: Callable[[], dict[str, float]] = dict
@@ -101,7 +99,7 @@ class DeltawireTransfer:
         self._options = {"when_full": "coalesce", **options}
         self._stream: Stream | None = None
         self._is_whole = False
-        """Whether the last sync that began to be read was read in whole."""
+        """Whether the last sync that began to be read was read completely."""
         self._fleet: Fleet | None = None
         self._served: dict[str, Serving] = {}
         self._is_open = self._gave_up = False
@@ -124,17 +122,17 @@ class DeltawireTransfer:
 
     @property
     def served(self) -> dict[str, Serving]:
-        """What each engine serves, as it reports itself; after training, what it served at the end."""
+        """What each engine serves, as it reports; after training, what it served at the end."""
         return self._served if self._fleet is None else self._fleet.serving()
 
     @property
     def served_version(self) -> int | None:
-        """The version that every engine has reached; None if that of one is unknown, or there are no engines."""
+        """The version that every engine has reached; None if one is unknown, or there are no engines."""
         return lowest(self.served)
 
     @property
     def lag(self) -> int | None:
-        """How many syncs the slowest engine is behind; None if that of one is unknown, or there are no engines."""
+        """How many syncs the slowest engine is behind; None if one is unknown, or there are no engines."""
         served = self.served.values()
         known = [lag for each in served if (lag := self._lag_of(each)) is not None]
         return max(known) if known and len(known) == len(served) else None
@@ -160,9 +158,9 @@ class DeltawireTransfer:
         """Do nothing: engines keep serving while weights are compared, uploaded, fetched and decoded."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Compare all weights, each where it lies as it comes, and publish them as the next version.
+        """Compare all weights, each on its own device as it arrives, and publish them as the next version.
 
-        On ranks other than 0 it takes part in the gathering and publishes nothing.
+        On ranks other than 0, it takes part in the gathering and publishes nothing.
         """
         if _rank() != 0:
             deque(iterator, maxlen=0)
@@ -184,7 +182,7 @@ class DeltawireTransfer:
         self._seconds["publish_seconds"] = time.perf_counter() - started - self._seconds["take_seconds"]
 
     def resume(self) -> None:
-        """Wait for engines that are too far behind, if `max_lag` is given. No rank is at a barrier any more."""
+        """Wait for engines that are too far behind, if `max_lag` is given. No rank is at a barrier at this point."""
         if self._fleet is None:
             return
         started = time.perf_counter()
@@ -207,7 +205,7 @@ class DeltawireTransfer:
 
     def _complaint(self, behind: dict[str, Serving], max_lag: int) -> str:
         each = [f"{name} at version {seen.version} ({seen.error or 'no fault'})" for name, seen in behind.items()]
-        text = f"after {self._timeout:g} s engines are more than {max_lag} syncs behind: {', '.join(each)}"
+        text = f"after {self._timeout:g} s, engines are more than {max_lag} syncs behind: {', '.join(each)}"
         text += f"; the store has version {self.version}"
         failure = None if self.last is None else self.last.error
         return text if failure is None else f"{text}, and the next one failed: {failure}"
@@ -215,7 +213,7 @@ class DeltawireTransfer:
     def destroy(self) -> None:
         """Commit what was sent, wait for the engines that are driven from here, and stop.
 
-        A last version that failed is tried again, since no later one will cover it.
+        If the last version failed, it is retried, since no later one will cover it.
         """
         if self.publisher is None or not self._is_open:
             return
@@ -233,7 +231,7 @@ class DeltawireTransfer:
                 fleet.close()
 
     def metrics(self) -> dict[str, float]:
-        """Counts, sizes and seconds as a flat dictionary, for W&B, TensorBoard and the like."""
+        """Counts, sizes and seconds as a flat dictionary, for W&B, TensorBoard and similar trackers."""
         own = {"syncs": self.num_syncs, **self._seconds}
         numbers = {f"deltawire/transfer/{name}": value for name, value in own.items()}
         if self.publisher is not None:
@@ -259,7 +257,7 @@ class DeltawireTransfer:
             num_sent += 1
             del pair, tensor
         if not num_sent:
-            raise ValueError("TRL sent no weights: nothing of the model is trained, or the iterator was used before")
+            raise ValueError("TRL sent no weights: no part of the model is trained, or the iterator was already used")
 
     def _publish(self) -> None:
         publisher = self.publisher

@@ -13,11 +13,11 @@ TOKEN_VARIABLE = "WORDLE_TOKEN"  # noqa: S105
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0 takes a free one.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0 picks a free port.")
 @click.option("--max-sessions", type=click.IntRange(1), default=512, show_default=True,
-              help="How many games there may be at a time, over OpenEnv and in batches each.")  # fmt: skip
+              help="Most games at a time, for OpenEnv and for batches each.")  # fmt: skip
 @click.option("--expire", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
-              help="Give up a game after so many seconds of silence.")  # fmt: skip
+              help="Drop a game after this many seconds without a request.")  # fmt: skip
 def main(host: str, port: int, max_sessions: int, expire: float) -> None:
     """Serve Wordle as an OpenEnv environment. Ctrl-C ends it.
 
@@ -25,7 +25,7 @@ def main(host: str, port: int, max_sessions: int, expire: float) -> None:
     """
     token = os.environ.get(TOKEN_VARIABLE) or None
     if (token is None and not is_loopback(host)) or (token and not re.fullmatch("[A-Za-z0-9_-]{16,200}", token)):
-        raise click.ClickException(f"{TOKEN_VARIABLE} is to be 16 to 200 characters out of A-Z a-z 0-9 _ -")
+        raise click.ClickException(f"{TOKEN_VARIABLE} must be 16 to 200 characters from A-Z a-z 0-9 _ -")
     try:
         listening = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024

@@ -70,7 +70,7 @@ class Game:
 
     def __init__(self, secret: int) -> None:
         if not 0 <= secret < len(WORDS):
-            raise ValueError(f"a secret is an index from 0 to {len(WORDS) - 1}, not {secret}")
+            raise ValueError(f"a secret must be an index from 0 to {len(WORDS) - 1}, not {secret}")
         self.secret = secret
         self.turns: list[Turn] = []
         self.won = False

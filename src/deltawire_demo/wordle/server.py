@@ -91,7 +91,7 @@ class WordleEnvironment(Environment):  # type: ignore[misc]
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SessionError("this session was given up after a long silence: connect again", code="EXPIRED",
+            raise SessionError("this session expired after a long silence: connect again", code="EXPIRED",
                                status=410)  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def start(seed: Any = None, secret: Any = None) -> Game:
     """A game with the secret chosen by a seed, or by an index, or at random."""
     for name, value in (("seed", seed), ("secret", secret)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise SessionError(f"{name} is an integer from 0, not {value!r}", code="BAD_INPUT", status=422)
+            raise SessionError(f"{name} must be an integer from 0, not {value!r}", code="BAD_INPUT", status=422)
     if seed is not None and secret is not None:
         raise SessionError("give a seed or a secret, not both", code="BAD_INPUT", status=422)
     try:
@@ -59,7 +59,7 @@ class Sessions:
         self, *, max_sessions: int, expire_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if max_sessions < 1 or expire_seconds <= 0:
-            raise ValueError("max_sessions and expire_seconds are positive")
+            raise ValueError("max_sessions and expire_seconds must be positive")
         self.max_sessions, self.expire_seconds, self._clock = max_sessions, expire_seconds, clock
         # The one that was idle for the longest time comes first.
         self._games: OrderedDict[str, tuple[Game, float]] = OrderedDict()

@@ -75,8 +75,8 @@ class QuantizedTensor:
         self.groups = Groups(recipe, tuple(original.shape))
         if codes.shape != original.shape or scales.numel() != self.groups.count or not original.is_contiguous():
             raise EngineRejected(
-                f"{name} is {list(original.shape)} when it is loaded, and has codes {list(codes.shape)} and scales "
-                f"{list(scales.shape)}: it is laid out in a way that is not known",
+                f"{name} is {list(original.shape)} when it is loaded, but has codes {list(codes.shape)} and scales "
+                f"{list(scales.shape)}: its layout is not known",
                 tensor=name,
             )
         self.codes, self.scales = codes, scales

@@ -33,15 +33,15 @@ def quantized(weights: Mapping[str, Any], recipe: str = "fp8_per_block") -> dict
 
 def _each(weights: Mapping[str, Any], recipe: str) -> Iterator[tuple[str, torch.Tensor]]:
     if recipe not in PUBLISHED:
-        raise UnsupportedFormat(f"{recipe!r} is not one of {', '.join(PUBLISHED)}, which can be published")
+        raise UnsupportedFormat(f"{recipe!r} cannot be published: choose from {', '.join(PUBLISHED)}")
     for name, value in weights.items():
         if not is_quantized(name):
             yield name, value
             continue
         if value.dtype not in (torch.bfloat16, torch.float16) or value.ndim != 2 or not is_finite(value):
             raise UnsupportedFormat(
-                f"{name} is {value.dtype} {list(value.shape)}, or not finite: finite matrices of bf16 or fp16 are "
-                "quantized",
+                f"{name} is {value.dtype} {list(value.shape)}, or not finite: only finite matrices of bf16 or "
+                "fp16 can be quantized",
                 tensor=name,
             )
         codes, scales = RECIPES[recipe].quantize(value.detach())
@@ -75,7 +75,7 @@ def quantize_checkpoint(source: str | Path, to: Path, recipe: str = "fp8_per_blo
         save_file({name: value.contiguous() for name, value in made.items()}, to / file, {"format": "pt"})
         where |= dict.fromkeys(made, file)
     if not any(is_quantized(name) for name in where):
-        raise ObjectMissing(f"{source} has no tensor that is called ..._proj.weight: nothing is quantized")
+        raise ObjectMissing(f"{source} has no tensor named ..._proj.weight: there is nothing to quantize")
     if len(opened.shards) > 1:
         index = {"metadata": {}, "weight_map": where}
         (to / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

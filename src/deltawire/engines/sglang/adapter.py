@@ -44,7 +44,7 @@ class SglangEngine(HttpEngine):
 
     def __init__(self, url: str, *, mode: str = "patch", **options: Any) -> None:
         if mode not in MODES:
-            raise ValueError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         super().__init__(url, **options)
         self.in_place = mode == "patch"
         self._ranks = Ranks(self._server, self._shared, self._load_timeout) if self.in_place else None
@@ -106,7 +106,7 @@ class SglangEngine(HttpEngine):
 
     def stage(self, change: EngineChange | EngineDelta) -> None:
         if isinstance(change, EngineDelta):
-            raise EngineRejected("SGLang's ranks decode no deltas: use a mirror")
+            raise EngineRejected("SGLang's ranks cannot decode deltas: use a mirror")
         ranks, token = self._patched, token_hex(8)
         with self._shared.change(change, self._bound, token) as paths:
             with self._held():
@@ -123,10 +123,10 @@ class SglangEngine(HttpEngine):
                 problem = self._write(ranks, token, change.state)
             failed = problem is not None and self._write(ranks, token, change.base, undo=True)
         if failed:
-            raise self._broken(f"the update failed ({problem}) and could not be taken back ({failed})")
+            raise self._broken(f"the update failed ({problem}) and could not be rolled back ({failed})")
         seconds = self._go_on(change.base if problem else change.state, started)
         if problem is not None:
-            raise EngineRejected(f"the update to version {change.state.version} was taken back: {problem}")
+            raise EngineRejected(f"the update to version {change.state.version} was rolled back: {problem}")
         return seconds
 
     def _write(self, ranks: Ranks, token: str, state: WeightVersion, undo: bool = False) -> str | None:
@@ -139,7 +139,7 @@ class SglangEngine(HttpEngine):
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         if folder is None and self._ranks is None:
-            raise EngineRejected("mode 'disk' needs a mirror in a folder that the server sees, not in memory")
+            raise EngineRejected("mode 'disk' needs a mirror in a folder that the server can read, not in memory")
         with self._shared.checkpoint(weights, folder, state) as source:
             return self._load(source, state)
 
@@ -159,7 +159,7 @@ class SglangEngine(HttpEngine):
                 raise self._broken(f"version {state.version} could not be loaded: {error}") from error
             self._end(was)
             self._resume()
-            raise EngineRejected(f"nothing was changed, version {state.version} cannot be loaded: {error}") from error
+            raise EngineRejected(f"nothing was changed: version {state.version} cannot be loaded: {error}") from error
         if problem is not None:
             raise self._broken(f"version {state.version} was loaded, and {problem}")
         self._end(state)
@@ -209,7 +209,7 @@ class SglangEngine(HttpEngine):
     @property
     def _patched(self) -> Ranks:
         if self._ranks is None:
-            raise EngineRejected("with mode 'disk' all weights are loaded, none are changed in place")
+            raise EngineRejected("mode 'disk' loads all weights and changes none in place")
         return self._ranks
 
     def _checksum(self) -> str | None:
@@ -270,7 +270,7 @@ class SglangEngine(HttpEngine):
         except EngineRejected as error:
             self._resume_if_sound()
             hint = f". SGLang {server.version} does not empty it while requests wait: see the guide" if refuses else ""
-            raise EngineRejected(f"nothing was changed, the cache cannot be emptied: {error}{hint}") from error
+            raise EngineRejected(f"nothing was changed: the cache cannot be emptied: {error}{hint}") from error
         return started
 
     def _go_on(self, state: WeightVersion, started: float) -> float:

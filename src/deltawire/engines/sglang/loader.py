@@ -53,7 +53,7 @@ def _logged(work: Callable[[], None]) -> None:
         work()
     except Exception:
         # Without an answer the agent knows that something went wrong.
-        logging.getLogger(__name__).exception("an order of deltawire's agent could not be read or answered")
+        logging.getLogger(__name__).exception("a command from deltawire's agent could not be read or answered")
 
 
 class Worker:
@@ -123,7 +123,7 @@ class Worker:
             live.mark(WeightVersion.parse(arguments["state"]))
             self.busy = False
         elif name != "status":
-            raise ValueError(f"unknown order {name!r}")
+            raise ValueError(f"unknown command {name!r}")
         return None
 
     def _open(self, specs: Mapping[str, Any]) -> list[Any]:
@@ -167,8 +167,8 @@ class Worker:
     def _check_places(self) -> None:
         if _places(self.model) != self._places:
             raise EngineRejected(
-                "the model's parameters are not where they were found, as SGLang moves those of this model when it has "
-                "loaded them: they cannot be changed in place, use mode 'disk'"
+                "the model's parameters are no longer where they were found, since SGLang moves those of this model "
+                "after loading: they cannot be changed in place, use mode 'disk'"
             )
 
     def _show_alive(self, path: Path) -> None:
@@ -179,7 +179,7 @@ class Worker:
             self._alive.close()
         self._alive = locked(path, "w")
         if self._alive is None:
-            raise Conflict(f"another server uses {path.parent}: give each agent a shared folder of its own")
+            raise Conflict(f"another server uses {path.parent}: give each agent its own shared folder")
 
     def close(self) -> None:
         if self._alive is not None:
@@ -191,13 +191,13 @@ def _check_plain(model: torch.nn.Module) -> None:
     quantization = getattr(model, "quant_config", None)
     if quantization is not None:
         raise EngineRejected(
-            f"the server quantizes its weights ({type(quantization).__name__}): they cannot be changed in place, start "
+            f"the server quantizes its weights ({type(quantization).__name__}): they cannot be changed in place. Start "
             "it without --quantization or use mode 'disk'"
         )
     for name, module in model.named_modules():
         if getattr(getattr(module, "quant_method", None), "use_flashinfer_trtllm_moe", False):
             raise EngineRejected(
-                f"SGLang keeps the experts of {name} in the order that FlashInfer wants, not as they were loaded: "
+                f"SGLang keeps the experts of {name} in FlashInfer's order, not as they were loaded: "
                 "start the server with --moe-runner-backend triton",
                 tensor=name,
             )

@@ -40,10 +40,10 @@ class Ranks:
         info, server = self._server.get("/server_info", self._timeout), f"the server at {self._server.url}"
         found = about(info)
         if LOADER not in (info.get("custom_weight_loader") or []):
-            raise EngineRejected(f"{server} was not started with {FLAG}")
+            raise EngineRejected(f"{server} was not started with {FLAG}: restart it with that flag")
         for parallel in ("pp_size", "dp_size"):
             if info.get(parallel, 1) != 1:
-                where = "weights can be changed in place in tensor-parallel ranks only, use mode 'disk'"
+                where = "weights can only be changed in place in tensor-parallel ranks; use mode 'disk'"
                 raise EngineRejected(f"{server} has {parallel} {info[parallel]}: {where}")
         if info.get("enable_eplb"):
             raise EngineRejected(f"{server} moves experts between its ranks: start it without --enable-eplb")
@@ -95,9 +95,9 @@ class Ranks:
                 if not missing or late:
                     break
                 if not all(self._is_alive(rank) for rank in missing):
-                    raise EngineUnavailable(f"{self._server.url} ended while it was at work", url=self._server.url)
+                    raise EngineUnavailable(f"{self._server.url} ended before it answered", url=self._server.url)
                 time.sleep(_POLL_SECONDS)
-            error = {"message": f"it gave no answer: does it see {self._shared.folder}?", "tensor": None}
+            error = {"message": f"it did not answer: check that it can read {self._shared.folder}", "tensor": None}
             nothing = {"state": None, "partial": None, "error": error}
             return [
                 {"rank": rank, **nothing} if rank in missing else json.loads(path.read_text())

@@ -9,7 +9,7 @@ from typing import Any
 from deltawire.errors import EngineRejected
 
 FIRST, LAST = (0, 5, 17), (0, 5, 23)
-RUN_WITH = "deltawire needs SGLang 0.5.17 or later, was run with 0.5.17, and has read the source of those up to 0.5.23"
+RUN_WITH = "deltawire needs SGLang 0.5.17 or later; 0.5.17 was tested, and the source of releases up to 0.5.23 was read"
 # Weights change between `/begin_weight_update` and `/end_weight_update` only.
 _SESSIONS = (0, 5, 21)
 _log = logging.getLogger(__name__)
@@ -34,5 +34,5 @@ def about(info: Mapping[str, Any]) -> About:
     if number is not None and number < FIRST:
         raise EngineRejected(f"SGLang {version} is too old: {RUN_WITH}")
     if number is None or number > LAST:
-        _log.warning("SGLang %s is tried: %s", version, RUN_WITH)
+        _log.warning("SGLang %s is untested: %s", version, RUN_WITH)
     return About(version, number is None or number >= _SESSIONS, not info.get("disable_radix_cache", False))

@@ -128,7 +128,7 @@ class VllmEngine(HttpEngine):
                     idle = not any(each["at_work"] for each in self._ask("status")["workers"])
                     if (idle and not all(path.exists() for path in paths)) or now > deadline:
                         raise EngineRejected(
-                            f"{self.address} gave no answer to {name}: does it see {self._shared.folder}?"
+                            f"{self.address} did not answer {name}: check that it can read {self._shared.folder}"
                         )
                     look = now + ALIVE_SECONDS
                 time.sleep(LOOK_SECONDS)
@@ -150,10 +150,10 @@ class VllmEngine(HttpEngine):
         )  # fmt: skip
         if answer.get("failed"):
             raise self._broken(
-                f"the update failed ({answer['problem']}) and could not be taken back ({answer['failed']})"
+                f"the update failed ({answer['problem']}) and could not be rolled back ({answer['failed']})"
             )
         if answer["problem"]:
-            raise EngineRejected(f"the update to version {change.state.version} was taken back: {answer['problem']}")
+            raise EngineRejected(f"the update to version {change.state.version} was rolled back: {answer['problem']}")
         self._after = self._served(answer["workers"], str(change.state.version))
         return float(answer["seconds"])
 

@@ -39,12 +39,12 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
         backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
         if backend is not None and backend.name not in _PLAIN_EXPERTS:
             raise EngineRejected(
-                f"vLLM keeps the experts of {name} in the order that {backend.value} wants, not as they were loaded: "
+                f"vLLM keeps the experts of {name} in the order of {backend.value}, not as they were loaded: "
                 "start the server with --moe-backend triton",
                 tensor=name,
             )
         if getattr(module, "is_amx_bmm_enabled", False) or getattr(module, "dcp_q_replicate", False):
-            raise EngineRejected(f"{name} computes from copies of kv_b_proj that are laid out anew", tensor=name)
+            raise EngineRejected(f"{name} computes from copies of kv_b_proj with another layout", tensor=name)
     if config.model_config.quantization is not None:
         list(layers(model))
         for name, module in model.named_modules():
@@ -133,7 +133,7 @@ def _refuse_others(model: torch.nn.Module) -> None:
             for each in sizes.get(value.numel(), []):
                 if each.startswith(near) and _same_values(value, own[each]):
                     raise EngineRejected(
-                        f"{path} has a copy of {each}, and what is computed from it would not see changes: such a "
+                        f"{path} has a copy of {each}, so what is computed from it would not see changes: such a "
                         "server cannot be updated in place",
                         tensor=each,
                     )

@@ -93,7 +93,7 @@ def _check_kernel(name: str, method: Any) -> None:
     if backend is not None:
         if backend.name not in BACKENDS:
             raise EngineRejected(
-                f"vLLM keeps the experts of {name} in the order that {backend.value} wants, not as they were "
+                f"vLLM keeps the experts of {name} in the order of {backend.value}, not as they were "
                 "quantized: start the server with --moe-backend triton, or emulation for mxfp8",
                 tensor=name,
             )
@@ -101,7 +101,7 @@ def _check_kernel(name: str, method: Any) -> None:
     kernel = type(getattr(method, "fp8_linear", None) or method.kernel).__name__
     if kernel not in KERNELS:
         raise EngineRejected(
-            f"{kernel} keeps the codes of {name} in an order of its own: start the server with VLLM_USE_DEEP_GEMM=0 "
+            f"{kernel} keeps the codes of {name} in its own order: start the server with VLLM_USE_DEEP_GEMM=0 "
             f"or --linear-backend, so that it uses one of {', '.join(sorted(KERNELS))}",
             tensor=name,
         )
@@ -129,7 +129,7 @@ def _of_workers(name: str, layer: Any, known: Largest | None) -> Largest:
     size = getattr(getattr(layer.quant_method, "moe", None), "tp_size", len(ranks))
     if size != len(ranks):
         raise EngineRejected(
-            f"the scales of {name} depend on the weights of {size} workers, and {len(ranks)} of them go in step: use "
+            f"the scales of {name} depend on the weights of {size} workers, but {len(ranks)} update together: use "
             "--quantization fp8_per_block, or --enable-expert-parallel",
             tensor=name,
         )
@@ -144,7 +144,7 @@ def _of_workers(name: str, layer: Any, known: Largest | None) -> Largest:
         try:
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
         except RuntimeError as error:
-            raise EngineRejected(f"the workers do not reach each other, restart the server: {error}") from error
+            raise EngineRejected(f"the workers cannot reach each other; restart the server: {error}") from error
         return found
 
     return largest
@@ -217,7 +217,7 @@ def _as_stored(name: str, layer: Any, meta: torch.Tensor) -> torch.Tensor:
     if (found.dtype, found.shape) != (meta.dtype, meta.shape):
         raise EngineRejected(
             f"{name} of {type(layer).__name__} is {meta.dtype} {list(meta.shape)} in the checkpoint and "
-            f"{found.dtype} {list(found.shape)} in the server: it is laid out in a way that is not known",
+            f"{found.dtype} {list(found.shape)} in the server: its layout is not known",
             tensor=name,
         )
     return found
@@ -352,6 +352,6 @@ def prove(recipe: Recipe, device: torch.device) -> None:
     for one, other in zip(recipe.quantize(matrix), alone.quantize(matrix), strict=True):
         if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
             raise EngineRejected(
-                f"{recipe.name} gives other codes element by element than for a whole matrix on {device}: this vLLM "
-                "cannot be updated in place with it"
+                f"{recipe.name} on {device} gives different codes for single elements than for a whole matrix: this "
+                "vLLM cannot be updated in place with it"
             )

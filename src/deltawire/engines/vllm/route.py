@@ -75,7 +75,7 @@ class Route:
 
     async def _answer(self, scope: Any, name: str, body: dict[str, Any]) -> dict[str, Any]:
         if scope["method"] != "POST":
-            raise Refused("this is asked for with POST")
+            raise Refused("use POST for this")
         client = scope["app"].state.engine_client
         problem = missing(client)
         if problem:
@@ -173,7 +173,7 @@ async def _ask(client: Any, name: str, arguments: dict[str, Any]) -> list[dict[s
     engines = await _call(client, "collective_rpc", "deltawire", None, (name, arguments), None)
     answers = [each for workers in engines for each in workers]
     if any(not isinstance(each, dict) or "rank" not in each for each in answers):
-        raise Refused(f"the workers answer {answers}: start the server as the guide says")
+        raise Refused(f"the workers answered {answers}: start the server as in the guide")
     return sorted(answers, key=lambda each: int(each["rank"]))
 
 
@@ -184,7 +184,7 @@ def _problem(answers: Answers, expected: str) -> str | None:
         if each["error"]:
             return f"rank {each['rank']}: {each['error']['message']}"
     found = sum((Digest.parse(each["partial"]) for each in answers if each["partial"]), Digest())
-    return None if str(found) == expected else f"the weights have other bits: {found}, not {expected}"
+    return None if str(found) == expected else f"the weights have digest {found}, not {expected}"
 
 
 async def _read(receive: Any) -> bytes:

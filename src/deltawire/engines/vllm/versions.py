@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 FIRST, LAST = (0, 29), (0, 32)
-RUN_WITH = "deltawire needs vLLM 0.29 or later, and was run with 0.29 to 0.32"
+RUN_WITH = "deltawire needs vLLM 0.29 or later, and was tested with 0.29 to 0.32"
 
 # Of the server's engine client.
 NEEDED = (
@@ -25,7 +25,7 @@ def is_too_old(version: str) -> bool:
         _log.error("vLLM %s is too old: %s", version, RUN_WITH)
         return True
     if number is None or number > LAST:
-        _log.warning("vLLM %s is tried: %s", version, RUN_WITH)
+        _log.warning("vLLM %s is untested: %s", version, RUN_WITH)
     return False
 
 

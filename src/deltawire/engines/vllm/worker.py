@@ -154,7 +154,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self.live.write(token)
         staged = self.live.staged
         if staged is None or self.live.partial != staged.partial:
-            raise EngineRejected("after the write the weights have another digest than was computed before it")
+            raise EngineRejected("after the write, the weights do not have the digest computed before it")
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
         works: dict[str, Callable[[Any], None]] = {"stage": self._stage, "decode": self._decode, "drop": self._drop}
@@ -197,7 +197,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def _decode(self, arguments: Mapping[str, Any]) -> None:
         base, state = WeightVersion.parse(arguments["base"]), WeightVersion.parse(arguments["state"])
         if base is None or state is None:
-            raise ValueError("the versions of a delta are not known")
+            raise ValueError("the delta's versions are missing")
         # At once: reading an array at a time would hand the interpreter back and forth with the thread that serves.
         delta = Delta(*merge([Container(Path(file).read_bytes()) for file in arguments["files"]]))
         with self._together(), self._aside():

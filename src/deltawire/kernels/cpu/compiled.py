@@ -111,7 +111,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
                 if data is not None:
                     return CompileResult._rebuild(target_context, *data)
             except Exception as error:  # whatever a damaged or unreadable file makes pickle and LLVM raise
-                _log.info("%s: %s is compiled again: %r", folder, self._name, error)
+                _log.info("%s: recompiling %s: %r", folder, self._name, error)
                 with suppress(OSError):
                     (folder / f"{self._name}.nbi").unlink()
         return None
@@ -126,13 +126,13 @@ class KernelCache(_Cache):  # type: ignore[misc]
         until = time.monotonic() + PATIENCE_SECONDS
         try:
             while (lock := locked(folder / f"{self._name}.lock", "w")) is None:
-                warn_once("deltawire: another process compiles kernels for this machine; waiting for it")
+                warn_once("deltawire: another process is compiling kernels for this machine; waiting for it")
                 if time.monotonic() > until:
                     return
                 time.sleep(_POLL_SECONDS)
             self._lock = lock
         except OSError as error:
-            _log.info("%s: no locks, so that processes may compile the same: %s", folder, error)
+            _log.info("%s: locks do not work here, so processes may compile the same kernel: %s", folder, error)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -169,7 +169,7 @@ def folders() -> list[Path]:
     try:
         found.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltawire" / mine)
     except RuntimeError:
-        _log.info("this user has no home")
+        _log.info("this user has no home folder")
     return found
 
 

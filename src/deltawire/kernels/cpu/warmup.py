@@ -65,7 +65,7 @@ def _encode_and_decode(example: Example) -> None:
         positions, bits = np.empty(count, np.int64), np.empty(count, example.old.dtype)
         decoded = decode_tile(stream, example.old, *example.layout, contextual, positions, bits)
         if (status, decoded) != (OK, OK) or not np.array_equal(bits, example.new[positions]):
-            raise RuntimeError(f"kernels for {example.layout[0]}-bit weights are wrong on this machine")
+            raise RuntimeError(f"the kernels for {example.layout[0]}-bit weights give wrong results on this machine")
 
 
 def warm_up_engines(example: Example) -> None:

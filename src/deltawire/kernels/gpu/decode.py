@@ -255,7 +255,7 @@ def decode(
     tile, are worked on at a time.
     """
     if not is_decodable(dtype):
-        raise ValueError(f"only 16-bit floats are decoded on a GPU, not {dtype.name}")
+        raise ValueError(f"only 16-bit floats can be decoded on a GPU, not {dtype.name}")
     most_positions = len(old) if most_positions is None else most_positions
     batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual, most_positions)
     step = max(most_elements // (batch.tile_blocks * BLOCK), 1)

@@ -45,7 +45,7 @@ class Exchange:
         try:
             self._group = dist.ProcessGroupGloo(connecting, ranks.rank, ranks.size, timedelta(seconds=ranks.timeout))
         except RuntimeError as error:
-            reason = f"it could not connect to all others, one may be gone: {first_line(error)}"
+            reason = f"it could not connect to all other ranks, one may have ended: {first_line(error)}"
             raise RankFailed(f"rank {ranks.rank}: {reason}", rank=ranks.rank, reason=reason) from None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="deltawire-exchange", daemon=True)

@@ -76,7 +76,7 @@ class Ranks(Alone):
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise ValueError("there are no ranks: call torch.distributed.init_process_group first")
+            raise ValueError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
         if store is None:
             store = dist.distributed_c10d._get_default_store()
@@ -191,7 +191,7 @@ class Ranks(Alone):
                 silent.append(rank)
         if silent:
             names = ", ".join(map(str, silent))
-            reason = f"no sign of life for {self.timeout} s"
+            reason = f"no heartbeat for {self.timeout} s"
             raise RankFailed(f"rank {names}: {reason}; see its log", rank=silent[0], ranks=silent, reason=reason)
 
     def _set(self, key: str, value: Any) -> None:
@@ -212,5 +212,5 @@ class Ranks(Alone):
             return call()
         except RuntimeError as error:
             reason = first_line(error)
-            problem = f"the store that the ranks talk through does not answer, rank 0 may be gone: {reason}"
+            problem = f"the store that ranks communicate through does not answer, rank 0 may have ended: {reason}"
             raise RankFailed(problem, rank=0, ranks=[0], reason=reason, is_lost=True) from None

@@ -35,29 +35,29 @@ class ShardedPublisher(BasePublisher):
         store: A URL, a path, or a `Store`.
         model: A module with DTensor parameters. It is read at each `publish`.
         group: The process group whose ranks share the model; the default group if not given.
-        rank_store: The torch.distributed store that ranks communicate through; that of the default group if not given.
+        rank_store: The torch.distributed store that ranks communicate through; by default, that of the default group.
         timeout: Seconds without a heartbeat after which a rank counts as gone.
-        run: The id of a new run. For a run that exists it must be its id.
+        run: The id of a new run. For an existing run it must be that run's id.
         base: For a new run, the checkpoint that the model was loaded from, as a path or URL (`hf://owner/model@revision`):
-            version 0 names it, with hashes, and nothing of it is uploaded. Only rank 0 reads it.
-        files: Files that are uploaded with the anchors: configuration, tokenizer.
-        dtype: The dtype to publish parameters in, bf16 by default; buffers are published as they are.
+            version 0 refers to it, with hashes, and nothing of it is uploaded. Only rank 0 reads it.
+        files: Files to upload with the anchors: configuration, tokenizer.
+        dtype: The dtype to publish parameters in, bf16 by default; buffers are published unchanged.
         frozen: Names or patterns such as `visual.*` of tensors that do not change: in anchors, never compared.
         encoding: `auto`, `mirrorless` or names of encodings, as for `Publisher`.
         queue_size: How many versions may wait while one is being uploaded; `publish` waits when the queue is full.
         anchors: When to write another anchor: `auto`, a number of versions, or `None`: only the first.
-        skips: Lengths of skip deltas, in versions. Empty: none, nor deltas from the anchor.
-        most_deltas: The most deltas on a route from an anchor: where skip deltas alone would need more, one from the
-            anchor is written, from a copy of its weights in `scratch`. None: no such deltas, and no copy.
+        skips: Lengths of skip deltas, in versions. Empty: no skip deltas, and no deltas from the anchor.
+        most_deltas: The most deltas on a route from an anchor: where skip deltas alone would need more, a delta from
+            the anchor is written, using a copy of its weights in `scratch`. None: no such deltas, and no copy.
         sign_with: The file with the private key from `deltawire keygen`; only rank 0 reads it.
-        snapshot: Where the snapshot lives: `device`, `host`, or `None`: on the GPU if the module is there.
+        snapshot: Where the snapshot is kept: `device`, `host`, or `None`: on the GPU if the module is there.
         scratch: A folder for the changed bits of recent versions; by default the system's temporary folder.
         check_share: The share of the time between two versions that may be spent on hashing live weights again.
         max_file_bytes: Deltas and checkpoints larger than this are split into several files.
         threads: Threads for one operation on a rank; all cores by default.
 
     Raises:
-        BaseMismatch: The model is not what `base` names.
+        BaseMismatch: The model's weights are not those of `base`.
         RankFailed: From a `Publication`, when another rank has failed or sends no heartbeat.
         SnapshotMismatch: From a `Publication`, when the check of live weights finds a difference; the publisher stops.
         Fenced: From a `Publication`, when another publisher has taken over the run; the publisher stops.
@@ -168,5 +168,5 @@ class ShardedPublisher(BasePublisher):
         late = [job for job in list(self._pending) if now - job.staged_at > self._ranks.timeout]
         for job in late:
             if job.call > self._ranks.beats[0].num_published:
-                reason = f"it has not called publish for the {job.call}. time within {self._ranks.timeout} s"
+                reason = f"it has not made publish call number {job.call} within {self._ranks.timeout} s"
                 self._fail_call(job.call, RankFailed(f"rank 0: {reason}", rank=0, reason=reason))

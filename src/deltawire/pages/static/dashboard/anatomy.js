@@ -42,7 +42,7 @@ export class Anatomy {
     }
     if (newest.version === this.version) return;
     if (newest.bytes > FOLLOW_BYTES) {
-      say("anatomy-facts", `Version ${newest.version} takes ${size(newest.bytes)}: choose a version to fetch it.`);
+      say("anatomy-facts", `Version ${newest.version} is ${size(newest.bytes)}: choose a version to fetch it.`);
       this.follow.checked = false;
       return;
     }
@@ -55,7 +55,7 @@ export class Anatomy {
     const asked = (this.asked = performance.now());
     this.version = version;
     if (document.activeElement !== byId("anatomy-version")) byId("anatomy-version").value = version;
-    say("anatomy-facts", `reading version ${version}`);
+    say("anatomy-facts", `Reading version ${version} …`);
     let found;
     try {
       const answer = await fetch(`/api/anatomy/${version}${base === "" ? "" : `?base=${base}`}`);
@@ -79,7 +79,7 @@ export class Anatomy {
   // The skip deltas that the chain knows of.
   bases(version, chosen) {
     const skips = (this.hopsTo?.(version) ?? []).filter((hop) => hop.kind === "skip");
-    const options = [make("option", { value: "" }, "the one before"),
+    const options = [make("option", { value: "" }, "the previous version"),
       ...skips.map((hop) => make("option", { value: hop.base, selected: hop.base === chosen }, `${hop.base} (skip delta)`))];
     refill(byId("anatomy-base"), ...options);
   }
@@ -92,7 +92,7 @@ export class Anatomy {
     }
     say("anatomy-facts", `${found.base} → ${found.version}: ${count(found.changed)} of ${count(found.total)} weights changed `
       + `(${percent(found.changed / found.total)}), in ${count(found.num_tensors)} tensors; ${size(found.bytes)}, `
-      + `${(found.bytes / Math.max(found.changed, 1)).toFixed(2)} bytes a change`);
+      + `${(found.bytes / Math.max(found.changed, 1)).toFixed(2)} bytes per change`);
     show("anatomy-body", true);
     heat(found.cells, found.parts);
     const unknown = found.steps_unknown ? [["not recorded", found.steps_unknown]] : [];
@@ -143,6 +143,6 @@ function heat(cells, order) {
     make("thead", { hidden: !layers.length }, make("tr", {}, make("th", { scope: "col" }, "layer"),
       ...layers.map((layer, i) => make("th", { scope: "col" }, i % every ? "" : String(layer))))),
     make("tbody", {}, ...rows)));
-  say("heat-legend", `Faint is ${percent(low)} changed, strong ${percent(high)}, on a logarithmic scale; `
-    + "a dashed frame is unchanged.");
+  say("heat-legend", `Faint means ${percent(low)} changed, strong ${percent(high)}, on a logarithmic scale; `
+    + "a dashed frame means unchanged.");
 }

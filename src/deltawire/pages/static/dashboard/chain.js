@@ -99,7 +99,7 @@ export class Chain {
         + (gc.live_replicas ? `, and what ${plural(gc.live_replicas, "live replica")} may need.` : ".")
       : `deltawire gc would remove nothing; it keeps ${plural(gc.kept, "object")} (${size(gc.kept_bytes)}).`));
     const counts = Object.entries(totals).map(([kind, total]) => `${total.hops} ${NAMES[kind]}`).join(", ");
-    this.canvas.setAttribute("aria-label", `The chain: ${counts}; the table below says how much of each gc would remove`);
+    this.canvas.setAttribute("aria-label", `The chain: ${counts}; the table below shows how much of each gc would remove`);
   }
 
   draw() {

@@ -11,14 +11,14 @@ const COLOURS = { each: "--soft", everything: "--anchor", delta: "--accent", "lo
 const versions = (value) => (Number.isInteger(value) ? plural(value, "version") : `${short(value)} versions`);
 const CHARTS = {
   reward: { format: short, fromZero: false,
-    missing: 'Not reported. Give it with each version: publish(step=step, metadata={"reward": 0.7}).' },
+    missing: 'Not reported. Publish it with each version: publish(step=step, metadata={"reward": 0.7}).' },
   staleness: { format: short, text: versions,
     missing: 'Not reported. How many versions old the rollouts of a step are: metadata={"staleness": 1.5}.' },
-  lag: { format: short, text: versions, stairs: true, missing: "No replica has reported since the dashboard was started." },
+  lag: { format: short, text: versions, stairs: true, missing: "No replica has reported since the dashboard started." },
   pause: { format: milliseconds, stairs: true,
-    missing: 'No engine has reported a pause since the dashboard was started, and no version a token gap.' },
-  bytes: { format: size, missing: "No version was read yet." },
-  served: { format: milliseconds, stairs: true, missing: "No replica has reported since the dashboard was started." },
+    missing: 'No engine has reported a pause since the dashboard started, and no version has a token gap.' },
+  bytes: { format: size, missing: "No version has been read yet." },
+  served: { format: milliseconds, stairs: true, missing: "No replica has reported since the dashboard started." },
 };
 
 export class Charts {

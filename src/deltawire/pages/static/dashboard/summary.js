@@ -19,7 +19,7 @@ export class Summary {
 
   connected(isConnected) {
     this.isConnected = isConnected;
-    pill("link-pill", isConnected ? "good" : "bad", isConnected ? "live" : "dashboard away");
+    pill("link-pill", isConnected ? "good" : "bad", isConnected ? "live" : "disconnected");
     this.banner();
   }
 
@@ -30,9 +30,9 @@ export class Summary {
     document.title = state.counts.latest === null ? "deltawire" : `${state.counts.latest} · ${state.run} · deltawire`;
     say("url", state.url);
     say("phase", state.log?.phase ?? "");
-    if (!state.store.ok) pill("store-pill", "bad", "store away");
+    if (!state.store.ok) pill("store-pill", "bad", "store unreachable");
     else if (this.isLate) pill("store-pill", "warn", "store is slow");
-    else pill("store-pill", "good", "store answers");
+    else pill("store-pill", "good", "store reachable");
     byId("main").classList.toggle("bare", state.counts.latest === null);
     this.banner();
     this.figures();
@@ -43,10 +43,10 @@ export class Summary {
     const banner = byId("banner");
     let kind = "bad", content = null;
     if (this.isConnected === false) {
-      content = ["The dashboard does not answer. What is shown may be old; this page connects again by itself."];
+      content = ["The dashboard does not respond. The data shown may be out of date; this page reconnects automatically."];
     } else if (state && !state.store.ok) {
-      content = ["The store has not answered for ", ago(state.store.since), `: ${state.store.error}. `,
-        "What is shown was read before; the store is asked again and again."];
+      content = ["The store has not responded for ", ago(state.store.since), `: ${state.store.error}. `,
+        "The data shown was read before that; the dashboard keeps retrying."];
     } else if (state && state.run === null) {
       kind = "info";
       content = ["There is no run here yet. This page waits for it. Start one with ",
@@ -76,7 +76,7 @@ export class Summary {
       figure("Version", latest ?? "–", last && [last.step === null ? "" : `step ${last.step}, `, ago(last.created, " ago")]),
       figure("Last delta", size(delta?.bytes), delta && [`${ofFull(delta.ratio)} of ${size(delta.full_bytes)}`]),
       figure("Changed", percent(delta?.density), delta && [`of ${weights(delta.total)} weights`]),
-      figure("Uploaded in all", last ? size(bytes.all_bytes) : "–", last && [`${size(bytes.delta_bytes)} of it deltas`]),
+      figure("Uploaded in total", last ? size(bytes.all_bytes) : "–", last && [`${size(bytes.delta_bytes)} of that in deltas`]),
       figure("Replicas", rows.length, [trouble.length ? trouble.map((each) => `${state.summary[each]} ${each}`).join(", ")
         : rows.length ? `${state.summary.ok} current` : state.summary.stopped ? `${state.summary.stopped} stopped` : "none seen"],
       trouble.length ? "bad" : ""),

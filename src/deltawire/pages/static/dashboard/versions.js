@@ -71,7 +71,7 @@ export class Versions {
     this.rows = page.versions;
     byId("versions-older").disabled = page.matching <= this.rows.length;
     byId("versions-newer").disabled = !this.before.length;
-    say("versions-empty", this.model.state?.counts.read ? "No version is like that." : "No version was read yet.");
+    say("versions-empty", this.model.state?.counts.read ? "No version matches." : "No version has been read yet.");
     show("versions-empty", !this.rows.length);
     this.fill();
   }

@@ -13,15 +13,15 @@ const SPEEDS = [10, 100, 300, 1000, 3000, 10000, 25000, 100000, 400000];
 const SLIDERS = [
   ["weights", "Weights", [1.35e8, 6e8, 1.7e9, 4e9, 8e9, 1.4e10, 3.2e10, 7e10, 2.35e11, 6.71e11, 1e12], 8e9, (v) => units(v / 1e6, ["M", "B", "T"])],
   ["lr", "Learning rate", [1e-7, 3e-7, 1e-6, 2e-6, 3e-6, 5e-6, 1e-5], 1e-6, (v) => v.toExponential()],
-  ["steps_a_day", "Steps a day", [10, 24, 50, 100, 288, 720, 1440, 2880, 8640, 86400], 1440, plain],
+  ["steps_a_day", "Steps per day", [10, 24, 50, 100, 288, 720, 1440, 2880, 8640, 86400], 1440, plain],
   ["replicas", "Replicas", [1, 8, 16, 64, 128, 256, 500, 1000, 2000], 64, plain],
   ["sites", "Sites", [1, 2, 3, 5, 8, 16], 2, plain],
-  ["trainer_mbits", "Trainer’s line", SPEEDS, 1000, line],
-  ["site_mbits", "Line of a site", SPEEDS, 1000, line],
-  ["replica_mbits", "Inside a site", SPEEDS, 10000, line],
-  ["joins_a_day", "Joins and restarts a day", [0, 1, 5, 20, 100, 500], 0, plain],
+  ["trainer_mbits", "Trainer bandwidth", SPEEDS, 1000, line],
+  ["site_mbits", "Bandwidth of a site", SPEEDS, 1000, line],
+  ["replica_mbits", "Bandwidth inside a site", SPEEDS, 10000, line],
+  ["joins_a_day", "Joins and restarts per day", [0, 1, 5, 20, 100, 500], 0, plain],
 ];
-const STORES = [["s3", "S3"], ["gcs", "Google Cloud Storage"], ["r2", "Cloudflare R2"], ["own", "your own"]];
+const STORES = [["s3", "S3"], ["gcs", "Google Cloud Storage"], ["r2", "Cloudflare R2"], ["own", "Your own"]];
 
 const values = Object.fromEntries(SLIDERS.map(([name, , , first]) => [name, first]));
 values.store = "s3";
@@ -84,7 +84,7 @@ async function update() {
       if (answer.ok) draw(data);
       find("state").textContent = answer.ok ? "" : data.error;
     } catch {
-      find("state").textContent = "deltawire estimate --page has ended: start it again";
+      find("state").textContent = "deltawire estimate --page has stopped: start it again";
     }
     busy = number !== asked;
   }

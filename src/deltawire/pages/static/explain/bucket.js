@@ -115,9 +115,9 @@ export function bucket(section, data, settings) {
     const words =
       version < 0
         ? "An empty bucket."
-        : `Version ${version} exists: its manifest is there, and was written last. The bucket holds ` +
+        : `Version ${version} exists, since its manifest, which is written last, is there. The bucket holds ` +
           `${bytesText(sum(files))} of weights in ${files.filter((file) => !file.document).length} files. ` +
-          (version > 0 ? `All weights at every version would be ${bytesText((version + 1) * whole)}.` : "");
+          (version > 0 ? `All weights at every version would take ${bytesText((version + 1) * whole)}.` : "");
     const ofLate = late.length ? `B joined at version ${joins}: ${fetched(late)}` : `B will join at version ${joins}`;
     stage.replaceChildren(
       picture(

@@ -84,7 +84,7 @@ export function inside(section, { recordings, tensors, columns }) {
     const gaps = gapsIn(old, now, about.first, state.group);
     const inverted = state.group !== ALL && rows()[state.group].changed > rows()[state.group].weights / 2;
     const words = inverted
-      ? ["More than half of this class changed, so the stream names those that did not, which costs even less."]
+      ? ["More than half of this class changed, so the stream lists those that did not, which costs even less."]
       : !gaps.length
         ? ["None of these changed in this step."]
         : [
@@ -92,7 +92,7 @@ export function inside(section, { recordings, tensors, columns }) {
             ...(state.group === ALL
               ? ["over all weights, as ", h("code", null, "gap"), " counts them"]
               : ["within this class"]),
-            `. Below each its Rice code, parameter ${parameter}:`,
+            `. Below each is its Rice code, with parameter ${parameter}:`,
           ];
     box
       .querySelector("[data-codes]")
@@ -133,7 +133,7 @@ export function inside(section, { recordings, tensors, columns }) {
       h(
         "caption",
         null,
-        `The real stream of ${about.tensor}, first step, ${countText(about.weights)} weights; bits: for where a change is`,
+        `The real stream of ${about.tensor}, first step, ${countText(about.weights)} weights; bits: to say where a change is`,
       ),
       h(
         "thead",

@@ -75,7 +75,7 @@ export function numberLine(bits, path, width) {
       { class: of("result"), x: to, y: HEIGHT - 4, "text-anchor": anchor(to, 60) },
       moved ? "bf16: a new tick" : "bf16: the old tick",
     ),
-    all ? null : s("text", { class: "axis", x: 0, y: HEIGHT - 4 }, "some of the ticks"),
+    all ? null : s("text", { class: "axis", x: 0, y: HEIGHT - 4 }, "only some ticks"),
   );
   return { picture: drawing, start: valueText(start), unit, cast };
 }

@@ -92,21 +92,21 @@ export function packets(section, data, settings) {
     );
     section.querySelector("[data-share]").textContent = `1/${Math.round(ratio)}`;
     section.querySelector("[data-status]").textContent =
-      position < 1 ? label : `${label} The same bytes bring all weights once, or ${countText(arrived)} updates.`;
+      position < 1 ? label : `${label} The same bytes carry all weights once, or ${countText(arrived)} updates.`;
     Object.assign(section.dataset, { fullBytes, deltaBytes, arrived });
     const { uploads } = data.measured;
     const all = uploads.all_to_single * deltaBytes;
     section.querySelector("[data-uploaded]").textContent =
-      `Uploaded in all, with the longer deltas and anchors for those who come late: ${bytesText(all)} a step, ` +
+      `Total upload, with the longer deltas and anchors for late joiners: ${bytesText(all)} a step, ` +
       `${trim(uploads.all_to_single)} times the delta.`;
     section.querySelector("[data-numbers]").replaceChildren(
       table(
-        "A step, with the numbers of this scene",
-        ["", "Bytes", "Seconds on the line"],
+        "One step, with the numbers of this scene",
+        ["", "Bytes", "Transfer time"],
         [
           ["All weights, 2 bytes each", bytesText(fullBytes), secondsText(whole)],
           [`A delta, ${trim(perChange)} bytes per change`, bytesText(deltaBytes), secondsText(one)],
-          ["Uploaded in all for a delta", bytesText(all), secondsText(all / line)],
+          ["Total upload for a delta", bytesText(all), secondsText(all / line)],
         ],
       ),
     );

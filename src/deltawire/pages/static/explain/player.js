@@ -140,7 +140,7 @@ export class Player {
     section.dataset.position = position.toFixed(4);
     section.dataset.playing = playing;
     if (position >= 1 || this.touched) section.dataset.invites = "";
-    this.playButton.textContent = playing ? "Pause" : position >= 1 - CLOSE ? "Again" : "Play";
+    this.playButton.textContent = playing ? "Pause" : position >= 1 - CLOSE ? "Replay" : "Play";
     this.scrub.value = Math.round(position * FINE);
     this.drawAt(position, playing);
   }

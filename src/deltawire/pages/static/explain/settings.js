@@ -150,13 +150,13 @@ export class Settings {
     const show = () => link.setAttribute("href", this.address(scene));
     this.listeners.push(show);
     show();
-    const reset = h("button", { type: "button", onclick: () => this.set(this.first, scene) }, "As in the story");
+    const reset = h("button", { type: "button", onclick: () => this.set(this.first, scene) }, "Reset");
     const presets = this.presets.map(([text, values]) =>
       h("button", { type: "button", onclick: () => this.set({ ...this.first, ...values }, scene) }, text),
     );
     section.querySelector("[data-controls]").append(
       names.includes("gbits")
-        ? h("div", { class: "presets", role: "group", "aria-label": "Ready-made numbers" }, presets)
+        ? h("div", { class: "presets", role: "group", "aria-label": "Presets" }, presets)
         : "",
       h(
         "div",

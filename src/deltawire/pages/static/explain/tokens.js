@@ -107,20 +107,20 @@ export function tokens(section, { measured }, settings) {
         h("span", { class: "soft" }, " without tokens, per update"),
       );
       const words =
-        `Stood still for ${secondsText(idle)} of ${secondsText(now)}; ` +
+        `Stopped for ${secondsText(idle)} of ${secondsText(now)}; ` +
         `${versions} new version${versions === 1 ? "" : "s"} of ${bytesText(way === "full" ? cost.fullBytes : cost.deltaBytes)}`;
       foot.textContent = words;
-      const doing = stopped ? "stand still" : "stream tokens";
+      const doing = stopped ? "are stopped" : "stream tokens";
       canvas.setAttribute("aria-label", `${title}. ${words}. ${count} engines ${doing}.`);
       Object.assign(box.dataset, { idle, versions });
     }
     const [full, delta] = idleShares(cost, input).map((share) => 3600 * share * input.replicas);
     const replicas = `${input.replicas} replica${input.replicas === 1 ? "" : "s"}`;
     section.querySelector("[data-status]").textContent =
-      `In an hour ${replicas} would stand still for ${secondsText(full)} in all with full weights and ` +
+      `In an hour, ${replicas} would be stopped for ${secondsText(full)} in total with full weights and ` +
       `${secondsText(delta)} with deltas. ` +
       (cost.deltaSeconds > cost.fullSeconds
-        ? `But new weights are served sooner in full here: after ${secondsText(cost.fullSeconds)}, not ` +
+        ? `But here new weights are served sooner in full: after ${secondsText(cost.fullSeconds)}, not ` +
           `${secondsText(cost.deltaSeconds)}.`
         : `New weights are served ${trim(cost.fullSeconds / cost.deltaSeconds, 2)} times sooner.`);
     Object.assign(section.dataset, {
@@ -163,24 +163,24 @@ export function tokens(section, { measured }, settings) {
         h("ol", { class: "phases" }, list(cost.full, cost.fullSeconds)),
       );
     const rows = (phases) => phases.map((each) => [each.name, secondsText(each.seconds), each.formula, each.source]);
-    const head = ["Phase", "Time", "Formula", "From"];
+    const head = ["Phase", "Time", "Formula", "Source"];
     const waits = cost.diff + Math.max(0, cost.publish - input.stepSeconds);
     const toAll = (bytes) => bytesText(bytes * input.replicas);
     section.querySelector("[data-numbers]").replaceChildren(
       table("A delta", head, rows(cost.delta)),
-      table("All weights: engines stand still for all of it", head, rows(cost.full)),
+      table("All weights: engines are stopped throughout", head, rows(cost.full)),
       table(
-        "Both ways",
+        "Both methods",
         ["", "All weights", "Delta"],
         [
           ["No tokens, per update", secondsText(cost.fullSeconds), secondsText(cost.pause)],
-          ["No tokens, of the time", ...idleShares(cost, input).map(percentText)],
+          ["No tokens, share of the time", ...idleShares(cost, input).map(percentText)],
           ["Trainer waits", secondsText(cost.fullSeconds), secondsText(waits)],
           [`To ${countText(input.replicas)} replicas`, ...[cost.fullBytes, cost.deltaBytes].map(toAll)],
         ],
       ),
       table(
-        "The formulas at the conditions that were measured",
+        "The formulas under the measured conditions",
         ["Run", "Formula", "Measured"],
         checks(measured).map(([name, computed, seconds]) => [name, secondsText(computed), secondsText(seconds)]),
       ),

@@ -47,10 +47,10 @@ function bitCells(start, master, width) {
   return picture(
     width,
     height,
-    `The bits of the fp32 master and of the bf16 weight, which ${changed ? "has changed" : "is as it was"}.`,
-    s("text", { class: "axis", x: 0, y: 12 }, `fp32, in the trainer: ${narrow ? "" : "sign, exponent, fraction; "}what bf16 keeps`),
+    `The bits of the fp32 master and of the bf16 weight, which ${changed ? "has changed" : "is unchanged"}.`,
+    s("text", { class: "axis", x: 0, y: 12 }, `fp32, in the trainer: ${narrow ? "" : "sign, exponent, fraction; "}kept by bf16`),
     cells(now >>> 16, before >>> 16, 0, 20, "bit"),
-    s("text", { class: "axis", x: low.x, y: low.y - 8 }, "what it rounds away"),
+    s("text", { class: "axis", x: low.x, y: low.y - 8 }, "rounded away"),
     cells(now & 0xffff, before & 0xffff, low.x, low.y, "bit low", []),
     s("text", { class: "axis", x: 0, y: top - 8 }, "bf16, in the engines"),
     cells(cast, old, 0, top, "bit served"),
@@ -59,7 +59,7 @@ function bitCells(start, master, width) {
       : s(
           "text",
           { class: `verdict${changed ? " moved" : ""}`, x: wide + 16, y: top + cell / 2 + 5 },
-          changed ? "one tick on: this has to travel" : "the same bits: nothing to send",
+          changed ? "one tick further: this must be sent" : "the same bits: nothing to send",
         ),
   );
 }
@@ -98,7 +98,7 @@ export function weight(section, { recordings, tensors, columns, measured }, sett
         `largest step at lr ${scientific(lr)}`,
         share < 1 ? `1/${trim(1 / share)} of that` : `${trim(share)} times that`,
       ),
-      fact(`after ${countText(step)} step${step === 1 ? "" : "s"}`, cast === bits ? "same bits" : "other bits"),
+      fact(`after ${countText(step)} step${step === 1 ? "" : "s"}`, cast === bits ? "same bits" : "different bits"),
     );
 
     const c = colours();
@@ -112,11 +112,11 @@ export function weight(section, { recordings, tensors, columns, measured }, sett
     const run = runOf(recordings[recording].lr);
     const words = number
       ? `Recorded step ${number} of ${STEPS} at learning rate ${scientific(run.lr)}: ${countText(lit)} of these ` +
-        `${countText(shown)} weights changed a bit.`
+        `${countText(shown)} weights changed.`
       : `Step ${countText(step)} at learning rate ${scientific(lr)}: the trainer’s weight moved ${trim(step * share)} of the way to ` +
-        "the next bf16 number, and what engines get " +
-        (cast === bits ? "is the same, bit for bit." : "is now another weight.");
-    const alone = flips ? ` The one in the frame would take ${countText(flips)} steps in one direction.` : "";
+        "the next bf16 number, and engines " +
+        (cast === bits ? "get the same bits." : "get a different weight.");
+    const alone = flips ? ` The framed weight would need ${countText(flips)} steps in one direction to change.` : "";
     boxes.status.textContent = position < 1 ? words : words + alone;
     const all = `${countText(shown)} weights of ${tensors[tensor]}; one is framed.`;
     canvas.setAttribute("aria-label", number ? words : all);

@@ -7,7 +7,6 @@ else runs, so that what is measured is the check alone.
 """
 
 import argparse
-import csv
 import tempfile
 import time
 from pathlib import Path
@@ -16,8 +15,7 @@ from chain import make_model, set_to
 from deltawire import Publisher
 from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.tensors.weights import Tensor
-
-RESULTS = Path(__file__).parent / "results" / "recheck.csv"
+from measure import write_csv
 
 
 def measure(num_weights: int, num_versions: int, step_seconds: float, share: float) -> list[object]:
@@ -66,9 +64,7 @@ def main() -> None:
         "weights", "check_share", "versions", "seconds a version", "check seconds a version", "check, % of the time",
         "publish blocks, seconds", "versions until all tensors were measured",
     ]  # fmt: skip
-    with RESULTS.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([header, *rows])
-    print(RESULTS.read_text())
+    print(write_csv("recheck.csv", header, rows).read_text())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A worker extension that also applies patches by vLLM's own `load_checkpoint_weight_patches`, and times both ways."""
+"""A worker extension that also updates weights by vLLM's own `load_checkpoint_weight_patches` and reload, timed."""
 
 import os
 import time
@@ -18,7 +18,7 @@ _command = DeltawireEngine.command
 def _timed(self, name, arguments):
     started = time.perf_counter()
     result = _command(self, name, arguments)
-    if name in ("write", "load"):
+    if name == "write":
         self.seconds = time.perf_counter() - started
     return result
 
@@ -46,4 +46,9 @@ class BenchExtension(WorkerExtension):
     def bench_apply(self):
         started = time.perf_counter()
         load_checkpoint_weight_patches(self.weight_transfer_engine.model, self._patches)
+        return {"seconds": time.perf_counter() - started}
+
+    def bench_reload(self, path):
+        started = time.perf_counter()
+        self.model_runner.reload_weights(weights_path=path)
         return {"seconds": time.perf_counter() - started}

@@ -5,9 +5,9 @@
 A Qwen3 of 128 M bf16 weights on the CPU, 1 % of them changed at a time. "deltawire" stages the changes and writes them
 in place; "patch API" is vLLM's own `load_checkpoint_weight_patches`, its patches read before the pause; "reload" loads
 the whole checkpoint by vLLM's layerwise reload. All three run in the same server, one after the other in each round;
-the weights are compared after each by vLLM's own checker. The pause of the patch API is the time from sending /pause to
-the answer of /resume; deltawire's and the reload's are one request in the server's own process, timed there from the
-end of the step that was running. A version is served when its write has ended, and pulled when the agent's mirror has
+the weights are compared after each by vLLM's own checker. The pause of vLLM's own modes is the time from sending /pause
+to the answer of /resume; deltawire's is one request in the server's own process, timed there from the end of the step
+that was running. A version is served when its write has ended, and pulled when the agent's mirror has
 it, too. Memory is how far the worker's resident memory rose.
 """
 
@@ -110,37 +110,42 @@ class Bench:
         save_file(tensors, self.folder / "patches.safetensors", shapes)
         memory = Memory(self.pid)
         self.rpc("bench_stage", str(self.folder / "patches.safetensors"))
-        started = time.perf_counter()
-        self.server.client.post("/pause?mode=keep&clear_cache=true").raise_for_status()
-        apply = self.rpc("bench_apply")["seconds"]
-        self.server.client.post("/resume").raise_for_status()
-        pause = time.perf_counter() - started
+        apply, pause = self._paused("bench_apply")
         rise = memory.rise()
         self.check()
         self._bring_mirror()
+        self._set_version()
         return apply, pause, rise, sum(map(len, changed.values()))
 
     def reload(self, seed):
         changed = update(self.weights, seed)
-        self._bring_mirror(server=False)
-        mirror = self.replica.target.mirror
+        self._bring_mirror()
         memory = Memory(self.pid)
-        pause = self.engine.load(mirror.weights(), mirror.folder, mirror.state())
+        apply, pause = self._paused("bench_reload", str(self.replica.target.mirror.folder))
         rise = memory.rise()
         self.check()
-        self.replica.target.refresh()
-        return self.rpc("bench_seconds")["seconds"], pause, rise, sum(map(len, changed.values()))
+        self._set_version()
+        return apply, pause, rise, sum(map(len, changed.values()))
 
-    def _bring_mirror(self, server=True):
-        """Let the run and the mirror have what the server got by another mode, and set the version of the server."""
+    def _paused(self, method, *args):
+        """Seconds of a call in the worker, and of the pause around it."""
+        started = time.perf_counter()
+        self.server.client.post("/pause?mode=keep&clear_cache=true").raise_for_status()
+        apply = self.rpc(method, *args)["seconds"]
+        self.server.client.post("/resume").raise_for_status()
+        return apply, time.perf_counter() - started
+
+    def _bring_mirror(self):
+        """Let the run and the mirror have what the server gets by another mode."""
         self.publisher.publish().wait()
         target, self.replica.target = self.replica.target, self.replica.target.mirror
         self.replica.pull()
         self.replica.target = target
-        if server:
-            self.engine.digest()
-            self.engine.mark(target.mirror.state())
-            target.refresh()
+
+    def _set_version(self):
+        self.engine.digest()
+        self.engine.mark(self.replica.target.mirror.state())
+        self.replica.target.refresh()
 
 
 def main() -> None:

@@ -160,8 +160,9 @@ VLLM = """
 One update of a vLLM {vllm} server on the CPU with {weights:,} bf16 weights, {density} of them changed, by three methods
 in the same server and run: deltawire, vLLM's own `load_checkpoint_weight_patches` (with its patches read before the
 pause), and vLLM's layerwise reload of the whole checkpoint from a local folder. "Write" is the time inside the worker.
-"Pause" is the time from sending `/pause` to the answer to `/resume`. Memory is what the worker needs beyond what it
-holds already, as a share of the model.
+"Pause" is the time from sending `/pause` to the answer to `/resume` with vLLM's own methods; deltawire's is one
+request, timed in the server from the end of the running step. Memory is what the worker needs beyond what it holds
+already, as a share of the model.
 
 {table}
 

@@ -1,6 +1,6 @@
 """What somebody who runs a training should look at now: the alerts of the dashboard.
 
-The Prometheus rules in deploy/ have the same names and limits.
+The Prometheus rules in deploy/ have the same names; some of them wait longer before they fire.
 """
 
 from collections.abc import Sequence

@@ -114,7 +114,7 @@ class Run:
         """The newest version; None if none is later than `after`. Mostly one request if nothing is new."""
         if not self.listable:
             return self._ask_latest(after)
-        # The next one by name: stores charge ten times as much for a listing, which finds what lies behind a gap.
+        # The next one by name: stores charge twelve times as much for a listing, which finds what lies behind a gap.
         if after >= 0 and time.monotonic() < self._hint_due and not self._has(after + 1):
             return None
         self._hint_due = time.monotonic() + HINT_SECONDS

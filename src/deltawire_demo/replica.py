@@ -65,7 +65,7 @@ class Wanted:
             raise ValueError("temperature must be a number from 0 to 100")
         for prompt in prompts:
             if not isinstance(prompt, list) or not 0 < len(prompt) <= MAX_TOKENS - num_tokens:
-                raise ValueError(f"a prompt has at least one token, with its completion at most {MAX_TOKENS} tokens")
+                raise ValueError(f"a prompt has at least one token, and at most {MAX_TOKENS} with its completion")
             if not all(type(token) is int and 0 <= token < NUM_TOKENS for token in prompt):
                 raise ValueError(f"a token must be a number from 0 to {NUM_TOKENS - 1}")
         seed = body.get("seed")

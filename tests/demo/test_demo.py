@@ -245,7 +245,7 @@ def test_what_is_planned(tmp_path, given, planned):
         ([], "object"), ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "at least one token"),
         ({"prompt": [[106]]}, "from 0 to 105"), ({"prompt": [[True]]}, "from 0 to 105"),
         ({"prompt": ["crane"]}, "token"),
-        ({"prompt": [[1]], "max_tokens": 0}, "max_tokens"), ({"prompt": [[1] * 57], "max_tokens": 5}, "61 tokens"),
+        ({"prompt": [[1]], "max_tokens": 0}, "max_tokens"), ({"prompt": [[1] * 57], "max_tokens": 5}, "at most 61"),
         ({"prompt": [[1]], "temperature": -1}, "temperature"), ({"prompt": [[1]], "seed": -1}, "seed"),
         ({"prompt": [[1]] * 1025}, "1024"),
     ],

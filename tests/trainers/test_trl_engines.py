@@ -146,7 +146,7 @@ def test_one_that_is_away_stops_nothing_and_comes_back(caplog):
         eventually(lambda: transfer.served_version == 3 and transfer.served["away"].error is None)
         assert bits(away.model) == bits(trainer.model)
         trainer.step()
-        assert "away follows again" in caplog.text
+        assert "away follows the run again" in caplog.text
         # It is known at once that it has gone, not at the next version.
         eventually(lambda: transfer.served_version == 4)
         away.error = EngineUnavailable("gone again")

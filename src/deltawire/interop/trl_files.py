@@ -94,7 +94,9 @@ def _lay_sparse(weights: Tensors, file: TrlFile, container: Container) -> None:
             path=file.key, actual=encoding,
         )  # fmt: skip
     if encoding not in (None, "raw", "gap_delta"):
-        raise UnsupportedFormat(f"{file.key} has an unknown encoding, {encoding!r}", path=file.key, actual=encoding)
+        raise UnsupportedFormat(
+            f"{file.key} has encoding {encoding!r}, which is not supported", path=file.key, actual=encoding
+        )
     suffixes = (".indices", ".values") if encoding is None else (".idx", ".val")
     names = _changed_names(file, container, suffixes)
     total = 0

@@ -154,8 +154,8 @@ def test_areas_are_bytes(explain):
         )
         now = info(page, "packets")
         assert (widths[0] / widths[1]) ** 2 == pytest.approx(float(now["fullBytes"]) / float(now["deltaBytes"]))
-        assert float(now["fullBytes"]) == 2 * 8.191e9
-        assert float(now["deltaBytes"]) == pytest.approx(8.191e9 * RUN["density"] * RUN["bytes_per_change"])
+        assert float(now["fullBytes"]) == 2 * 8.19e9
+        assert float(now["deltaBytes"]) == pytest.approx(8.19e9 * RUN["density"] * RUN["bytes_per_change"])
         press(page, "packets", "End")
         assert page.get_attribute("#packets .landed", "d").count("z") == int(info(page, "packets")["arrived"])
         assert int(info(page, "packets")["arrived"]) == int(float(now["fullBytes"]) / float(now["deltaBytes"]))
@@ -262,7 +262,7 @@ def test_a_slow_line_and_a_fast_one(explain):
     with explain(link="#tokens?gbits=0.1") as page:
         press(page, "tokens", "End")
         slow = info(page, "tokens")
-        assert float(slow["fullSeconds"]) == pytest.approx(2 * 8.191e9 / (0.1e9 / 8) + stop)
+        assert float(slow["fullSeconds"]) == pytest.approx(2 * 8.19e9 / (0.1e9 / 8) + stop)
         assert "times sooner" in page.inner_text("#tokens [data-status]")
         press(page, "tokens", "Home", "ArrowRight")
         stopped = page.locator("#tokens .way.stopped").evaluate_all("all => all.map((each) => ({...each.dataset}))")

@@ -18,8 +18,8 @@ function known({ recordings, tensors, measured }) {
     sliders: {
       weights: [
         "Model size",
-        [128e6, 300e6, 596.05e6, 1e9, 1.7e9, 4e9, 8.191e9, 14e9, 32e9, 70e9, 235e9, 405e9],
-        8.191e9,
+        [128e6, 300e6, 596.05e6, 1e9, 1.7e9, 4e9, 8.19e9, 14e9, 32e9, 70e9, 235e9, 405e9],
+        8.19e9,
         weightsText,
       ],
       density: ["Changed in a step", densities.sort((a, b) => a - b), run.density, percentText],

@@ -109,12 +109,15 @@ def machine() -> str:
 
 
 def commit() -> str:
+    """The commit, and whether anything but results differs from it."""
     if shutil.which("git") is None:
         return "unknown"
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent
-    )
-    return done.stdout.strip() or "unknown"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results")
+    return (git("describe", "--always") or "unknown") + ("-dirty" if changed else "")
 
 
 def write_csv(
@@ -127,12 +130,10 @@ def write_csv(
 ) -> Path:
     """Keep results with the command, the machine and the commit that made them; `notes` add to these or replace one."""
     command = f"python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".rstrip()
-    # The file itself would make the tree another than the commit.
-    about = {"command": command, "machine": machine(), "commit": commit(), **(notes or {})}
     folder.mkdir(exist_ok=True)
     path = folder / name
     with path.open("w", newline="") as file:
-        for key, text in about.items():
+        for key, text in ({"command": command, "machine": machine(), "commit": commit()} | dict(notes or {})).items():
             file.write(f"# {key}: {text}\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)

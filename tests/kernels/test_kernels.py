@@ -126,7 +126,9 @@ PUT, GET = bitstream.put, bitstream.get
 def encode(old, new, contextual):
     positions = changed_positions(old, new)
     change = positions, old[positions], new[positions]
-    words, num_bits, *_ = encode_tile(old if contextual else old[:0], len(old), *change, 16, 7, 255, True, contextual)
+    words, num_bits, *_ = encode_tile(
+        old if contextual else old[:0], len(old), *change, 16, 7, 255, True, contextual, False
+    )
     return words.view(np.uint8)[: (int(num_bits) + 7) // 8]
 
 

@@ -125,10 +125,11 @@ def encode_payload(
         if len(positions) == 0 or over_limit:
             return len(positions), NOTHING, 0, NOTHING
         whole = old[start:stop] if contextual else before[:0]
+        both = contextual and gaps is not None
         words, num_bits, gap_words, gap_bits = encode_tile(
-            whole, stop - start, positions, before, after, *layout, contextual
+            whole, stop - start, positions, before, after, *layout, contextual, both
         )
-        as_gap = stream_of(gap_words, gap_bits) if gap_bits <= num_bits else None
+        as_gap = stream_of(gap_words, gap_bits) if both and gap_bits <= num_bits else None
         return len(positions), stream_of(words, num_bits), (int(gap_bits) + 7) // 8, as_gap
 
     starts = range(0, len(old), size)
@@ -142,8 +143,8 @@ def encode_payload(
     over_limit = False
     batch = max(old.nbytes // 16 // MOST_USUAL_BYTES, 8 * workers.threads if workers.threads > 1 else 1)
     for first in range(0, len(starts), batch):
-        found = workers.map(encode, starts[first : first + batch])
-        for i, (count, stream, num_gap_bytes, as_gap) in enumerate(found, first):
+        for i, tile in enumerate(workers.map(encode, starts[first : first + batch]), first):
+            count, stream, num_gap_bytes, as_gap = tile
             num_changed += count
             sizes[i] = len(stream)
             gap_bytes += num_gap_bytes

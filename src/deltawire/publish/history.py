@@ -330,7 +330,7 @@ class History:
                 return
             size = min(len(self._snapshot[name]) - index * CHUNK, CHUNK)
             where, old, new = change.positions, change.old, change.new
-            words, num_bits, *_ = encode_tile(new[:0], size, where, new, old, *kernel_layout(dtype), False)
+            words, num_bits, *_ = encode_tile(new[:0], size, where, new, old, *kernel_layout(dtype), False, False)
             stream = stream_of(words, num_bits)
             is_raw = stream.nbytes >= size * dtype.itemsize
             packed.add(key, self._before(key, change, version) if is_raw else stream, change.num_changed, is_raw=is_raw)

@@ -36,10 +36,10 @@ from deltawire.kernels.cpu.steps import steps_between
 @kernel
 def encode_tile(
     old: Any, size: Any, positions: Any, before: Any, after: Any, width: Any, shift: Any, mask: Any, signed: Any,
-    contextual: Any,
+    contextual: Any, both: Any,
 ) -> Any:  # fmt: skip
     """The words of a tile's stream and its length in bits; and the same of a `gap` stream, whose words are only written
-    where it is not longer.
+    for `both`, and where it is not longer.
 
     `positions` are those that differ among `size`, at least one, with the bits before and after at each. `old` is the
     whole tile, which only a contextual stream needs.
@@ -55,7 +55,7 @@ def encode_tile(
     classes, ranks, populations = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
     ranks, sorted_extra, start = _by_class(classes, ranks, extra)
     words, num_bits = _write(ranks, sorted_extra, start, populations, uint64(first), downwards, contextual)
-    if gap_bits <= num_bits:
+    if both and gap_bits <= num_bits:
         gap_words, _ = _write(positions, extra, whole, population, ZERO, downwards, contextual)
     return words, num_bits, gap_words, gap_bits
 

@@ -59,7 +59,9 @@ def _digest(example: Example) -> None:
 def _encode_and_decode(example: Example) -> None:
     for contextual in (True, False):
         change = example.positions, example.before, example.after
-        words, num_bits, *_ = encode_tile(example.old, len(example.old), *change, *example.layout, contextual)
+        words, num_bits, *_ = encode_tile(
+            example.old, len(example.old), *change, *example.layout, contextual, contextual
+        )
         stream = words.view(np.uint8)[: (num_bits + 7) // 8]
         status, count = count_changes(stream, len(example.old), contextual)
         positions, bits = np.empty(count, np.int64), np.empty(count, example.old.dtype)

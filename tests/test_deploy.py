@@ -309,7 +309,7 @@ def test_the_proxy_refuses_a_bad_token(tmp_path, token):
         ["bash", str(DEPLOY / "spaces/vllm/proxy.sh")], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "API_TOKEN is to be" in done.stderr
+    assert "API_TOKEN must be" in done.stderr
 
 
 def test_the_files_of_the_site_cache_agree():
@@ -413,5 +413,5 @@ def test_the_site_cache_refuses_bad_settings(tmp_path, bad):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "is to be" in done.stderr or "an address" in done.stderr
+    assert "must be" in done.stderr or "an address" in done.stderr
     assert "hidden" not in done.stderr

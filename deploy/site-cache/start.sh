@@ -15,13 +15,13 @@ refuse() {
 
 # These values become part of a configuration. None is printed, since some are secrets.
 case ${ORIGIN:-} in
-  */ | *[!A-Za-z0-9_.~:/%-]*) refuse "ORIGIN is to be a URL as https://bucket.example, without a slash at its end" ;;
+  */ | *[!A-Za-z0-9_.~:/%-]*) refuse "ORIGIN must be a URL such as https://bucket.example, without a trailing slash" ;;
   http://?* | https://?*) ;;
-  *) refuse "ORIGIN is to be the URL that serves the runs, such as https://bucket.example" ;;
+  *) refuse "ORIGIN must be the URL that serves the runs, such as https://bucket.example" ;;
 esac
-case ${ORIGIN_QUERY:-} in *[!A-Za-z0-9_.~:/%\&=+-]*) refuse "ORIGIN_QUERY is to be a query without '?': a=b&c=d" ;; esac
+case ${ORIGIN_QUERY:-} in *[!A-Za-z0-9_.~:/%\&=+-]*) refuse "ORIGIN_QUERY must be a query without '?': a=b&c=d" ;; esac
 case ${ORIGIN_AUTHORIZATION:-} in
-  *[!A-Za-z0-9_.~:/%\&=+,\ -]*) refuse "ORIGIN_AUTHORIZATION is to be the value of a header, without quotes" ;;
+  *[!A-Za-z0-9_.~:/%\&=+,\ -]*) refuse "ORIGIN_AUTHORIZATION must be the value of a header, without quotes" ;;
 esac
 case $cache$size$ca$resolver in
   *[!A-Za-z0-9_./-]*) refuse "CACHE_FOLDER, CACHE_SIZE, CA_FILE, RESOLVER: two paths, a size as 50g, an address" ;;

@@ -4,7 +4,7 @@ set -euo pipefail
 # Tokens become part of a regular expression, because nginx compares plain strings case-insensitively.
 for name in API_TOKEN DELTAWIRE_TOKEN; do
   if [[ ! ${!name:-} =~ ^[A-Za-z0-9_-]{16,200}$ && ($name = API_TOKEN || ${!name:-}) ]]; then
-    echo "$name is to be 16 to 200 characters out of A-Z a-z 0-9 _ -" >&2
+    echo "$name must be 16 to 200 characters from A-Z a-z 0-9 _ -" >&2
     exit 2
   fi
 done

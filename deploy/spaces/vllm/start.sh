@@ -4,7 +4,7 @@
 #   API_TOKEN   the bearer token that clients must send
 #   MODEL_NAME, MIRROR, VLLM_ARGS   optional
 set -euo pipefail
-: "${STORE_URL:?is to be the URL of the store that holds the run}"
+: "${STORE_URL:?must be the URL of the store that holds the run}"
 mirror=${MIRROR:-/tmp/mirror}
 cd "$(dirname "$0")"
 

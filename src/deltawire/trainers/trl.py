@@ -89,7 +89,7 @@ class DeltawireTransfer:
         if max_lag is not None and (max_lag < 0 or not engines):
             raise ValueError("max_lag must be 0 or more syncs, and needs engines to wait for: pass engines=[...]")
         if timeout < 0 or poll_seconds <= 0:
-            raise ValueError("timeout and poll_seconds must be positive numbers of seconds")
+            raise ValueError("timeout must be 0 or more seconds, and poll_seconds more than 0")
         # TRL calls nothing on ranks other than 0, so nothing is opened here.
         self._store, self._dtype, self._step = store, dtype, step
         self._reported: Callable[[], dict[str, float]] = dict

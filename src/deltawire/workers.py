@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 SMALL = 1 << 22
 # With as few, threads would hand the interpreter to each other more often than they work.
 TINY = 1 << 16
+# What is worked on change by change, without a scan, counts as so many elements for each change.
+PER_CHANGE = 2
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -25,7 +25,7 @@ from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import Digest, WeightVersion, change_digest, digest, tensor_key
 from deltawire.tensors.dtypes import Bits, dtype_named
 from deltawire.tensors.weights import TensorSpec, view
-from deltawire.workers import Workers
+from deltawire.workers import PER_CHANGE, Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ def split(change: EngineChange, layout: Layout, token: str) -> list[StagedChange
         return ranks
 
     with Workers() as workers:
-        found = workers.map(split_patch, [each for each in change.patches if each.name not in layout.left_out])
+        patches = [each for each in change.patches if each.name not in layout.left_out]
+        found = workers.map_sized(split_patch, patches, lambda patch: PER_CHANGE * len(patch.bits))
     ranks = [[each for ranks in found for each in ranks[rank]] for rank in range(len(layout.ranks))]
     return [StagedChange(token, change.base, change.state, changes) for changes in ranks]
 

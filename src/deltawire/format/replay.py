@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deltawire.codec import ENCODINGS
 from deltawire.errors import BaseMismatch, BrokenChain, CorruptObject, DigestMismatch
 from deltawire.format.checkpoint import Checkpoint, anchor_info, write_checkpoint
 from deltawire.format.delta import Delta, Progress
@@ -27,7 +28,7 @@ from deltawire.tensors.weights import (
     view,
     writables,
 )
-from deltawire.workers import Workers
+from deltawire.workers import PER_CHANGE, Workers
 
 
 class Replay:
@@ -60,14 +61,19 @@ class Replay:
             return []
         check_base(self.deltas[0].info, base_digest)
         patches, reached = [], base_digest
-        for name, (patch, gain) in self._workers.spread(
-            sorted(self._entries), lambda name: num_elements(self.base, name), self._patch
-        ):
+        for name, (patch, gain) in self._workers.spread(sorted(self._entries), self._work, self._patch):
             patches.append(patch)
             reached += gain
             self._report(name, num_elements(self.base, name))
         check_reached(self.deltas[-1].info, reached)
         return patches
+
+    def _work(self, name: str) -> int:
+        """What decoding a tensor costs: elements to scan, or as many as its changes are worth."""
+        entries = [entry for group in self._entries[name] for entry in group]
+        if len(entries) > 1 or ENCODINGS[entries[0].encoding].needs_mirror:
+            return num_elements(self.base, name)
+        return PER_CHANGE * entries[0].num_changed
 
     def _patch(self, name: str, workers: Workers) -> tuple[Patch, Digest]:
         tensor, groups = view(name, self.base[name]), self._entries[name]

@@ -7,9 +7,9 @@
 - fleet-20, fleet-200: replicas in threads of one process behind the nginx cache of deploy/site-cache, in front of
   another nginx; 1 M weights, versions in an even rhythm. All threads share one core's worth of Python.
 - demo: `deltawire demo`, with its kill and its late replica. What the trainer's steps took, and how long a replica
-  needs to start, are given to the simulator; bytes and delays are predicted, with the pause of an engine on two cores
-  (the demo's replicas have hardly any, but sample on the same cores meanwhile). --demo takes the folder of a run
-  instead of making one.
+  needs to start, are given to the simulator; bytes and delays are predicted, with the pause of an engine on two cores.
+  The demo's replicas generate on the same cores, and an update waits for a batch, which the simulator does not know.
+  --demo takes the folder of a run instead of making one.
 
 Predictions come from measured.json, whose constants were measured before and elsewhere. How threads share cores, and
 trips inside a site, were added to the simulator after its first predictions of the fleets' times were 0.4 to 0.6 of

@@ -2,6 +2,7 @@
 
 import time
 from copy import deepcopy
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,7 +188,8 @@ def five():
     return weights, History(Viewed(weights), 0)
 
 
-def test_the_share_of_time_is_spent_and_not_exceeded(clock, five):
+def test_the_share_of_time_is_spent_and_not_exceeded(clock, five, monkeypatch):
+    monkeypatch.setattr(recheck_module, "MOST_AT_ONCE", 1)
     weights, history = five
     recheck, each = Recheck(0.5), 1000 / FIRST_RATE
 
@@ -203,6 +205,17 @@ def test_the_share_of_time_is_spent_and_not_exceeded(clock, five):
     assert names_after(1000) == ["w2", "w3", "w4", "w0", "w1"], "all of them once, however long the time was"
     assert len(names_after(0)) == 5, "no more than one pass is saved up"
     assert names_after(0) == []
+
+
+def test_however_long_a_step_takes_few_weights_are_copied_at_once(clock):
+    sizes = {"large": 20_000, **{f"w{number}": 1000 for number in range(12)}}
+    weights = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+    history, recheck = History(Viewed(weights), 0), Recheck(0.5)
+    recheck.measure(weights, history, SERIAL)
+    clock.now += 1000
+    found = [[copied.name for copied in recheck.copy(weights, history)] for _ in range(8)]
+    assert found[:3] == [["large"], ["w0", "w1"], ["w2", "w3"]], "2,000 of 32,000 weights, or one larger tensor"
+    assert [*chain(*found)] == [*weights], "one pass was saved up"
 
 
 def test_the_time_before_a_measured_anchor_is_not_saved_up(clock, five):

@@ -4,7 +4,7 @@ A snapshot that missed a change, names wrongly taken for tied, tensors wrongly d
 weights that the trainer does not have, with every digest right. So live tensors are read once more, by their names,
 with nothing but numpy and torch; a tied name must have the weights that a reader gives it. For an anchor all tensors
 are hashed. For every other version some are, in turn: copied during `publish`, hashed in the background, before the
-version is committed. How many is decided by a share of the time between two versions.
+version is committed. How many is decided by a share of the time between two versions, and of all weights.
 """
 
 import time
@@ -32,6 +32,10 @@ FIRST_RATE = 2e8
 
 # Tensors count as more expensive than the last ones were, so that the share is not exceeded.
 CAUTION = 1.5
+
+# Of all weights so many are copied for one version, or a single larger tensor: `publish` waits for copies, which take
+# memory, however long the last version is ago.
+MOST_AT_ONCE = 1 / 16
 
 Digests = Mapping[str, Digest]
 
@@ -111,11 +115,14 @@ class Recheck:
         sources = list(_sources(history).items())
         self._credit += self._share * interval
         chosen: dict[str, str] = {}
+        left = MOST_AT_ONCE * history.num_elements
         for name, source in sources[self._next :] + sources[: self._next]:
-            cost = history.num_elements_of(source) / self._rate
-            if cost > self._credit and self._share < 1:
+            size = history.num_elements_of(source)
+            is_over = size / self._rate > self._credit or (size > left and chosen)
+            if is_over and self._share < 1:
                 break
-            self._credit -= cost
+            self._credit -= size / self._rate
+            left -= size
             chosen[name] = source
         # Never save up for more than one pass over all tensors.
         self._credit = min(max(self._credit, 0.0), history.num_elements / self._rate)

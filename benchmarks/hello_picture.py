@@ -161,7 +161,7 @@ def draw(theme):
         picture.rect((left, top, size, size), colours["accent" if event["version"] else "anchor"], name=name)
     deltas = [event["num_bytes"] for event in published[1:]]
     picture.text(x, y + SIDE + 24, f"all weights once, {mega(published[0]['num_bytes'])}", "soft", 12)
-    picture.text(x + SIDE + 24, y + 8, f"then a delta a step, {sum(deltas) / len(deltas) / 1e3:.0f} kB", "soft", 12)
+    picture.text(x + SIDE + 24, y + 8, f"then one delta per step, {sum(deltas) / len(deltas) / 1e3:.0f} kB", "soft", 12)
     for name, box in REPLICAS.items():
         followed(picture, events, name, box, end, version(box), side)
     bars(picture, about, published, end, speed)
@@ -169,7 +169,7 @@ def draw(theme):
     return picture.svg(
         f"deltawire hello, a real run: a trainer publishes {STEPS} versions into a bucket in {seconds} seconds, two "
         "replicas follow, one of them is killed and comes back, and all end with the same bits; "
-        f"{mega(about['uploaded_bytes'])} uploaded in all instead of {mega(about['all_bytes'])}"
+        f"{mega(about['uploaded_bytes'])} uploaded in total instead of {mega(about['all_bytes'])}"
     )
 
 
@@ -215,7 +215,7 @@ def bars(picture, about, published, end, speed):
             "accent",
             [each["num_bytes"] for each in published],
             about["uploaded_bytes"],
-            "uploaded in all, as deltas",
+            "uploaded in total, as deltas",
         ),
         (260, "warn", [about["full_bytes"]] * len(published), about["all_bytes"], "all weights at every version"),
     ]
@@ -233,7 +233,7 @@ def bars(picture, about, published, end, speed):
         picture.text(round(x), y + 13, f"<tspan font-weight='650'>{mega(total)}</tspan> {words}", size=14)
     fast = "" if speed == 1 else f", played {speed:.1f} times as fast"
     weights = f"{about['full_bytes'] / 2e6:.1f} M weights"
-    picture.text(20, 304, f"deltawire hello, {weights}, two busy cores{fast}", "soft", 12)
+    picture.text(20, 304, f"deltawire hello, {weights}, two cores{fast}", "soft", 12)
     picture.text(840, 304, "the same SHA-256 in all three", "good", 14, 'text-anchor="end" font-weight="650"',
                  picture.shown(end))  # fmt: skip
 

@@ -92,6 +92,16 @@ def press(selector: str, *keys: str) -> Callable[[Page], None]:
     return prepare
 
 
+def opened(panel: str, ready: str) -> Callable[[Page], None]:
+    """Unfold a panel of the dashboard."""
+
+    def prepare(page: Page) -> None:
+        page.click(f"#{panel}-panel summary")
+        page.wait_for_selector(ready)
+
+    return prepare
+
+
 SCENES = ("weight", "packets", "tokens", "bucket")
 JOBS = [
     Job("explain", explain, "body[data-ready]", [
@@ -108,10 +118,11 @@ JOBS = [
         Shot("4-bucket-way", "#bucket", press("#bucket", "Home", *["ArrowRight"] * 4)),
         Shot("4-bucket", "#bucket", press("#bucket", "End")),
     ]),
-    Job("dashboard", dashboard, "#anatomy-body:not([hidden])", [
-        Shot("page", prepare=lambda page: page.wait_for_selector("#chain-table tbody tr")),
-        Shot("chain", "#chain-panel"),
-        Shot("anatomy", "#anatomy-panel"),
+    Job("dashboard", dashboard, "#replicas-table tr[data-replica]", [
+        Shot("page", prepare=lambda page: page.wait_for_timeout(2000)),
+        Shot("versions", "#versions-panel", opened("versions", "#versions-table tr.row")),
+        Shot("chain", "#chain-panel", opened("chain", "#chain-table tbody tr")),
+        Shot("anatomy", "#anatomy-panel", opened("anatomy", "#anatomy-body:not([hidden])")),
     ]),
 ]  # fmt: skip
 

@@ -193,7 +193,9 @@ def test_attach_waits_for_a_server_that_is_not_there(url, trainer):
         assert (answer.status_code, answer.json()["error"]) == (503, "EngineUnavailable")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE)
-        assert (process.returncode, out, err) == (0, "", "")
+        assert (process.returncode, out) == (0, "")
+        # It may just be trying again.
+        assert err in ("", "stopping after this pull; press Ctrl-C again to stop at once\n")
 
 
 def test_attach_says_what_is_wrong(url, trainer, server, tmp_path, monkeypatch):

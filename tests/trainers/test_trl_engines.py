@@ -357,5 +357,5 @@ def test_wrong_engines():
         DeltawireTransfer(url, max_lag=1)
     with pytest.raises(ValueError, match="max_lag"):
         DeltawireTransfer(url, max_lag=-1, engines=["http://host:1"])
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="poll_seconds more than 0"):
         DeltawireTransfer(url, poll_seconds=0)

@@ -65,10 +65,8 @@ rather than reported as 0.
 
 ## Grafana and alerts
 
-[`deploy/monitoring`](../deploy/monitoring/rules.yaml) has a dashboard for Grafana (`grafana.json`, to import) and alert
-rules for Prometheus (`rules.yaml`). The alerts have the names of the [dashboard's alerts](guides/dashboard.md#alerts),
-`ReplicaDead`, `ReplicaFault`, `ReplicaBehind`, `ReplicaSlow`, `PauseLong` and `TrainerSilent`, plus `PublishFails`.
-Reward and staleness are the training loop's own numbers: find them in your tracker and in deltawire's dashboard.
+[`deploy/monitoring`](../deploy/monitoring/rules.yaml) has a dashboard for Grafana and alert rules for Prometheus: see
+[Grafana and alerts](guides/grafana.md).
 
 ## Trackers
 

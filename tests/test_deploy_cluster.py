@@ -16,6 +16,7 @@ from support import ROOT
 
 DEPLOY = ROOT / "deploy"
 CHART, MONITORING = DEPLOY / "helm" / "deltawire", DEPLOY / "monitoring"
+GUIDE = ROOT / "docs" / "guides" / "grafana.md"
 HELM, PROMTOOL = (
     shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent) for name in ("helm", "promtool")
 )
@@ -110,7 +111,8 @@ class TestChart:
         for document in rendered(*EVERYTHING).values():
             for command in re.findall(r'\["deltawire", (.*?)\]', json.dumps(document)):
                 name, *arguments = json.loads(f"[{command}]")
-                main.commands[name].make_context(name, arguments)
+                with main.make_context("deltawire", [name]) as program:
+                    main.commands[name].make_context(name, arguments, parent=program)
 
     def test_services_reach_what_they_should(self):
         found = rendered(*EVERYTHING)
@@ -170,6 +172,22 @@ def test_the_panels_have_places_and_sources():
         assert panel["description"]
         letters = [each["refId"] for each in panel["targets"]]
         assert len(set(letters)) == len(letters) > 0
+
+
+def test_the_guide_has_all_panels_and_alerts():
+    rows = re.findall(r"^\| `?([\w ]+?)`? \|", GUIDE.read_text(), re.MULTILINE)
+    panels = [each["title"] for each in json.loads((MONITORING / "grafana.json").read_text())["panels"]]
+    rules = yaml.safe_load((MONITORING / "rules.yaml").read_text())["groups"][0]["rules"]
+    assert rows == ["panel", *panels, "alert", *(rule["alert"] for rule in rules)]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of the package prometheus")
+def test_prometheus_takes_the_configuration_of_the_guide(tmp_path):
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(text)
+    shutil.copy(MONITORING / "rules.yaml", tmp_path)
+    subprocess.run([PROMTOOL, "check", "config", tmp_path / "prometheus.yml"], check=True, capture_output=True)
 
 
 @pytest.mark.process

@@ -369,7 +369,8 @@ def test_the_commands_of_the_guide_are_commands(url, trainer, server, tmp_path):
     (tmp_path / "token.txt").write_text("s3cret\n")
     assert len(commands) == 5
     for name, *arguments in commands:
-        main.commands[name].make_context(name, arguments)
+        with main.make_context("deltawire", [name]) as program:
+            main.commands[name].make_context(name, arguments, parent=program)
     with Agent(server, url, port=0, token="s3cret", poll_seconds=0.05) as agent, agent.running():
         agent.wait(0, PATIENCE)
         for line in (line for line in lines if line.startswith("curl ")):

@@ -73,7 +73,9 @@ def test_every_published_version_is_the_gathered_weights(size, tmp_path):
         assert manifest.tied == {"head.weight": "embed.weight"}
         assert len(manifest.hop.objects) == size  # a part of each rank
         hops = {(hop.version, hop.base) for hop in run.hops()}
-        assert {(4, 0), (8, 4), (6, None)} <= hops
+        assert {(4, 0), (8, 4)} <= hops
+        # Due at 6; later if what was to be written before was still waiting then.
+        assert any(base is None and version >= 6 for version, base in hops)
 
 
 def make_module(tensors):

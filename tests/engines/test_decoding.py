@@ -1,5 +1,6 @@
 """Engines that decode deltas against the weights that they serve, without a mirror."""
 
+from itertools import pairwise
 from pathlib import Path
 from shutil import copy
 
@@ -19,8 +20,17 @@ from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.engines.memory import memory_of
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
-from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected, ShapeMismatch, UnknownParameter
+from deltawire.errors import (
+    BaseMismatch,
+    CorruptObject,
+    EngineRejected,
+    ShapeMismatch,
+    UnknownParameter,
+    UnsupportedFormat,
+)
 from deltawire.format.delta import Delta
+from deltawire.format.patches import encode_box
+from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import Tensor
@@ -50,21 +60,33 @@ def changed(rng, weights, density):
     return new
 
 
-class Process:
-    """A process of an engine that holds tensors at odd places: one behind the other, transposed, with gaps."""
+def whole(name, shape):
+    return [(slice(0, shape[0]), slice(0, shape[1]))]
 
-    def __init__(self, weights, kind):
+
+class Process:
+    """A process of an engine that holds tensors at odd places: one behind the other, transposed, with gaps.
+
+    `share` tells which rows and columns of a tensor it holds.
+    """
+
+    def __init__(self, weights, kind, share=whole):
         self.weights = weights
         pieces, flats = [], {}
-        for number, (name, tensor) in enumerate(weights.items()):
-            rows, columns = tensor.shape
+        held = [(name, part) for name, tensor in weights.items() for part in share(name, tensor.shape)]
+        for number, (name, part) in enumerate(held):
+            tensor = weights[name]
+            bits = tensor.bits.reshape(tensor.shape)[part]
+            rows, columns = bits.shape
             steps = (columns, 1) if number % 3 == 0 else (1, rows) if number % 3 == 1 else (2 * columns + 3, 2)
             offset = number % 5
             size = offset + (rows - 1) * steps[0] + (columns - 1) * steps[1] + 1
             flat = np.zeros(size, tensor.bits.dtype)
             at = offset + np.arange(rows)[:, None] * steps[0] + np.arange(columns) * steps[1]
-            flat[at] = tensor.bits.reshape(rows, columns)
-            pieces.append(Piece(name, f"s{number}", rows, columns, 0, columns, (offset, *steps)))
+            flat[at] = bits
+            width = tensor.shape[1]
+            start = part[0].start * width + part[1].start
+            pieces.append(Piece(name, f"s{number}", rows, columns, start, width, (offset, *steps)))
             flats[f"s{number}"] = flat
         signed = {name: torch.from_numpy(flat.view(f"i{flat.itemsize}")) for name, flat in flats.items()}
         if kind != "host":
@@ -90,12 +112,14 @@ class Process:
         self.live.mark(version(0, self.weights))
 
     def bits(self):
-        found = {}
+        """What it holds of each tensor, zeros elsewhere."""
+        found = {name: np.zeros_like(tensor.bits) for name, tensor in self.weights.items()}
         for piece in self.live.pieces:
             offset, row, column = piece.place
             at = offset + np.arange(piece.rows)[:, None] * row + np.arange(piece.columns) * column
             flat = self.storages[piece.storage].cpu().numpy()
-            found[piece.tensor] = flat[at].reshape(-1).view(f"u{flat.itemsize}")
+            to = piece.start + np.arange(piece.rows)[:, None] * piece.stride + np.arange(piece.columns)
+            found[piece.tensor][to] = flat[at].view(f"u{flat.itemsize}")
         return found
 
 
@@ -122,6 +146,71 @@ def test_every_encoding_at_every_place(kind, encoding, dtype):
     process.live.write("token", undo=True)
     assert all(np.array_equal(bits, old[name].bits) for name, bits in process.bits().items())
     assert process.live.state == version(0, old)
+
+
+def shares(rng, shapes, num_processes):
+    """Tensors cut by rows, by columns, or both, and dealt out to processes; one process may get several parts."""
+    dealt = [{name: [] for name in shapes} for _ in range(num_processes)]
+    for name, shape in shapes.items():
+        edges = [sorted({0, size, *rng.integers(0, size + 1, int(rng.integers(0, 3))).tolist()}) for size in shape]
+        parts = [(slice(*rows), slice(*columns)) for rows in pairwise(edges[0]) for columns in pairwise(edges[1])]
+        for part in parts:
+            dealt[rng.integers(num_processes)][name].append(part)
+    return [lambda name, _, own=own: own[name] for own in dealt]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@examples(6)
+@given(
+    seed=st.integers(0, 1 << 32), dtype=st.sampled_from(["BF16", "F16", "F32", "U8"]),
+    density=st.sampled_from([0.01, 0.2, 0.9]), choice=st.sampled_from(["mirrorless", "gap", "coo", "dense"]),
+)  # fmt: skip
+def test_processes_that_hold_parts_of_tensors(kind, seed, dtype, density, choice):
+    """Each decodes what it holds from its own elements; together they have all, and the digest of all."""
+    rng = np.random.default_rng(seed)
+    shapes = {str(i): (int(rng.integers(1, 60)), int(rng.integers(1, 60))) for i in range(4)}
+    old = weights_of(rng, shapes, dtype)
+    new = changed(rng, old, density)
+    delta = Delta.from_bytes(deltawire.diff(old, new, encoding=choice, run="run").to_bytes())
+    processes = [Process(old, kind, share) for share in shares(rng, shapes, 3)]
+    constant = digest(old) - sum((each.live.partial for each in processes), Digest())
+    for process in processes:
+        process.live.stage_delta("t", delta, version(0, old), version(1, new))
+    planned = [each.live.staged.partial for each in processes]
+    assert sum(planned, constant) == digest(new)
+    for undo, weights in ((False, new), (True, old)):
+        for process in processes:
+            process.live.write("t", undo=undo)
+        assert sum((each.live.partial for each in processes), constant) == digest(weights)
+        for name, tensor in weights.items():
+            assert np.array_equal(sum(each.bits()[name] for each in processes), tensor.bits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_tensors_of_a_sharded_publisher(kind, monkeypatch):
+    """Boxes that are a stretch of the tensor, and boxes that are not; a few changes at a time."""
+    monkeypatch.setattr("deltawire.engines.device_memory.DIVIDED", 100)
+    rng = np.random.default_rng(7)
+    shapes = {"a": (40, 30), "b": (20, 30)}
+    old = weights_of(rng, shapes)
+    new = changed(rng, old, 0.2)
+    entries = []
+    for name, (rows, columns) in shapes.items():
+        cuts = [Box((rows, columns), (0, 0), (13, columns)), Box((rows, columns), (13, 0), (rows - 13, 10)),
+                Box((rows, columns), (13, 10), (rows - 13, columns - 10))]  # fmt: skip
+        for box in cuts:
+            before, after = (
+                np.ascontiguousarray(each[name].bits.reshape(rows, columns)[box.slices]).reshape(-1)
+                for each in (old, new)
+            )
+            entries.append(encode_box(name, DTYPES["BF16"], before, after, box, ["gap"])[0])
+    delta = Delta(deltawire.diff(old, new, run="run").info, entries)
+    processes = [Process(old, kind, share) for share in shares(rng, shapes, 2)]
+    for process in processes:
+        process.live.stage_delta("t", delta, version(0, old), version(1, new))
+        process.live.write("t")
+    for name in shapes:
+        assert np.array_equal(sum(each.bits()[name] for each in processes), new[name].bits)
 
 
 @pytest.mark.interpreter
@@ -158,9 +247,6 @@ def test_any_weights(kind, seed, density):
 @pytest.mark.parametrize("kind", KINDS)
 def test_boxes_of_a_sharded_publisher(kind):
     """Entries that cover a part of a tensor: rows, and columns."""
-    from deltawire.format.patches import encode_box
-    from deltawire.tensors.boxes import Box
-
     rng = np.random.default_rng(3)
     old = weights_of(rng, {"a": (40, 30)})
     new = changed(rng, old, 0.1)
@@ -221,9 +307,9 @@ def test_wrong_deltas_are_refused():
         delta = deltawire.diff(unknown, changed(rng, unknown, 1), run="run")
         with pytest.raises(error):
             process.live.stage_delta("t", delta, version(0, old), version(1, unknown))
-    process.live.pieces[0] = Piece("a", "s0", 2, 5, 0, 5, (0, 5, 1))
-    delta = deltawire.diff(old, other, run="run")
-    with pytest.raises(EngineRejected, match="use a mirror"):
+    process = Process(old, "host", lambda name, shape: [(slice(0, 2), slice(0, 5))])
+    delta = deltawire.diff(old, other, encoding="context", run="run")
+    with pytest.raises(UnsupportedFormat, match="keep a mirror, or publish with"):
         process.live.stage_delta("t", delta, version(0, old), version(1, other))
 
 
@@ -292,6 +378,25 @@ def test_a_replica_without_a_mirror(run):
             assert equal(trained, served)
         with pytest.raises(EngineRejected, match="only the engine has"):
             replica.verify()
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_by_default_there_is_a_mirror_where_a_gpu_could_not_decode_all_deltas(is_divided):
+    trained, served = models()
+
+    class OnGpu(TorchEngine):
+        on_gpu = True
+
+    OnGpu.is_divided = is_divided
+    engine = OnGpu(served)
+    with Publisher(url := fresh_url(), trained, anchors=None, skips=()) as publisher:
+        for _ in range(2):
+            advance(trained, publisher)
+            # The second agent comes to an engine that the first has left.
+            with Replica(url, EngineTarget(engine), heartbeat_seconds=None) as replica:
+                replica.pull()
+                assert (replica.target.mirror is None) is not is_divided
+                assert equal(trained, served)
 
 
 def test_joins_late(run):

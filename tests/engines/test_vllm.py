@@ -8,8 +8,9 @@ from importlib.util import find_spec
 import httpx
 import pytest
 
+from deltawire import Publisher
 from deltawire.engines.engine import EngineDelta
-from deltawire.errors import DeltawireError, EngineBroken, EngineRejected, EngineUnavailable
+from deltawire.errors import DeltawireError, EngineBroken, EngineRejected, EngineUnavailable, UnsupportedFormat
 from deltawire.store import open_store
 from support.servers import BUCKET
 from support.vllm_server import EXTENSION, PATIENCE, Trainer, following, serving
@@ -381,6 +382,46 @@ def test_error_on_one_rank(tmp_path, vllm_pool):
         assert replica.version is None
         assert server.weight_version == str(version + 1)
         assert server.client.get("/is_paused").json()["is_paused"]
+
+
+def test_two_ranks_without_a_mirror(tmp_path, vllm_pool):
+    """Each rank decodes its part of a delta against the weights that it serves."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, kind="moe", encoding="mirrorless")
+    trainer.publish(density=0, tp=2)
+    with (
+        vllm_pool.server("moe", tp=2, extension=FAULTY) as server,
+        following(store, server, False) as replica,
+    ):
+        replica.pull()
+        for num_versions in (1, 1, 3):
+            for _ in range(num_versions):
+                version = trainer.publish(tp=2)
+            pulled = replica.pull()
+            assert (pulled.version, pulled.anchor) == (version, False)
+            assert server.weight_version == str(version)
+            assert server.checksums() == trainer.expected[version]
+
+        trainer.publish(tp=2)
+        body = {"method": "fail", "args": [{"rank": 1, "writes": 2}]}
+        server.client.post("/collective_rpc", json=body).raise_for_status()
+        with pytest.raises(EngineRejected, match="rolled back"):
+            replica.pull()
+        assert server.checksums() == trainer.expected[version]
+        version = replica.pull().version
+        assert server.checksums() == trainer.expected[version]
+
+        # What a rank cannot decode is refused by name, before it is fetched, and goes round by an anchor.
+        trainer.publisher.close()
+        trainer.publisher = Publisher(store, trainer.weights, anchors=None, encoding="context")
+        trainer.publish(tp=2)
+        with pytest.raises(UnsupportedFormat, match='use a mirror, or publish with encoding="mirrorless"'):
+            replica.pull()
+        assert replica.version == version
+        assert server.checksums() == trainer.expected[version]
+        version = trainer.publish(tp=2, anchor=True)
+        assert replica.pull().anchor
+        assert server.checksums() == trainer.expected[version]
 
 
 def test_restarts_of_the_server(tmp_path, vllm_pool):

@@ -120,15 +120,16 @@ def test_follows_and_serves_what_a_fresh_server_does(tmp_path, vllm_pool):
 
 
 @pytest.mark.slow
-def test_two_workers_follow_with_scales_that_they_share(tmp_path, vllm_pool):
+@pytest.mark.parametrize("mirror", [None, False])
+def test_two_workers_follow_with_scales_that_they_share(mirror, tmp_path, vllm_pool):
     """Rows of `o_proj` and `down_proj` are divided between them."""
     store = f"memory:{tmp_path}"
-    trainer = Trainer(tmp_path, store)
+    trainer = Trainer(tmp_path, store, encoding="auto" if mirror is None else "mirrorless")
     trainer.publish(density=0)
     own = {"arguments": FLAGS, "nursery": vllm_pool.nursery, "tp": 2}
     with serving(tmp_path / "base", log=tmp_path / "log", extension=FAULTY, **own) as server:
         assert server.checksums() == expected(trainer.weights, 2)
-        with following(store, server) as replica:
+        with following(store, server, mirror) as replica:
             replica.pull()
             assert server.checksums() == expected(trainer.weights, 2)
             for number in range(4):
@@ -151,6 +152,9 @@ def test_two_workers_follow_with_scales_that_they_share(tmp_path, vllm_pool):
             with pytest.raises(EngineRejected, match="rolled back"):
                 replica.pull()
             assert (server.checksums(), server.weight_version) == (kept, str(version))
+            version = replica.pull().version
+            kept = server.checksums()
+            assert kept == expected(trainer.weights, 2)
             # One has an infinity, and the other does not wait for it.
             trainer.weights["model.layers.0.mlp.down_proj.weight"][0, -1] = torch.inf
             trainer.publish(density=0)
@@ -158,7 +162,8 @@ def test_two_workers_follow_with_scales_that_they_share(tmp_path, vllm_pool):
                 replica.pull()
             assert (server.checksums(), server.weight_version) == (kept, str(version))
             trainer.weights["model.layers.0.mlp.down_proj.weight"][0, -1] = 0.5
-            trainer.publish(density=0.02)
+            # Without a mirror each delta is written as it is, so that the way leads through the version before.
+            trainer.publish(density=0.02, anchor=mirror is False)
             replica.pull()
             assert server.checksums() == expected(trainer.weights, 2)
         ours = answers(server)

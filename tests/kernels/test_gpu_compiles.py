@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from deltawire.codec import allowed_encodings
 from deltawire.codec.tiled import encode_payload, stream_edges
-from deltawire.engines.device_memory import DeviceMemory
+from deltawire.engines.device_memory import DeviceMemory, warm_up_decoding
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import Item
 from deltawire.engines.staged import PieceChange
@@ -84,6 +84,7 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
     module = torch.nn.Module()
     module.register_parameter("wide", torch.nn.Parameter(torch.randn(300)))
     module.register_parameter("narrow", torch.nn.Parameter(torch.randn(300, dtype=torch.bfloat16)))
+    warm_up_decoding(torch.device("cpu"), {"BF16"})
     history = DeviceHistory(module_source(module)(), 0, allowed=allowed_encodings(["gap", "context"]))
     with torch.no_grad():
         for parameter in module.parameters():

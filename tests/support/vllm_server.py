@@ -61,7 +61,7 @@ def save_model(model, folder):
 class Trainer:
     """Weights that change as in training, with the checkpoint of each version."""
 
-    def __init__(self, folder, store, *, without=(), **options):
+    def __init__(self, folder, store, *, without=(), encoding="auto", **options):
         self.folder, self.tied, self.kind = folder, options.get("tied", False), options.get("kind", "dense")
         self.is_known = self.kind not in ARCHITECTURES and not without
         save_model(make_model(**options), folder / "base")
@@ -71,7 +71,7 @@ class Trainer:
             self.checkpoint()
         for name in without:
             del self.weights[name]
-        self.publisher = Publisher(store, self.weights, anchors=None)
+        self.publisher = Publisher(store, self.weights, anchors=None, encoding=encoding)
         self.expected, self.digests = {}, {}
 
     def publish(self, *, density=0.02, tp=1, **how):

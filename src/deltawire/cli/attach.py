@@ -31,7 +31,8 @@ def host_and_port(given: str) -> tuple[str, int]:
 @click.option("--from", "url", metavar="URL", required=True, help="The store that holds the run.")
 @click.option("--mirror", type=options.PATH, metavar="FOLDER|none", help="Folder for the mirror, the copy of the "
               "weights that deltas are decoded against; it survives restarts. With none, the server decodes against "
-              "its own weights.  [default: none if the server can decode on a GPU, else host memory]")  # fmt: skip
+              "its own weights.  [default: none if the server can decode all deltas on a GPU, else host "
+              "memory]")  # fmt: skip
 @click.option("--shared-folder", type=options.PATH, help="Folder for passing changes to the server, which must be "
               "able to read it.  [default: shared memory]")  # fmt: skip
 @click.option("--mode", type=click.Choice(["patch", "disk"]),

@@ -6,6 +6,7 @@ In addition to the weights it holds the indices, old and new bits of what is sta
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from deltawire.workers import SERIAL
 GATHERED = 1 << 24
 # So many elements are decoded at a time, which bounds the memory that it takes.
 DECODED = 1 << 29
+# Of tensors that are held in part so many changes are decoded at a time: most of them may be another process's.
+DIVIDED = 1 << 26
 
 
 class DeviceChange(NamedTuple):
@@ -71,19 +74,24 @@ class DeviceMemory(Memory):
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         changes: dict[int, DeviceChange] = {}
-        batches: dict[tuple[str, str, int], list[int]] = {}
+        batches: dict[tuple[str, str, int, int], list[int]] = {}
         boxes: dict[int, EncodedBox] = {}
         gathered: list[torch.Tensor] = []
         others: dict[int, list[int]] = {}
+        num_divided = 0
         for i, (entry, piece) in enumerate(entries):
-            if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype):
-                boxes[i] = self._box(entry, piece, gathered)
+            is_divided = piece.num_elements != prod(entry.box.full)
+            is_run = not is_divided or len(entry.box.runs()[0]) == 1
+            if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype) and is_run:
+                boxes[i] = self._part(entry, piece) if is_divided else self._box(entry, piece, gathered)
+                num_divided += entry.num_changed if is_divided else 0
                 # Those with tiles of about one size go together: all of them get as much memory as the largest.
                 largest = int(boxes[i].tiles[:, TILE_SIZE.value].max(initial=1))
-                batches.setdefault((entry.dtype.name, entry.encoding, largest.bit_length()), []).append(i)
+                part = 1 + num_divided // DIVIDED if is_divided else 0
+                batches.setdefault((entry.dtype.name, entry.encoding, largest.bit_length(), part), []).append(i)
             else:
                 others.setdefault(entry.dtype.itemsize, []).append(i)
-        for (dtype, encoding, _), numbers in batches.items():
+        for (dtype, encoding, _, part), numbers in batches.items():
             near = next(iter(self._bits.values()))
             found = decode_boxes([boxes[i] for i in numbers], near, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
             for i, (status, positions, old, new) in zip(numbers, found, strict=True):
@@ -92,7 +100,7 @@ class DeviceMemory(Memory):
                     check_status(status)
                 except CorruptObject as error:
                     raise CorruptObject(f"{entry.name}: {error.message}", tensor=entry.name) from None
-                changes[i] = DeviceChange(_in_tensor(entry.box, positions), old, new)
+                changes[i] = DeviceChange(positions if part else _in_tensor(entry.box, positions), old, new)
         for numbers in others.values():
             changes |= zip(numbers, self._decode_on_host([entries[i] for i in numbers]), strict=True)
         return [changes[i] for i in range(len(entries))]
@@ -107,6 +115,14 @@ class DeviceMemory(Memory):
             address = gathered[-1].data_ptr()
         payload = entry.arrays[entry.encoding]
         return EncodedBox(payload, tile_table(*stream_edges(payload, size), size), address, size, entry.num_changed)
+
+    def _part(self, entry: Entry, piece: Piece) -> EncodedBox:
+        """The same for a piece with a part of the tensor's elements. The box has those of one stretch of the tensor."""
+        flat, payload = self._bits[piece.storage], entry.arrays[entry.encoding]
+        starts, size = entry.box.runs()
+        grid = piece.start - int(starts[0]), piece.stride, piece.rows, piece.columns, *piece.place
+        tiles = tile_table(*stream_edges(payload, size), size)
+        return EncodedBox(payload, tiles, flat.data_ptr(), piece.num_elements, entry.num_changed, grid)
 
     def _decode_on_host(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         """For small tensors of one element size, and those that changed nearly everywhere: many in one copy."""
@@ -165,17 +181,21 @@ def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
     size = 3000
     flat = np.arange(size, dtype=np.uint16) * 5
     piece = Piece("", "", 1, size, 0, size, (0, size, 1))
+    half = size // 2
+    halves = [Piece("", "", 1, half, start, half, (start, half, 1)) for start in (0, half)]
     for dtype in (DTYPES[name] for name in dtypes if is_decodable(DTYPES[name])):
         key = tensor_key("", dtype, (size,))
         memory = DeviceMemory({"": torch.from_numpy(flat.view(np.int16)).to(device)})
         before = memory.digest(piece, key)
-        for encoding in (GAP.name, CONTEXT.name):
+        for encoding, pieces in ((GAP.name, [piece]), (GAP.name, halves), (CONTEXT.name, [piece])):
             new = np.where(flat % 19 == 0, flat + 3, flat)
             entry, gain = encode_box("", dtype, flat, new, Box.whole((size,)), [encoding])
-            items = [Item(0, piece, key, change) for change in memory.decode([(entry, piece)] if entry else [])]
+            decoded = memory.decode([(entry, each) for each in pieces] if entry else [])
+            items = [Item(0, each, key, change) for each, change in zip(pieces, decoded, strict=True)]
             found = [memory.put(items, writes=False), memory.put(items), memory.put(items, undo=True)]
             memory.drop()
-            if found[0] != [Written(0, gain)] or found[1] != found[0] or memory.digest(piece, key) != before:
+            is_right = sum((each.gain for each in found[0]), Digest()) == gain and found[1] == found[0]
+            if not is_right or memory.digest(piece, key) != before:
                 raise RuntimeError("the kernels for this GPU give wrong results")
     for dtype in (DTYPES[name] for name in dtypes if not is_decodable(DTYPES[name])):
         key = tensor_key("", dtype, (size,))

@@ -79,6 +79,13 @@ class Engine(Protocol):
         return False
 
     @property
+    def is_divided(self) -> bool:
+        """Whether its processes hold parts of tensors, as with tensor parallelism: then they cannot decode `context`.
+        Read after `bind`.
+        """
+        return False
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the weights are on a GPU, where decoding does not load the host. Read after `bind`."""
         return False
@@ -108,7 +115,7 @@ class Engine(Protocol):
         """Bring a change to where it can be written with a short pause. The engine keeps serving.
 
         Raises if the engine's weights are neither those of `change.base` nor of `change.state`; for a delta they must
-        be those of its base, and CorruptObject or BaseMismatch means that it cannot be decoded.
+        be those of its base, and CorruptObject, BaseMismatch or UnsupportedFormat means that it cannot be decoded.
         """
 
     def commit(self, change: EngineChange | EngineDelta) -> float:

@@ -247,13 +247,11 @@ class Layout:
                     tensor=name,
                 )
 
-    def divided_tensor(self) -> str | None:
-        """A tensor that some process holds only in part, or in several parts; None if there is none."""
-        for pieces in self.ranks:
-            for piece in pieces:
-                if piece.num_elements != prod(self.specs[piece.tensor][1]):
-                    return piece.tensor
-        return None
+    @property
+    def is_divided(self) -> bool:
+        """Whether some process holds a tensor only in part, or in several parts."""
+        sizes = {name: prod(shape) for name, (_, shape) in self.specs.items()}
+        return any(piece.num_elements != sizes[piece.tensor] for pieces in self.ranks for piece in pieces)
 
     def _turns(self, holders: list[list[tuple[int, int]]]) -> list[list[list[int]]]:
         turns = []

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from deltawire.codec import ENCODINGS
 from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, Written, memory_of
 from deltawire.engines.quantized.derive import Plan, QuantizedModel
 from deltawire.engines.staged import PieceChange, StagedChange
 from deltawire.engines.trace import Fill, torch_dtype
-from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected
+from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected, UnsupportedFormat
 from deltawire.format.delta import Delta
-from deltawire.format.patches import check_known, check_spec
+from deltawire.format.patches import check_known, check_spec, whole_needed
 from deltawire.format.wire import Entry
 from deltawire.tensors.digest import Digest, TensorKey, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import dtype_named
@@ -185,7 +186,9 @@ class LiveModel:
         self._ready(staged.token, staged.base, staged.state, items)
 
     def stage_delta(self, token: str, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
-        """The same for a delta, which is decoded against the weights themselves: each tensor must be here in whole."""
+        """The same for a delta, which is decoded against the weights themselves. Of a tensor that is not here in whole,
+        the entry must be in an encoding that needs no other elements.
+        """
         if self.state != base:
             raise _other_base(self.state, base, state)
         self.drop_staged()
@@ -198,8 +201,8 @@ class LiveModel:
             check_spec(entry, self._specs[entry.name])
             for number in numbers.get(entry.name, []):
                 piece = self.pieces[number]
-                if piece.num_elements != prod(entry.box.full):
-                    raise EngineRejected(f"only a part of {entry.name} is held here: use a mirror", tensor=entry.name)
+                if piece.num_elements != prod(entry.box.full) and ENCODINGS[entry.encoding].needs_mirror:
+                    raise UnsupportedFormat(whole_needed(entry), tensor=entry.name)
                 found.append((number, entry, piece))
         changes = self._memory.decode([(entry, piece) for _, entry, piece in found])
         items = [self._item(number, change) for (number, _, _), change in zip(found, changes, strict=True)]

@@ -1,12 +1,15 @@
 """Reads and writes the elements of pieces, in host memory or on a device, and decodes deltas against them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
-from deltawire.engines.layout import Piece
+from deltawire.engines.layout import Piece, cuts
 from deltawire.engines.staged import PieceChange, changed_elements
 from deltawire.errors import EngineRejected
 from deltawire.format.patches import decode_entry
@@ -60,7 +63,9 @@ class Memory(Protocol):
         """Copy changes of pieces to the device of their storages."""
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[Any]:
-        """The changes that entries of a delta make to pieces, each of which has all elements of its tensor."""
+        """The changes that entries of a delta make to pieces, which have all elements of their tensors or, where the
+        entry's encoding allows it, some.
+        """
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         """The contribution of a piece to its tensor's digest."""
@@ -99,14 +104,40 @@ class HostMemory(Memory):
         return [_writable(change) for change, _ in changes]
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[PieceChange]:
-        found = self._updating.spread(entries, lambda each: each[1].num_elements, self._decode)
-        return [change for _, change in found]
+        groups = [list(own) for _, own in groupby(entries, lambda pair: id(pair[0]))]
+        found = self._updating.spread(groups, lambda pairs: pairs[0][0].box.num_elements, self._decode)
+        return [change for _, changes in found for change in changes]
 
-    def _decode(self, pair: tuple[Entry, Piece], workers: Workers) -> PieceChange:
-        entry, piece = pair
-        old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
-        _, *changed = changed_elements(decode_entry(entry, old, workers), old.bits)
-        return _writable(PieceChange(0, *changed))
+    def _decode(self, pairs: Sequence[tuple[Entry, Piece]], workers: Workers) -> list[PieceChange]:
+        """The changes that one entry makes to some pieces."""
+        (entry, first), *_ = pairs
+        if first.num_elements != prod(entry.box.full):
+            return self._decode_parts(entry, [piece for _, piece in pairs], workers)
+        found = []
+        for _, piece in pairs:
+            old = Tensor(entry.dtype, entry.box.full, torch_view(grid(self._storages[piece.storage], piece)))
+            _, *changed = changed_elements(decode_entry(entry, old, workers), old.bits)
+            found.append(_writable(PieceChange(0, *changed)))
+        return found
+
+    def _decode_parts(self, entry: Entry, pieces: Sequence[Piece], workers: Workers) -> list[PieceChange]:
+        """The same for pieces with a part of the tensor's elements each."""
+        # Elements that are not here are unknown, and do not affect the result for those that are.
+        bits = np.zeros(prod(entry.box.full), entry.dtype.unsigned)
+        for piece in pieces:
+            strides = bits.itemsize * piece.stride, bits.itemsize
+            rows = as_strided(bits[piece.start :], (piece.rows, piece.columns), strides)
+            rows[:] = torch_view(grid(self._storages[piece.storage], piece)).reshape(rows.shape)
+        changed = changed_elements(decode_entry(entry, Tensor(entry.dtype, entry.box.full, bits), workers), bits)
+        holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for number, piece in enumerate(pieces):
+            holders.setdefault((piece.tensor, *piece.source), []).append((0, number))
+        found = [PieceChange(0, np.empty(0, np.uint32), bits[:0].copy(), bits[:0].copy())] * len(pieces)
+        for cut in cuts(holders)[entry.name]:
+            for own, *arrays in cut.divide(*changed):
+                for _, number in own:
+                    found[number] = _writable(PieceChange(0, *arrays))
+        return found
 
     def digest(self, piece: Piece, key: TensorKey) -> Digest:
         starts = piece.start + piece.stride * np.arange(piece.rows, dtype=np.int64)

@@ -2,10 +2,11 @@
 
 import time
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from deltawire.codec import ENCODINGS
 from deltawire.engines.engine import Engine, EngineChange, EngineDelta, Served
 from deltawire.errors import BaseMismatch, CorruptObject, DeltawireError, EngineRejected
 from deltawire.follow.mirror import Mirror
@@ -30,7 +31,7 @@ class EngineTarget(Target):
     Args:
         engine: The engine.
         mirror: A folder or a target for the mirror. False for none: the engine must be able to decode. By default none
-            where the engine can decode on a GPU, and otherwise one in host memory.
+            where the engine can decode any delta on a GPU, and otherwise one in host memory.
     """
 
     def __init__(self, engine: Engine, mirror: str | Path | Target | Literal[False] | None = None) -> None:
@@ -76,9 +77,12 @@ class EngineTarget(Target):
     def _adopt(self, boot: str) -> None:
         """Do without a mirror if an agent before this one has, and the engine is as that one left it."""
         specs = self.engine.specs() if self.engine.in_place else None
-        if specs is not None and self.engine.decodes and self.engine.on_gpu:
+        if specs is not None and self._needs_no_mirror():
             self._opened = boot, dict(specs)
             self._drop_mirror()
+
+    def _needs_no_mirror(self) -> bool:
+        return self.engine.decodes and self.engine.on_gpu and not self.engine.is_divided
 
     def _drop_mirror(self) -> None:
         if self.mirror is not None:
@@ -119,6 +123,11 @@ class EngineTarget(Target):
     def decodes(self) -> bool:
         return self.mirror is None
 
+    @property
+    def undecodable(self) -> Collection[str]:
+        names = [name for name, encoding in ENCODINGS.items() if encoding.needs_mirror]
+        return names if self.mirror is None and self._opened is not None and self.engine.is_divided else ()
+
     def apply_delta(self, delta: Delta) -> None:
         base = WeightVersion(delta.run, delta.base_version, delta.base_digest)
         state = WeightVersion(delta.run, delta.version, delta.digest)
@@ -153,9 +162,7 @@ class EngineTarget(Target):
             return
         mirror = self.mirror
         if mirror is None:
-            raise EngineRejected(
-                "the engine cannot decode deltas, since its processes hold only parts of tensors: use a mirror"
-            )
+            raise EngineRejected("the engine does not decode deltas itself, or does not use all tensors: use a mirror")
         have, patches, is_there = mirror.state(), None, False
         if have is not None and self.engine.in_place:
             patches = anchor.patches_from(mirror.weights(), state.digest, LITTLE)
@@ -170,7 +177,7 @@ class EngineTarget(Target):
         if not self.engine.in_place or (self.mirror is not None and not self._may_drop):
             return False
         self._bind(weights)
-        if not self.engine.decodes or (self.mirror is not None and not self.engine.on_gpu):
+        if not (self.engine.decodes if self.mirror is None else self._needs_no_mirror()):
             return False
         self._drop_mirror()
         return True

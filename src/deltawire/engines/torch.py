@@ -90,7 +90,11 @@ class TorchEngine(Engine):
 
     @property
     def decodes(self) -> bool:
-        return self._opened.divided_tensor() is None
+        return True
+
+    @property
+    def is_divided(self) -> bool:
+        return self._opened.is_divided
 
     @property
     def on_gpu(self) -> bool:

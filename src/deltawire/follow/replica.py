@@ -217,6 +217,14 @@ class Replica(AbstractContextManager["Replica"]):
                 route = find_route(self.run, self._start(have, manifest), manifest, bad)
             except errors.ChainError as error:
                 raise first or error from None
+            if undecodable := [hop for hop in route.hops if set(hop.encodings) & set(self.target.undecodable)]:
+                first = first or errors.UnsupportedFormat(
+                    f"{undecodable[0]} has tensors encoded as {', '.join(self.target.undecodable)}, which an engine "
+                    'that holds parts of them cannot decode: use a mirror, or publish with encoding="mirrorless"',
+                    hop=undecodable[0],
+                )
+                bad |= {(hop.version, hop.base) for hop in undecodable}
+                continue
             try:
                 return self._follow(manifest, have, route, progress)
             except (errors.FormatError, errors.ObjectMissing, errors.DigestMismatch, errors.BaseMismatch) as error:

@@ -1,7 +1,7 @@
 """Targets hold the weights of a replica: the protocol, weights in memory, and a checkpoint that is written once."""
 
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,9 +72,14 @@ class Target(Protocol):
         """Whether deltas are given to `apply_delta` as they were fetched, instead of to `apply` as patches."""
         return False
 
+    @property
+    def undecodable(self) -> Collection[str]:
+        """The encodings that `apply_delta` does not take."""
+        return ()
+
     def apply_delta(self, delta: Delta) -> None:
         """Decode a delta and write it, where the target `decodes`. Raises BaseMismatch if the weights are not its base,
-        CorruptObject if they are and it cannot be decoded.
+        CorruptObject or UnsupportedFormat if they are and it cannot be decoded.
         """
         raise ValueError("this target takes patches, not deltas")
 

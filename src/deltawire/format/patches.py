@@ -89,10 +89,7 @@ def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers 
     if shared is None:
         return None
     if ENCODINGS[entry.encoding].needs_mirror and shared != entry.box:
-        raise ValueError(
-            f"{entry.name} is encoded as {entry.encoding}, which can only be decoded with the whole box: "
-            'keep a mirror, or publish with encoding="mirrorless"'
-        )
+        raise ValueError(whole_needed(entry))
     old = None
     if shard is not None:
         # Elements outside the shard are unknown, and do not affect the result inside.
@@ -106,6 +103,14 @@ def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers 
     absolute = entry.box.to_tensor(positions)
     _, keep = shared.from_tensor(absolute)
     return Patch(entry.name, entry.dtype.name, shared, bits[keep], absolute[keep])
+
+
+def whole_needed(entry: Entry) -> str:
+    """What to say of an entry that cannot be decoded from a part of its box."""
+    return (
+        f"{entry.name} is encoded as {entry.encoding}, which can only be decoded with the whole box: "
+        'keep a mirror, or publish with encoding="mirrorless"'
+    )
 
 
 def write_patches(targets: Mapping[str, Iterable[Any]], patches: Iterable[Patch]) -> None:

@@ -15,7 +15,7 @@ from deltawire.engines.engine import EngineChange, EngineDelta, Served
 from deltawire.engines.http_engine import Answers, HttpEngine, refuse, spec_fields
 from deltawire.engines.staged import left_out_digests
 from deltawire.engines.token import engine_token
-from deltawire.errors import BaseMismatch, CorruptObject, EngineRejected
+from deltawire.errors import BaseMismatch, CorruptObject, DeltawireError, EngineRejected, UnsupportedFormat
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.weights import TensorSpec, Weights
 
@@ -25,6 +25,11 @@ FLAGS = (
     '--weight-transfer-config \'{"backend": "deltawire"}\' '
     f"--worker-extension-cls {EXTENSION} --middleware {ROUTE}"
 )  # fmt: skip
+
+# What a delta may have that is no fault of the server's.
+FAULTS: dict[str, type[DeltawireError]] = {
+    each.__name__: each for each in (CorruptObject, BaseMismatch, UnsupportedFormat)
+}
 
 # How often to look for the answers of workers, and whether these are still there.
 LOOK_SECONDS, ALIVE_SECONDS = 0.001, 1.0
@@ -80,7 +85,11 @@ class VllmEngine(HttpEngine):
 
     @property
     def decodes(self) -> bool:
-        return self._bound.divided_tensor() is None and not self._bound.left_out
+        return not self._bound.left_out
+
+    @property
+    def is_divided(self) -> bool:
+        return self._bound.is_divided
 
     @property
     def on_gpu(self) -> bool:
@@ -106,9 +115,9 @@ class VllmEngine(HttpEngine):
         files = [str(file.absolute()) for file in change.files]
         answers = self._work("decode", token=token, files=files, **versions)
         for each in answers:
-            error = each["error"]
-            if error and error["kind"] in ("CorruptObject", "BaseMismatch"):
-                raise {"CorruptObject": CorruptObject, "BaseMismatch": BaseMismatch}[error["kind"]](error["message"])
+            kind = FAULTS.get(each["error"]["kind"]) if each["error"] else None
+            if kind is not None:
+                raise kind(each["error"]["message"])
         refuse(answers, "nothing was changed")
         found = self._total(answers, "planned")
         if found != change.state.digest:

@@ -71,6 +71,12 @@ TAKE = {"VECTOR": 256, "num_warps": 4}
 WRITE = {"VECTOR": 128, "num_warps": 4}
 
 WORD_BYTES = 4
+# A row of `grids`, for each tile: which elements of its box are there, as rows and columns, and where they lie.
+GRID_START, GRID_STRIDE, GRID_ROWS, GRID_COLUMNS, GRID_OFFSET, GRID_ROW_STEP, GRID_COLUMN_STEP = (
+    tl.constexpr(i) for i in range(7)
+)
+GRID_FIELDS = tl.constexpr(7)
+
 # A remainder is read from three words.
 SPARE_WORDS = 4
 MOST_INT32 = (1 << 31) - 1
@@ -114,9 +120,12 @@ def take_step(bits, down, length):
 def take_steps(
     words, old, tiles, rows, facts, first_tile, first_change, first_code,
     places, extras, found, found_old, bitmap, numbers,
-    positions, olds, news, tile_blocks, programs, CLASSES: tl.constexpr, VECTOR: tl.constexpr,
+    positions, olds, news, grids, tile_blocks, programs, CLASSES: tl.constexpr, DIVIDED: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Positions in the box, old and new bits of a tile's changes, in the order of positions."""
+    """Positions in the box, old and new bits of a tile's changes, in the order of positions; with `DIVIDED` numbers in
+    the tile's grid, -1 for what lies outside of it.
+    """
     index = (tl.program_id(0) // programs).to(tl.int64)
     tile = first_tile + index
     fact = facts + tile * FACTS
@@ -128,12 +137,14 @@ def take_steps(
         tile_change = tl.load(fact + FIRST_CHANGE)
         here = tile_change - first_change + change
         tile_start = tl.load(tiles + tile * TILE_FIELDS + TILE_START)
+        origin = tl.load(tiles + tile * TILE_FIELDS + TILE_ORIGIN)
         if CLASSES > 1:
             position = tl.load(found + here, mask=live, other=-1)
             live = live & (position >= 0)
             before = tl.load(found_old + here, mask=live, other=0)
             tile_words = index * tile_blocks * BLOCK_BITMAP_WORDS
             number = number_of(bitmap + tile_words, numbers + tile_words, position, live)
+            element = origin + position
         else:
             group = rows + (3 * tile + 2) * FIELDS
             group_places = places + (tl.load(fact + FIRST_CODE) - first_code) + tl.load(group + CODE)
@@ -143,14 +154,25 @@ def take_steps(
             else:
                 position = tl.load(group_places + change, mask=live, other=0)
             live = live & (position < tl.load(tiles + tile * TILE_FIELDS + TILE_SIZE))
-            before = tl.load(old + tile_start + position, mask=live, other=0)
             number = change
+            if DIVIDED:
+                grid = grids + tile * GRID_FIELDS
+                at = origin + position - tl.load(grid + GRID_START)
+                stride, columns = tl.load(grid + GRID_STRIDE), tl.load(grid + GRID_COLUMNS)
+                row = at // stride
+                column = at - row * stride
+                held = live & (at >= 0) & (row < tl.load(grid + GRID_ROWS)) & (column < columns)
+                place = row * tl.load(grid + GRID_ROW_STEP) + column * tl.load(grid + GRID_COLUMN_STEP)
+                before = tl.load(old + tl.load(grid + GRID_OFFSET) + place, mask=held, other=0)
+                element = tl.where(held, row * columns + column, -1)
+            else:
+                before = tl.load(old + tile_start + position, mask=live, other=0)
+                element = origin + position
         length = tl.load(extras + here, mask=live, other=0).to(tl.int32) + 1
         down = get(words, tl.load(fact + SIGNS) + number, 1, live)
         after = take_step(before.to(tl.int32) & 0xFFFF, down, length)
         out = tile_change + number
-        origin = tl.load(tiles + tile * TILE_FIELDS + TILE_ORIGIN)
-        tl.store(positions + out, origin + position, mask=live)
+        tl.store(positions + out, element, mask=live)
         tl.store(olds + out, before, mask=live)
         tl.store(news + out, after.to(tl.int16), mask=live)
 
@@ -210,6 +232,9 @@ def is_decodable(dtype: "DType") -> bool:
 class Box(NamedTuple):
     """A box to decode: its payload, on the host, its tile table, the address of its old bits on the device, how many
     elements it has, and how many changes there should be.
+
+    Where only a part of its elements is there, `grid` says which, and where from that address on: as the fields of
+    `grids`. Then `num_elements` is of that part.
     """
 
     payload: npt.NDArray[np.uint8]
@@ -217,6 +242,7 @@ class Box(NamedTuple):
     address: int
     num_elements: int
     num_changed: int
+    grid: tuple[int, ...] | None = None
 
 
 def decode_boxes(
@@ -225,7 +251,8 @@ def decode_boxes(
     """The worst status, positions, old and new bits of many boxes of one encoding, with as many launches as for one.
 
     Old bits are addressed from `near`, any tensor of 16-bit elements on the device. Torch is called for all boxes
-    together: next to a thread that serves, each call may have to wait for the interpreter.
+    together: next to a thread that serves, each call may have to wait for the interpreter. All boxes have a grid, or
+    none; with grids, which only `gap` can have, positions are numbers in these, and other changes are left out.
     """
     offsets = np.cumsum([0, *(len(box.payload) for box in boxes)])
     places = [(box.address - near.data_ptr()) // 2 for box in boxes]
@@ -235,29 +262,39 @@ def decode_boxes(
     table[:, TILE_START.value] += np.repeat(places, num_tiles)
     payload = torch.from_numpy(np.concatenate([box.payload for box in boxes]))
     most_positions = max(box.num_elements for box in boxes)
-    decoded = decode(payload, table, near, dtype, contextual, most_elements, most_positions)
+    own = [box.grid for box in boxes if box.grid is not None]
+    grids = np.repeat(np.array(own, np.int64), num_tiles, 0) if own else None
+    if grids is not None:
+        grids[:, GRID_OFFSET.value] += np.repeat(places, num_tiles)
+    decoded = decode(payload, table, near, dtype, contextual, most_elements, most_positions, grids)
     counts = np.diff(decoded.before[np.cumsum([0, *num_tiles])]).tolist()
     for box, count in zip(boxes, counts, strict=True):
         if count != box.num_changed:
             raise CorruptObject(f"the tiles hold {count} changes, the header says {box.num_changed}")
     statuses = np.maximum.reduceat(decoded.statuses.cpu().numpy(), np.cumsum([0, *num_tiles[:-1]])).tolist()
-    parts = (each.split(counts) for each in (decoded.positions, decoded.old, decoded.new))
+    found = decoded.positions, decoded.old, decoded.new
+    if grids is not None:
+        held = torch.nonzero(decoded.positions >= 0).squeeze(1)
+        ends = torch.searchsorted(held, torch.tensor(counts, device=held.device).cumsum(0)).tolist()
+        counts = np.diff([0, *ends]).tolist()
+        found = tuple(each[held] for each in found)
+    parts = (each.split(counts) for each in found)
     return list(zip(statuses, *parts, strict=True))
 
 
 def decode(
     payload: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
-    most_elements: int = MOST_ELEMENTS, most_positions: int | None = None,
+    most_elements: int = MOST_ELEMENTS, most_positions: int | None = None, grids: Numbers | None = None,
 ) -> Decoded:  # fmt: skip
     """The changes of a box of 16-bit floats, from the payload of `gap` or `context` and the old bits.
 
     The payload may be on any device; `tiles` is its tile table, on the host. At most `most_elements` elements, or one
-    tile, are worked on at a time.
+    tile, are worked on at a time. With `grids`, one for each tile, positions are numbers in these, or -1.
     """
     if not is_decodable(dtype):
         raise ValueError(f"only 16-bit floats can be decoded on a GPU, not {dtype.name}")
     most_positions = len(old) if most_positions is None else most_positions
-    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual, most_positions)
+    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual, most_positions, grids)
     step = max(most_elements // (batch.tile_blocks * BLOCK), 1)
     for first in range(0, len(tiles), step):
         batch.decode(first, min(first + step, len(tiles)))
@@ -269,7 +306,7 @@ class _Batch:
 
     def __init__(
         self, payload: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
-        most_positions: int,
+        most_positions: int, grids: Numbers | None,
     ) -> None:  # fmt: skip
         self.old, self.device, self._most_positions = old, old.device, most_positions
         self.classes = place.CLASSES.value if contextual else 1
@@ -280,6 +317,7 @@ class _Batch:
         aligned = old.data_ptr() % 16 == 0 and not (tiles[:, TILE_START.value] % 8).any()
         self.layout = {"SHIFT": dtype.exponent_shift, "MASK": dtype.exponent_mask, "ALIGNED": bool(aligned)}
         self.tiles = torch.from_numpy(tiles).to(self.device, non_blocking=True)
+        self.grids = None if grids is None else torch.from_numpy(grids).to(self.device, non_blocking=True)
         self._read_headers()
 
     def _new(self, size: int, kind: torch.dtype) -> torch.Tensor:
@@ -345,8 +383,8 @@ class _Batch:
         result = self.decoded
         take_steps[(num_tiles * programs,)](
             self.words, self.old, *tables, first, first_change, first_code, places, extras, *found,
-            result.positions, result.old, result.new, self.tile_blocks, programs,
-            CLASSES=self.classes, **TAKE,
+            result.positions, result.old, result.new, self.tiles if self.grids is None else self.grids,
+            self.tile_blocks, programs, CLASSES=self.classes, DIVIDED=self.grids is not None, **TAKE,
         )  # fmt: skip
 
     def _count(self, first: int, num_tiles: int) -> tuple[torch.Tensor, ...]:

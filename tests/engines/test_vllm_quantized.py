@@ -16,12 +16,11 @@ from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import EngineRejected
 from support.command_line import run, told
 from support.vllm_reference import checksums, fused
-from support.vllm_server import Trainer, following, make_model, save_model, serving
+from support.vllm_server import FAULTY, Trainer, following, make_model, save_model, serving
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 FLAGS = ["--quantization", "fp8_per_channel"]
-FAULTY = "support.vllm_faults.FaultyExtension"
 
 
 def sha256(value):

@@ -11,13 +11,11 @@ from deltawire.engines.vllm.probe import VllmProbe
 from deltawire.errors import EngineRejected
 from support.command_line import run, told
 from support.vllm_models import ARCHITECTURES
-from support.vllm_server import Trainer, following, serving
+from support.vllm_server import FAULTY, PROMPTS, Trainer, following, serving
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
-FAULTY = "support.vllm_faults.FaultyExtension"
 FIRST = "support.vllm_faults.FirstEngine"
-PROMPTS = [[1, 2, 3], list(range(40, 60))]
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from support.vllm_reference import ENVIRONMENT, checksums
 # A start takes its time, more so where others need the cores.
 PATIENCE = 300
 EXTENSION = "support.vllm_faults.CheckedExtension"
+FAULTY = "support.vllm_faults.FaultyExtension"
+PROMPTS = [[1, 2, 3], list(range(40, 60))]
 ROUTE = "deltawire.engines.vllm.route.Route"
 
 

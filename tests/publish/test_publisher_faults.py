@@ -1,12 +1,13 @@
 """Publishing when things fail: the next version covers what could not be committed, and nobody misses a failure."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from deltawire import Publisher, Replica
-from deltawire.errors import Fenced, StoreUnavailable
+from deltawire.errors import Fenced, StoreUnavailable, UnknownParameter
 from deltawire.publish import leader
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
@@ -178,6 +179,64 @@ def test_a_call_that_is_rejected_changes_nothing(rng):
         assert publisher.run.manifest(1).hop.base == 0
         assert publisher.num_failed == 0
     assert same(pulled(url), copy_of(weights))
+
+
+def test_a_rejected_call_loses_no_call_that_waits(rng):
+    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
+    store = Hooked(url)
+    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
+    publisher = Publisher(store, weights, when_full="coalesce")
+    for _ in range(2):
+        step(weights, rng)
+        publisher.publish()
+    staged = copy_of(weights)
+    for wrong in ({"step": "one"}, {"metadata": {1: 2}}):
+        with pytest.raises(TypeError):
+            publisher.publish(**wrong)
+    uploads.set()
+    publisher.close()
+    assert same(pulled(url), staged)
+
+
+@pytest.mark.parametrize("is_covered", [False, True])
+def test_a_call_that_was_taken_back_for_one_that_failed_is_a_failure(rng, is_covered):
+    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
+    store = Hooked(url)
+    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
+    publisher = Publisher(store, lambda: weights, when_full="coalesce")
+    publications = [publisher.publish() for _ in range(2)]
+    step(weights, rng)
+    scale = weights.pop("scale")
+    with pytest.raises(UnknownParameter):
+        publisher.publish()
+    weights["scale"] = scale
+    uploads.set()
+    assert [each.join() for each in publications] == [True, False]
+    if is_covered:
+        publisher.publish()
+        publisher.close()
+        assert same(pulled(url), copy_of(weights))
+    else:
+        with pytest.raises(UnknownParameter):
+            publisher.close()
+
+
+def test_who_waits_for_the_queue_sees_the_failure(monkeypatch):
+    store, fail = broken_store(fresh_url())
+    publisher = Publisher(store, make_weights())
+    publisher.publish().wait(PATIENCE)
+    end = publisher._end
+
+    def late(*given):
+        time.sleep(0.2)
+        end(*given)
+
+    monkeypatch.setattr(publisher, "_end", late)
+    store.before = fail
+    publisher.publish()
+    with pytest.raises(StoreUnavailable, match="gone"):
+        publisher.flush(PATIENCE)
+    publisher.close()
 
 
 def test_a_store_that_stays_away_costs_no_more_and_more_memory(rng, monkeypatch):

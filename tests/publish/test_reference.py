@@ -75,6 +75,13 @@ def test_nothing_of_the_base_is_uploaded(base, tmp_path, rng):
     assert not plan_gc(run).removals
 
 
+def test_a_base_in_a_folder_with_an_odd_name_is_found(base, tmp_path, rng):
+    base = base.rename(tmp_path / "step#3 of 100%")
+    url, weights = str(tmp_path / "run"), make_weights()
+    states = publish(url, base, weights, rng)
+    assert same(pulled(url), states[-1])
+
+
 def test_weights_that_differ_are_the_first_delta(base, tmp_path, rng):
     url, weights = str(tmp_path / "run"), make_weights()
     step(weights, rng)

@@ -91,6 +91,6 @@ def compact(
             if progress is not None:
                 progress(version - first, last - first)
         if wants_anchor:
-            leader.hops.extra_files = tuple(each for hop in manifest.route for each in hop.extra_files)
+            leader.take_files(manifest.route)
             made.append(leader.write_hop(Task(staged[last], None, model), threads))
     return made

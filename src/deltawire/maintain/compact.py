@@ -26,6 +26,8 @@ def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
     """The missing skip deltas, and deltas from anchors, as (version, base), for all versions that can be reached."""
     have = {(hop.version, hop.base) for hop in hops}
     anchors = sorted(hop.version for hop in hops if hop.base is None)
+    # Where all weights were published anew, maybe with other tensors: no delta leads across.
+    anew = [version for version in anchors if version == anchors[0] or (version, version - 1) not in have]
     versions, missing = reachable(hops), list[tuple[int, int]]()
     # What leads to the versions so far, with what is missing.
     known, number = list[Hop](), 0
@@ -35,7 +37,8 @@ def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
             known.append(ordered[number])
             number += 1
         anchor = anchors[bisect_right(anchors, version) - 1]
-        skips = [each for each in skip_bases(version) if each >= anchors[0] and each in versions]
+        first = anew[bisect_right(anew, version) - 1]
+        skips = [each for each in skip_bases(version) if each >= first and each in versions]
         missing += [(version, base) for base in skips if (version, base) not in have]
         if version % max(SKIPS) or version == anchor:
             continue
@@ -82,11 +85,16 @@ def compact(
             if version - 1 in far:
                 worker.keep(call - 1)
             replica.pull(version)
-            worker.stage(anchor=False)
             manifest = run.manifest(version)
+            if manifest.hop.base is None:
+                worker.start_over()
+                worker.source, staged = WholeSource(target.weights, None, manifest.tied, ()), {}
+            worker.stage(anchor=False)
+            if manifest.hop.base is None:
+                model, _ = add_up([worker.measure(call)])
             staged[version] = Committed(version, call, manifest.digest)
-            tasks = [Task(staged[version], staged[base], model) for each, base in missing if each == version]
-            made += [leader.write_hop(task, threads) for task in tasks]
+            bases = [staged[base] for each, base in missing if each == version and base in staged]
+            made += [leader.write_hop(Task(staged[version], base, model), threads) for base in bases]
             worker.committed(call, call - max(SKIPS))
             if progress is not None:
                 progress(version - first, last - first)

@@ -176,6 +176,23 @@ def test_compact_goes_on_where_all_weights_were_published_anew(change):
             assert same({name: replica.target.weights()[name] for name in states[want]}, states[want])
 
 
+def test_compact_goes_on_across_what_was_removed():
+    url, weights, rng = fresh_url(), make_weights(shapes={"w": (4096,)}), np.random.default_rng(0)
+    for number in range(2):
+        with Publisher(url, weights, skips=(), anchors=None) as publisher:
+            for _ in range(80):
+                step(weights, rng, density=1e-4)
+                publisher.publish()
+        made = [(hop.version, hop.base) for hop in compact(Run(url))]
+        if number == 0:
+            assert (64, 0) in made
+            collect(Run(url), plan_gc(Run(url), keep_anchors=1).removals)
+            assert Run(url).versions()[:2] == [0, 64]
+    assert {(80, 64), (80, 0)} <= set(made)
+    assert compact(Run(url)) == []
+    assert not audit(Run(url)).problems
+
+
 def test_compact_makes_what_was_uploaded_and_not_committed():
     url, states = make_run(10, anchors=None)
     open_store(url).delete(["manifests/00000008.from-00000004.json"])

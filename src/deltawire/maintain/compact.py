@@ -6,6 +6,7 @@ For runs whose publisher was restarted, or too slow to write them, or is far fro
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 from deltawire.codec import AUTO, allowed_encodings
 from deltawire.errors import BrokenChain
@@ -81,8 +82,10 @@ def compact(
         staged = {first: Committed(first, 0, manifest.digest)}
         # The bases that are too far back for the history; each is kept until the next one.
         far = {base for version, base in missing if version - base > max(SKIPS)}
-        for call, version in enumerate(range(first + 1, last + 1), 1):
-            if version - 1 in far:
+        # Those that are there: clean-up leaves gaps.
+        versions = sorted(version for version in {*reachable(hops), last} if first <= version <= last)
+        for call, (before, version) in enumerate(pairwise(versions), 1):
+            if before in far:
                 worker.keep(call - 1)
             replica.pull(version)
             manifest = run.manifest(version)

@@ -338,3 +338,16 @@ def test_gc_counts_a_version_with_a_delta_from_the_anchor_as_one(tmp_path, keep,
         replica.pull(0)
         assert not replica.pull().anchor
         assert same(replica.target.weights(), states[119])
+
+
+@pytest.mark.parametrize(
+    "left", ["deltas/00000004-from-00000000-ab.safetensors", "anchors/00000003-ab/model.safetensors"]
+)
+def test_the_audit_of_a_version_takes_no_upload_that_was_abandoned(left):
+    url, _ = make_run(6, skips=(), anchors=None)
+    store = open_store(url)
+    store.put(left, b"left by a crash")
+    assert audit(Run(url), version=4).num_proven == 5
+    (delta,) = (stat.key for stat in store.list("deltas/00000002-from-00000001"))
+    store.put(delta, bytes(len(store.get(delta))))
+    assert delta in {problem.where for problem in audit(Run(url), version=4).problems}

@@ -1,5 +1,7 @@
 """Publishing when things fail: the next version covers what could not be committed, and nobody misses a failure."""
 
+import errno
+import io
 import threading
 import time
 
@@ -8,7 +10,7 @@ import pytest
 
 from deltawire import Publisher, Replica
 from deltawire.errors import Fenced, StoreUnavailable, UnknownParameter
-from deltawire.publish import leader
+from deltawire.publish import history, leader
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
 
@@ -237,6 +239,29 @@ def test_who_waits_for_the_queue_sees_the_failure(monkeypatch):
     with pytest.raises(StoreUnavailable, match="gone"):
         publisher.flush(PATIENCE)
     publisher.close()
+
+
+def test_a_full_disk_for_old_bits_leaves_them_in_memory(rng, monkeypatch, tmp_path):
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def no_room(**_):
+        (tmp_path / "full").touch()
+        return io.BufferedRandom(Full(tmp_path / "full", "r+"))
+
+    url, weights = fresh_url(), make_weights()
+    store, fail = broken_store(url)
+    with Publisher(store, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        monkeypatch.setattr(history.tempfile, "TemporaryFile", no_room)
+        for before in (fail, lambda verb, key: None):
+            store.before = before
+            step(weights, rng)
+            publication = publisher.publish()
+            assert publication.join() == (before is not fail)
+        assert isinstance(publisher._worker.error, OSError)
+    assert same(pulled(url), copy_of(weights))
 
 
 def test_a_store_that_stays_away_costs_no_more_and_more_memory(rng, monkeypatch):

@@ -57,10 +57,10 @@ def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int)
         with replacing(target) as file:
             file.writelines(part_bytes(info, group, number, len(groups)))
     # Of more or fewer parts, it would be loaded instead of this one, or together with it.
-    for file in {path, *_parts_of(stem, path.parent)}.difference(paths):
+    for other in {path, *_parts_of(stem, path.parent)}.difference(paths):
         with suppress(FormatError):
-            if file.is_file() and is_delta(file):
-                file.unlink()
+            if other.is_file() and is_delta(other):
+                other.unlink()
     return paths
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from deltawire import Publisher, Replica
 from deltawire.errors import Fenced, StoreUnavailable, UnknownParameter
+from deltawire.maintain.gc import collect, plan_gc
 from deltawire.publish import history, leader
+from deltawire.run.run import Run
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
 
@@ -262,6 +264,36 @@ def test_a_full_disk_for_old_bits_leaves_them_in_memory(rng, monkeypatch, tmp_pa
             assert publication.join() == (before is not fail)
         assert isinstance(publisher._worker.error, OSError)
     assert same(pulled(url), copy_of(weights))
+
+
+def test_files_of_an_anchor_that_failed_are_put_again(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    url, weights = fresh_url(), make_weights()
+    store, fail = broken_store(url)
+    with Publisher(store, weights, files=[tmp_path / "config.json"], anchors=1) as publisher:
+        store.before = lambda verb, key: fail(verb, key) if verb == "create" else None
+        assert not publisher.publish().join()
+        collect(Run(url), plan_gc(Run(url), grace_seconds=-1).removals)
+        store.before = lambda verb, key: None
+        for _ in range(2):
+            publisher.publish().wait(PATIENCE)
+            publisher.flush()
+    with Replica(url, tmp_path / "mirror", heartbeat_seconds=None) as replica:
+        replica.pull()
+    assert (tmp_path / "mirror" / "config.json").exists()
+    assert len([key for verb, key in store.calls if verb == "put" and key.endswith("config.json")]) == 2
+
+
+def test_files_that_differ_after_a_restart_are_put(tmp_path):
+    config, store, weights = tmp_path / "config.json", Hooked(fresh_url()), make_weights()
+    for number, (text, given) in enumerate([("1", True), ("1", True), ("2", True), ("3", False)]):
+        config.write_text(text)
+        with Publisher(store, weights, files=[config] if given else ()) as publisher:
+            publisher.publish(anchor=True).wait(PATIENCE)
+        with Replica(store.url, tmp_path / f"mirror-{number}", heartbeat_seconds=None) as replica:
+            replica.pull()
+        assert (tmp_path / f"mirror-{number}" / "config.json").read_text() == (text if given else "2")
+    assert len([key for verb, key in store.calls if verb == "put" and key.endswith("config.json")]) == 2
 
 
 def test_a_store_that_stays_away_costs_no_more_and_more_memory(rng, monkeypatch):

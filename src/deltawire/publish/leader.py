@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -143,12 +144,14 @@ class Leader:
             self._worker.start_over()
 
     def take_files(self, route: Sequence[StoredHop]) -> None:
-        """Let later anchors have the extra files of the one that a route starts with."""
-        self.hops.extra_files = tuple(each for hop in route if hop.at is None for each in hop.extra_files)
+        """Let later anchors have the extra files of the one that a route starts with, unless others were given."""
+        own = tuple(each for hop in route if hop.at is None for each in hop.extra_files)
+        given = {file.name: sha256(file.read_bytes()).hexdigest() for file in self._files}
+        self.hops.extra_files = own if given in ({}, {each.file: each.sha256 for each in own}) else ()
         self._elsewhere = next((hop for hop in route if hop.at is not None and hop.extra_files), None)
 
     def _put_files(self, version: int) -> tuple[StoredObject, ...]:
-        """Upload the extra files, which all anchors from now on share."""
+        """Upload the extra files, which later anchors share once a document names them."""
         if self._files or self._elsewhere is None:
             return self._count(upload.put_files(self._run.store, version, self._files))
         try:
@@ -316,7 +319,7 @@ class Leader:
         check_steps(call, answers)
         model, state = add_up(answers)
         check_digest(version, state, expected)
-        self.hops.extra_files = self.hops.extra_files or self._put_files(version)
+        extra_files = self.hops.extra_files or self._put_files(version)
         folder = upload.anchor_folder(version)
         shards, files = self._lay_out(model)
         upload.check_count(len(shards))
@@ -325,7 +328,7 @@ class Leader:
         answers = self._round("write", call=call, folder=folder, files=files, boxes=boxes, metadata=info)
         objects = self._count((*objects_from(answers), *upload.put_index(self._run.store, folder, shards)))
         seconds = {"encode_seconds": measured - started, "upload_seconds": time.perf_counter() - measured}
-        return upload.anchor_hop(version, state, (*objects, *self.hops.extra_files), model.specs), model, seconds
+        return upload.anchor_hop(version, state, (*objects, *extra_files), model.specs), model, seconds
 
     def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
         """The files of an anchor with their tensors, and the files that each rank writes."""

@@ -151,6 +151,18 @@ def test_negative_zero_and_nan_payloads_are_changes():
     assert deltawire.diff(old, old).num_changed == 0
 
 
+def test_a_delta_for_weights_with_ties_that_it_does_not_touch():
+    embed, norm = np.arange(8, dtype=np.float32), np.zeros(3, np.float32)
+    old = {"embed": embed, "head": embed, "norm": norm}
+    delta = Delta.from_bytes(deltawire.diff(old, old | {"norm": norm + 1}, tied={"head": "embed"}).to_bytes())
+    assert delta.tied == {}
+    deltawire.apply(delta, old)
+    assert old["norm"].tolist() == [1, 1, 1]
+    embed[0] += 1
+    with pytest.raises(BaseMismatch):
+        deltawire.apply(delta, {"embed": embed, "head": embed, "norm": norm * 0})
+
+
 def test_tied_names_travel_once_and_arrive_twice():
     rng = np.random.default_rng(4)
     old = model(rng)

@@ -131,6 +131,22 @@ def test_parts_of_two_deltas_do_not_mix(tmp_path):
         Delta.load(tmp_path / "a.safetensors")
 
 
+def test_a_delta_takes_the_place_of_one_of_other_parts(tmp_path):
+    path, sizes = tmp_path / "d.safetensors", (10**9, 5000, 20_000, 5000, 10**9)
+    checkpoint = tmp_path / "d-00001-of-00009.safetensors"
+    save_anchor(model(0), checkpoint)
+    counts = set()
+    for seed, size in enumerate(sizes, 1):
+        delta = deltawire.diff(model(0), model(seed), encoding="dense")
+        paths = delta.save(path, max_file_bytes=size)
+        counts.add(len(paths))
+        checkpoint.rename(tmp_path / "aside")
+        assert Delta.load(path).digest == delta.digest
+        assert set(tmp_path.glob("d*")) == set(paths)
+        (tmp_path / "aside").rename(checkpoint)
+    assert len(counts) == 3
+
+
 @pytest.mark.parametrize("encoding", ["auto", "mirrorless", "coo", "dense"])
 def test_diff_and_apply_between_checkpoints(folders, encoding):
     old, new = Checkpoint(folders / "old"), Checkpoint(folders / "new.safetensors")

@@ -1,6 +1,7 @@
 """Bytes from outside that are wrong: each rule of docs/format.md has a test that breaks it, and no weight moves."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -406,3 +407,17 @@ def test_errors_carry_fields():
     with pytest.raises(AttributeError):
         _ = caught.value.nothing
     assert all(issubclass(getattr(errors, name), errors.DeltawireError) for name in ("Fenced", "StoreError"))
+
+
+def test_a_box_of_many_rows_takes_no_memory_for_them():
+    old, new = np.zeros(2, np.uint16), np.array([0, 7], np.uint16)
+    data = deltawire.diff({"w": old}, {"w": new}, encoding="coo", dtype="BF16").to_bytes()
+    rows = 1 << 24
+    data = with_metadata(with_entry(data, "w", f"coo BF16 {rows}x2 1 0x0 {rows}x1"), total=str(2 * rows))
+    (entry,) = Delta.from_bytes(data).entries
+    tracemalloc.start()
+    try:
+        check_structure(entry)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -148,6 +148,51 @@ def test_compact_fills_the_hole_that_a_restart_leaves():
     assert missing_hops(Run(url).hops()) == []
 
 
+@pytest.mark.parametrize("change", ["other tensors", "other ties", "none"])
+def test_compact_goes_on_where_all_weights_were_published_anew(change):
+    url, rng, states = fresh_url(), np.random.default_rng(0), []
+    weights, tied = make_weights(), {}
+    weights["head"] = weights["embed"] if change == "other ties" else make_weights()["embed"]
+    for number in range(2):
+        with Publisher(url, weights, skips=(), anchors=None, tied=tied) as publisher:
+            for _ in range(6 if number == 0 else 12):
+                publisher.publish(anchor=publisher.num_published == 0).wait(PATIENCE)
+                states.append({name: each for name, each in copy_of(weights).items() if name not in tied})
+                step(weights, rng)
+        if change == "other tensors":
+            weights["more"] = make_weights(1)["norm"]
+        if change == "other ties":
+            tied = {"head": "embed"}
+            weights["head"] = weights["embed"]
+    run = Run(url)
+    made = [(hop.version, hop.base) for hop in compact(run, anchor=True)]
+    assert made == [(4, 0), (12, 8), (16, 12), (16, 6), (17, None)]
+    assert compact(Run(url)) == []
+    assert not audit(Run(url)).problems
+    for have, want in ((0, 4), (8, 16), (0, 17)):
+        with Replica(url, {}, heartbeat_seconds=None) as replica:
+            replica.pull(have)
+            replica.pull(want)
+            assert same({name: replica.target.weights()[name] for name in states[want]}, states[want])
+
+
+def test_compact_goes_on_across_what_was_removed():
+    url, weights, rng = fresh_url(), make_weights(shapes={"w": (4096,)}), np.random.default_rng(0)
+    for number in range(2):
+        with Publisher(url, weights, skips=(), anchors=None) as publisher:
+            for _ in range(80):
+                step(weights, rng, density=1e-4)
+                publisher.publish()
+        made = [(hop.version, hop.base) for hop in compact(Run(url))]
+        if number == 0:
+            assert (64, 0) in made
+            collect(Run(url), plan_gc(Run(url), keep_anchors=1).removals)
+            assert Run(url).versions()[:2] == [0, 64]
+    assert {(80, 64), (80, 0)} <= set(made)
+    assert compact(Run(url)) == []
+    assert not audit(Run(url)).problems
+
+
 def test_compact_makes_what_was_uploaded_and_not_committed():
     url, states = make_run(10, anchors=None)
     open_store(url).delete(["manifests/00000008.from-00000004.json"])
@@ -293,3 +338,16 @@ def test_gc_counts_a_version_with_a_delta_from_the_anchor_as_one(tmp_path, keep,
         replica.pull(0)
         assert not replica.pull().anchor
         assert same(replica.target.weights(), states[119])
+
+
+@pytest.mark.parametrize(
+    "left", ["deltas/00000004-from-00000000-ab.safetensors", "anchors/00000003-ab/model.safetensors"]
+)
+def test_the_audit_of_a_version_takes_no_upload_that_was_abandoned(left):
+    url, _ = make_run(6, skips=(), anchors=None)
+    store = open_store(url)
+    store.put(left, b"left by a crash")
+    assert audit(Run(url), version=4).num_proven == 5
+    (delta,) = (stat.key for stat in store.list("deltas/00000002-from-00000001"))
+    store.put(delta, bytes(len(store.get(delta))))
+    assert delta in {problem.where for problem in audit(Run(url), version=4).problems}

@@ -1,13 +1,18 @@
 """Publishing when things fail: the next version covers what could not be committed, and nobody misses a failure."""
 
+import errno
+import io
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from deltawire import Publisher, Replica
-from deltawire.errors import Fenced, StoreUnavailable
-from deltawire.publish import leader
+from deltawire.errors import Fenced, StoreUnavailable, UnknownParameter
+from deltawire.maintain.gc import collect, plan_gc
+from deltawire.publish import history, leader
+from deltawire.run.run import Run
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
 
@@ -178,6 +183,117 @@ def test_a_call_that_is_rejected_changes_nothing(rng):
         assert publisher.run.manifest(1).hop.base == 0
         assert publisher.num_failed == 0
     assert same(pulled(url), copy_of(weights))
+
+
+def test_a_rejected_call_loses_no_call_that_waits(rng):
+    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
+    store = Hooked(url)
+    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
+    publisher = Publisher(store, weights, when_full="coalesce")
+    for _ in range(2):
+        step(weights, rng)
+        publisher.publish()
+    staged = copy_of(weights)
+    for wrong in ({"step": "one"}, {"metadata": {1: 2}}):
+        with pytest.raises(TypeError):
+            publisher.publish(**wrong)
+    uploads.set()
+    publisher.close()
+    assert same(pulled(url), staged)
+
+
+@pytest.mark.parametrize("is_covered", [False, True])
+def test_a_call_that_was_taken_back_for_one_that_failed_is_a_failure(rng, is_covered):
+    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
+    store = Hooked(url)
+    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
+    publisher = Publisher(store, lambda: weights, when_full="coalesce")
+    publications = [publisher.publish() for _ in range(2)]
+    step(weights, rng)
+    scale = weights.pop("scale")
+    with pytest.raises(UnknownParameter):
+        publisher.publish()
+    weights["scale"] = scale
+    uploads.set()
+    assert [each.join() for each in publications] == [True, False]
+    if is_covered:
+        publisher.publish()
+        publisher.close()
+        assert same(pulled(url), copy_of(weights))
+    else:
+        with pytest.raises(UnknownParameter):
+            publisher.close()
+
+
+def test_who_waits_for_the_queue_sees_the_failure(monkeypatch):
+    store, fail = broken_store(fresh_url())
+    publisher = Publisher(store, make_weights())
+    publisher.publish().wait(PATIENCE)
+    end = publisher._end
+
+    def late(*given):
+        time.sleep(0.2)
+        end(*given)
+
+    monkeypatch.setattr(publisher, "_end", late)
+    store.before = fail
+    publisher.publish()
+    with pytest.raises(StoreUnavailable, match="gone"):
+        publisher.flush(PATIENCE)
+    publisher.close()
+
+
+def test_a_full_disk_for_old_bits_leaves_them_in_memory(rng, monkeypatch, tmp_path):
+    class Full(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def no_room(**_):
+        (tmp_path / "full").touch()
+        return io.BufferedRandom(Full(tmp_path / "full", "r+"))
+
+    url, weights = fresh_url(), make_weights()
+    store, fail = broken_store(url)
+    with Publisher(store, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        monkeypatch.setattr(history.tempfile, "TemporaryFile", no_room)
+        for before in (fail, lambda verb, key: None):
+            store.before = before
+            step(weights, rng)
+            publication = publisher.publish()
+            assert publication.join() == (before is not fail)
+        assert isinstance(publisher._worker.error, OSError)
+    assert same(pulled(url), copy_of(weights))
+
+
+def test_files_of_an_anchor_that_failed_are_put_again(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    url, weights = fresh_url(), make_weights()
+    store, fail = broken_store(url)
+    with Publisher(store, weights, files=[tmp_path / "config.json"], anchors=1) as publisher:
+        store.before = lambda verb, key: fail(verb, key) if verb == "create" else None
+        assert not publisher.publish().join()
+        collect(Run(url), plan_gc(Run(url), grace_seconds=-1).removals)
+        store.before = lambda verb, key: None
+        for _ in range(2):
+            publisher.publish().wait(PATIENCE)
+            publisher.flush()
+    with Replica(url, tmp_path / "mirror", heartbeat_seconds=None) as replica:
+        replica.pull()
+    assert (tmp_path / "mirror" / "config.json").exists()
+    assert len([key for verb, key in store.calls if verb == "put" and key.endswith("config.json")]) == 2
+
+
+def test_files_that_differ_after_a_restart_are_put(tmp_path):
+    config, store, weights = tmp_path / "config.json", Hooked(fresh_url()), make_weights()
+    for number, (text, given) in enumerate([("1", True), ("1", True), ("2", True), ("3", False)]):
+        config.write_text(text)
+        with Publisher(store, weights, files=[config] if given else ()) as publisher:
+            publisher.publish(anchor=True).wait(PATIENCE)
+        with Replica(store.url, tmp_path / f"mirror-{number}", heartbeat_seconds=None) as replica:
+            replica.pull()
+        assert (tmp_path / f"mirror-{number}" / "config.json").read_text() == (text if given else "2")
+    assert len([key for verb, key in store.calls if verb == "put" and key.endswith("config.json")]) == 2
 
 
 def test_a_store_that_stays_away_costs_no_more_and_more_memory(rng, monkeypatch):

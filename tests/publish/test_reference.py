@@ -75,6 +75,13 @@ def test_nothing_of_the_base_is_uploaded(base, tmp_path, rng):
     assert not plan_gc(run).removals
 
 
+def test_a_base_in_a_folder_with_an_odd_name_is_found(base, tmp_path, rng):
+    base = base.rename(tmp_path / "step#3 of 100%")
+    url, weights = str(tmp_path / "run"), make_weights()
+    states = publish(url, base, weights, rng)
+    assert same(pulled(url), states[-1])
+
+
 def test_weights_that_differ_are_the_first_delta(base, tmp_path, rng):
     url, weights = str(tmp_path / "run"), make_weights()
     step(weights, rng)
@@ -105,6 +112,36 @@ def test_a_later_anchor_has_the_files_and_a_restart_goes_on(base, tmp_path, rng)
             assert publisher.resumed
             assert publisher.version == 3
     assert (tmp_path / "mirror" / "config.json").exists()
+
+
+@pytest.mark.parametrize("adds", ["publisher", "compact"])
+def test_an_anchor_that_is_added_later_has_the_files_of_the_base(base, tmp_path, rng, adds):
+    url, weights = str(tmp_path / "run"), make_weights()
+    publish(url, base, weights, rng, 3, skips=(), anchors=None)
+    if adds == "compact":
+        (hop,) = compact(Run(url), anchor=True)
+    else:
+        with Publisher(url, weights) as publisher:
+            publisher.publish(anchor=True).wait(PATIENCE)
+            hop = publisher.run.manifest(4).hop
+    assert [each.file for each in hop.extra_files] == ["config.json"]
+    assert not audit(Run(url)).problems
+    with Replica(url, tmp_path / "mirror", heartbeat_seconds=None) as replica:
+        shutil.rmtree(base)
+        replica.pull()
+    assert (tmp_path / "mirror" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_base_without_its_files_holds_no_anchor_up(base, tmp_path, rng, caplog, is_gone):
+    url, weights = str(tmp_path / "run"), make_weights()
+    publish(url, base, weights, rng)
+    (base / "config.json").unlink() if is_gone else (base / "config.json").write_text("[]")
+    with Publisher(url, weights) as publisher:
+        publisher.publish(anchor=True).wait(PATIENCE)
+        assert not publisher.run.manifest(4).hop.extra_files
+    assert "the anchor of version 4 has no configuration and tokenizer" in caplog.text
+    assert same(pulled(url), copy_of(weights))
 
 
 def test_a_base_that_is_gone_or_differs_is_an_error_by_name(base, tmp_path, rng):

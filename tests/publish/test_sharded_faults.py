@@ -335,6 +335,7 @@ def refuse_arguments(rank, url):
             else:
                 with pytest.raises(RankFailed, match=said):
                     publisher.publish().wait(PATIENCE)
+            dist.barrier()  # a rank that is late is told why the last call failed
         change(model, 2)
         assert publisher.publish(step=np.int64(2)).wait(PATIENCE).version == 1
         assert publisher.num_failed == 2

@@ -4,6 +4,7 @@ import hashlib
 import random
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -323,6 +324,16 @@ def test_small_calls_print_nothing(store, capfd):
     store.get("a")
     store.delete(["a"])
     assert capfd.readouterr() == ("", "")
+
+
+def test_signed_urls_are_not_shown(store, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("403 Forbidden for https://cas.example/xorb/1?X-Amz-Signature=secret")
+
+    monkeypatch.setattr(store._hub, "_xet", lambda: SimpleNamespace(new_upload_commit=refuse))
+    with pytest.raises(StoreUnavailable, match=r"403 Forbidden for https://cas\.example/xorb/1$") as caught:
+        store.put("a", b"1")
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("package", ["huggingface_hub", "hf_xet"])

@@ -249,12 +249,33 @@ def test_a_folder_appears_with_the_first_write(tmp_path):
     assert keys(open_store(f"file://{tmp_path}/not%20yet/run%231")) == ["b/c"]
 
 
+@pytest.mark.parametrize("name", ["run#1", "x#y", "a%20b", "100%", "what?", "ü ö"])
+def test_a_folder_is_found_by_its_url(tmp_path, name):
+    store = open_store(tmp_path / name)
+    store.put("a", b"x")
+    assert open_store(store.url).get("a") == b"x"
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
 def test_a_store_is_opened_as_it_is(any_store):
     assert open_store(any_store) is any_store
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host/x", "http:///x", "https://h/x#y", "", "hf://models/a/b", "s3:///x", "file://h/x"]
+    "url",
+    [
+        "ftp://host/x",
+        "http:///x",
+        "https://h/x#y",
+        "",
+        "hf://models/a/b",
+        "s3:///x",
+        "file://h/x",
+        "s3://b/run#1",
+        "az://b/run#",
+        "file:///tmp/run#1",
+        "file:///tmp/run?1",
+    ],
 )
 def test_urls_that_are_no_store(url):
     with pytest.raises(ValueError, match=r"use a folder|write "):

@@ -218,6 +218,14 @@ def test_what_cannot_be_viewed_is_said_by_name(value, dtype, kind, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "U16", {"w": torch.bfloat16}])
+@pytest.mark.parametrize("value", [np.ones(2, np.float16), np.ones(2, ">f2"), torch.ones(2, dtype=torch.float16)])
+def test_floats_are_not_taken_for_bits_of_another_dtype(value, dtype):
+    with pytest.raises(ValueError, match=r"w: dtype \w+ is what the bits of integers mean, but the array is float16"):
+        view("w", value, dtype)
+    assert view("w", value, "F16").dtype.name == "F16"
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -99,7 +99,7 @@ class Delta:
         return cls(*parts.merge([Container(data)]))
 
     def save(self, path: str | Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES) -> list[Path]:
-        """Write the delta to disk and return the paths written.
+        """Write the delta to disk, in place of one that was saved there, and return the paths written.
 
         Above `max_file_bytes` there are several files, named `STEM-00001-of-0000N.safetensors`.
         """

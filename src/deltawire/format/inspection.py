@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.codec import ENCODINGS
+from deltawire.codec import ENCODINGS, decode
 from deltawire.codec.tiled import Tiled, step_lengths
-from deltawire.format.patches import decode_entry
 from deltawire.format.wire import Entry
+from deltawire.workers import SERIAL
 
 # Bins of step lengths, and the largest length of each but the last.
 STEP_NAMES = ("1", "2", "3-4", "5-8", ">8")
@@ -34,7 +34,8 @@ def inspect_entry(entry: Entry) -> dict[str, Any]:
 def check_structure(entry: Entry) -> None:
     """Check everything that can be checked without the old weights."""
     if _step_histogram(entry) is None:
-        decode_entry(entry, None)
+        # Not as a patch, which takes memory for each row of its box: a small file may state any number of them.
+        decode(entry.encoded, None, entry.box.num_elements, entry.dtype, SERIAL)
 
 
 def _step_histogram(entry: Entry) -> dict[str, int] | None:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import IO, TypeVar
 
 import numpy as np
 
-from deltawire.errors import CorruptObject, ObjectMissing
+from deltawire.errors import CorruptObject, FormatError, ObjectMissing
 from deltawire.format.container import Container, raw, replacing
 from deltawire.format.wire import DeltaInfo, Entry, LazyArrays, part_bytes, read_part
 from deltawire.tensors.dtypes import Bits
@@ -47,15 +48,19 @@ def part_names(stem: str, num_parts: int) -> list[str]:
 
 
 def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int) -> list[Path]:
-    """Write the files of a delta, each atomically, and return their paths."""
+    """Write the files of a delta, each atomically, in place of one that was saved there; returns their paths."""
     groups = split(entries, max_file_bytes)
-    paths = [path]
+    paths, stem = [path], path.name.removesuffix(".safetensors")
     if len(groups) > 1:
-        stem = path.name.removesuffix(".safetensors")
         paths = [path.with_name(name) for name in part_names(stem, len(groups))]
     for number, (group, target) in enumerate(zip(groups, paths, strict=True), 1):
         with replacing(target) as file:
             file.writelines(part_bytes(info, group, number, len(groups)))
+    # Of more or fewer parts, it would be loaded instead of this one, or together with it.
+    for other in {path, *_parts_of(stem, path.parent)}.difference(paths):
+        with suppress(FormatError):
+            if other.is_file() and is_delta(other):
+                other.unlink()
     return paths
 
 
@@ -79,8 +84,11 @@ def find(path: Path) -> list[Path]:
 
 def _part_files(path: Path) -> list[Path]:
     named = _PART_NAME.fullmatch(path.name)
-    stem = named[1] if named else path.name.removesuffix(".safetensors")
-    matches = ((file, _PART_NAME.fullmatch(file.name)) for file in path.parent.glob("*.safetensors"))
+    return _parts_of(named[1] if named else path.name.removesuffix(".safetensors"), path.parent)
+
+
+def _parts_of(stem: str, folder: Path) -> list[Path]:
+    matches = ((file, _PART_NAME.fullmatch(file.name)) for file in folder.glob("*.safetensors"))
     return sorted(file for file, match in matches if match and match[1] == stem)
 
 

@@ -24,6 +24,7 @@ from deltawire.tensors.weights import (
     mapping_of,
     num_elements,
     spec,
+    tied_names,
     untied_name,
     view,
     writables,
@@ -188,10 +189,21 @@ def apply(
         if differing is not None:
             raise ValueError(f"{differing} is tied to {delta.tied[differing]} in the run, but has other weights here")
         if base_digest is None:
-            base_digest = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
+            base_digest = _digest_before(delta, weights, dtype, threads)
         patches = replay.patches(base_digest)
     write_patches(targets, patches)
     return delta.digest
+
+
+def _digest_before(delta: Delta, weights: Weights, dtype: DTypeChoice, threads: int | None) -> Digest:
+    """The digest of weights that a delta is to be applied to."""
+    found = digest(weights, dtype=dtype, tied=delta.tied, threads=threads)
+    if found != delta.base_digest:
+        # A delta does not name what is tied to tensors that it leaves as they are; here these share memory.
+        shared = {name: to for name, to in tied_names(weights).items() if name not in delta.tied.values()}
+        if shared.keys() - delta.tied.keys():
+            return digest(weights, dtype=dtype, tied={**shared, **delta.tied}, threads=threads)
+    return found
 
 
 def apply_to_checkpoint(

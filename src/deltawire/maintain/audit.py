@@ -16,7 +16,7 @@ from deltawire.format.inspection import check_structure
 from deltawire.format.replay import Replay
 from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, RUN_KEY, manifest_key
 from deltawire.run.manifest import Manifest, StoredHop
-from deltawire.run.planner import HopKey, cheapest_route, reachable
+from deltawire.run.planner import HopKey, ListedHop, cheapest_route, reachable
 from deltawire.run.run import Run
 from deltawire.tensors.digest import WeightVersion
 from deltawire.workers import Workers
@@ -130,7 +130,7 @@ class _Chain:
         wanted = {version}
         if version is not None:
             with suppress(errors.ChainError):
-                wanted |= {hop.version for hop in cheapest_route(None, version, self.run.hops()).hops}
+                wanted |= self._needed_by(version)
         for key, (number, base, is_manifest) in self.run.documents().items():
             if self._partial and number not in wanted:
                 continue
@@ -142,6 +142,26 @@ class _Chain:
                 self.hops[number, hop.base] = hop
         if version is not None and version not in self._listed:
             raise errors.ObjectMissing(f"version {version} does not exist in {self.run.store.url}", version=version)
+
+    def _needed_by(self, version: int) -> set[int]:
+        """The versions on the cheapest route to one, without uploads that were abandoned."""
+        hops = {(hop.version, hop.base): hop for hop in self.run.hops()}
+        while True:
+            route = cheapest_route(None, version, hops.values()).hops
+            abandoned = [(hop.version, hop.base) for hop in route if not self._is_named(hop)]
+            if not abandoned:
+                return {hop.version for hop in route}
+            for key in abandoned:
+                del hops[key]
+
+    def _is_named(self, hop: ListedHop) -> bool:
+        """Whether a document names a hop; one that is damaged counts, and is a problem when it is read."""
+        try:
+            return bool(self.run.hop(hop.version, hop.base))
+        except errors.BrokenChain:
+            return False
+        except (errors.FormatError, errors.MismatchError):
+            return True
 
     def check_documents(self) -> None:
         """Check that all documents agree on each version."""

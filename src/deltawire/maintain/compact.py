@@ -6,6 +6,7 @@ For runs whose publisher was restarted, or too slow to write them, or is far fro
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 from deltawire.codec import AUTO, allowed_encodings
 from deltawire.errors import BrokenChain
@@ -26,6 +27,8 @@ def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
     """The missing skip deltas, and deltas from anchors, as (version, base), for all versions that can be reached."""
     have = {(hop.version, hop.base) for hop in hops}
     anchors = sorted(hop.version for hop in hops if hop.base is None)
+    # Where all weights were published anew, maybe with other tensors: no delta leads across.
+    anew = [version for version in anchors if version == anchors[0] or (version, version - 1) not in have]
     versions, missing = reachable(hops), list[tuple[int, int]]()
     # What leads to the versions so far, with what is missing.
     known, number = list[Hop](), 0
@@ -35,7 +38,8 @@ def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
             known.append(ordered[number])
             number += 1
         anchor = anchors[bisect_right(anchors, version) - 1]
-        skips = [each for each in skip_bases(version) if each >= anchors[0] and each in versions]
+        first = anew[bisect_right(anew, version) - 1]
+        skips = [each for each in skip_bases(version) if each >= first and each in versions]
         missing += [(version, base) for base in skips if (version, base) not in have]
         if version % max(SKIPS) or version == anchor:
             continue
@@ -78,19 +82,26 @@ def compact(
         staged = {first: Committed(first, 0, manifest.digest)}
         # The bases that are too far back for the history; each is kept until the next one.
         far = {base for version, base in missing if version - base > max(SKIPS)}
-        for call, version in enumerate(range(first + 1, last + 1), 1):
-            if version - 1 in far:
+        # Those that are there: clean-up leaves gaps.
+        versions = sorted(version for version in {*reachable(hops), last} if first <= version <= last)
+        for call, (before, version) in enumerate(pairwise(versions), 1):
+            if before in far:
                 worker.keep(call - 1)
             replica.pull(version)
-            worker.stage(anchor=False)
             manifest = run.manifest(version)
+            if manifest.hop.base is None:
+                worker.start_over()
+                worker.source, staged = WholeSource(target.weights, None, manifest.tied, ()), {}
+            worker.stage(anchor=False)
+            if manifest.hop.base is None:
+                model, _ = add_up([worker.measure(call)])
             staged[version] = Committed(version, call, manifest.digest)
-            tasks = [Task(staged[version], staged[base], model) for each, base in missing if each == version]
-            made += [leader.write_hop(task, threads) for task in tasks]
+            bases = [staged[base] for each, base in missing if each == version and base in staged]
+            made += [leader.write_hop(Task(staged[version], base, model), threads) for base in bases]
             worker.committed(call, call - max(SKIPS))
             if progress is not None:
                 progress(version - first, last - first)
         if wants_anchor:
-            leader.hops.extra_files = tuple(each for hop in manifest.route for each in hop.extra_files)
+            leader.take_files(manifest.route)
             made.append(leader.write_hop(Task(staged[last], None, model), threads))
     return made

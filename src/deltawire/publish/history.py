@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -130,7 +131,7 @@ class PackedVersion:
     def __init__(self, num_changed: Mapping[str, int], folder: Path | None) -> None:
         self.num_changed = num_changed
         self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, _close, self._file)
         self._streams: dict[ChunkKey, _Stream] = {}
         self._lock = threading.Lock()
 
@@ -139,6 +140,8 @@ class PackedVersion:
         with self._lock:
             start = self._file.seek(0, 2)
             self._file.write(raw(stream))
+            # Now, while the bits are still in memory: the disk may be full.
+            self._file.flush()
         self._streams[key] = _Stream(start, stream.nbytes, num_changed, is_raw)
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
@@ -157,6 +160,11 @@ class PackedVersion:
         positions, old = np.empty(place.num_changed, np.int64), np.empty(place.num_changed, bits.dtype)
         check_status(int(decode_tile(stream, bits, *kernel_layout(dtype), False, positions, old)))
         bits[positions] = old
+
+
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # what a full disk did not take
+        file.close()
 
 
 class KeptVersion:

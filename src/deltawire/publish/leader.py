@@ -7,11 +7,13 @@ Both end with a manifest that the leader commits, and with a command that report
 """
 
 import json
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -33,6 +35,8 @@ from deltawire.tensors.digest import Digest, WeightVersion, digest, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Specs, TensorSpec
+
+log = logging.getLogger("deltawire")
 
 # After so many failed calls in a row the next version is an anchor: until then a file is kept open for each of them,
 # with the old bits that lead back to the last version.
@@ -86,6 +90,8 @@ class Leader:
     ) -> None:
         self._run, self._ranks, self._worker = run, ranks, worker
         self._find_files, self._files = find_files, list[Path]()
+        self._elsewhere: StoredHop | None = None
+        """An anchor that is not in the run's store, whose extra files later ones need."""
         self._max_file_bytes = settings.max_file_bytes
         self.hops = Hops(settings)
         self._kept: Committed | None = None
@@ -128,8 +134,7 @@ class Leader:
             return
         manifest = self._run.manifest(self.version)
         self.hops.note(*manifest.route, manifest.hop)
-        own = [hop for hop in self.hops.route(self.version) if hop.at is None]
-        self.hops.extra_files = tuple(each for hop in own for each in hop.extra_files)
+        self.take_files(self.hops.route(self.version))
         model, state = add_up(answers)
         if state == manifest.digest and model.tied == manifest.tied:
             self.model = model
@@ -137,6 +142,23 @@ class Leader:
             self._recent = {self.version: self.base}
         else:
             self._worker.start_over()
+
+    def take_files(self, route: Sequence[StoredHop]) -> None:
+        """Let later anchors have the extra files of the one that a route starts with, unless others were given."""
+        own = tuple(each for hop in route if hop.at is None for each in hop.extra_files)
+        given = {file.name: sha256(file.read_bytes()).hexdigest() for file in self._files}
+        self.hops.extra_files = own if given in ({}, {each.file: each.sha256 for each in own}) else ()
+        self._elsewhere = next((hop for hop in route if hop.at is not None and hop.extra_files), None)
+
+    def _put_files(self, version: int) -> tuple[StoredObject, ...]:
+        """Upload the extra files, which later anchors share once a document names them."""
+        if self._files or self._elsewhere is None:
+            return self._count(upload.put_files(self._run.store, version, self._files))
+        try:
+            return self._count(upload.copy_files(self._run.store, version, self._elsewhere))
+        except (DeltawireError, ValueError) as error:
+            log.warning("the anchor of version %s has no configuration and tokenizer: %s", version, error)
+            return ()
 
     def _begin(self, reference: Reference) -> None:
         self.model, state = add_up(self._round("resume", has_version=True))
@@ -297,8 +319,7 @@ class Leader:
         check_steps(call, answers)
         model, state = add_up(answers)
         check_digest(version, state, expected)
-        if self._files and not self.hops.extra_files:
-            self.hops.extra_files = self._count(upload.put_files(self._run.store, version, self._files))
+        extra_files = self.hops.extra_files or self._put_files(version)
         folder = upload.anchor_folder(version)
         shards, files = self._lay_out(model)
         upload.check_count(len(shards))
@@ -307,7 +328,7 @@ class Leader:
         answers = self._round("write", call=call, folder=folder, files=files, boxes=boxes, metadata=info)
         objects = self._count((*objects_from(answers), *upload.put_index(self._run.store, folder, shards)))
         seconds = {"encode_seconds": measured - started, "upload_seconds": time.perf_counter() - measured}
-        return upload.anchor_hop(version, state, (*objects, *self.hops.extra_files), model.specs), model, seconds
+        return upload.anchor_hop(version, state, (*objects, *extra_files), model.specs), model, seconds
 
     def _lay_out(self, model: Model) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, dict[str, list[str]]]]:
         """The files of an anchor with their tensors, and the files that each rank writes."""

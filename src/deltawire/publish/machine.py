@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ from deltawire.publish.worker import Worker
 from deltawire.redact import redacted
 from deltawire.run.keys import check_version
 from deltawire.run.manifest import Manifest
+from deltawire.run.plain import plain_metadata, plain_step
 from deltawire.run.run import Run
 from deltawire.run.signing import public_key_of
 from deltawire.store import Store
@@ -76,8 +77,8 @@ class BasePublisher:
         self.num_published = self.num_failed = 0
         self._num_told = 0
         """The bytes that the versions so far have told as uploaded."""
-        self._failures: list[Publication] = []
-        """The failed versions since the last commit."""
+        self._failures: list[tuple[int, Publication]] = []
+        """The failed calls that no commit has covered yet."""
         self._ranks, self._worker, self._reference = ranks, worker, reference
         self._leader = Leader(run, ranks, worker, settings, find_files) if ranks.rank == 0 else None
         self._queue_size, self._coalesces = settings.queue_size, coalesces
@@ -152,6 +153,9 @@ class BasePublisher:
             self._changed.wait_for(lambda: merges or len(self._pending) <= self._queue_size or self._closing)
         with self._turn:
             self._check_open()
+            if self._coalesces:
+                # Before a call that waits is taken back for one with wrong arguments.
+                plain_step(step), plain_metadata(metadata)
             waiting = [] if anchor else self._take_waiting()
             with self._changed:
                 publication = Publication((-1 if self.version is None else self.version) + 1 + len(self._pending), step)
@@ -187,8 +191,10 @@ class BasePublisher:
     def _add(self, job: Job) -> None:
         """Queue a call, also one that could not be staged: the other ranks have to know."""
         if job.error is not None and not self._ranks.others:
-            for publication in job.publications:
-                publication._finish(job.error)
+            *waiting, own = job.publications
+            own._finish(job.error)
+            if waiting:
+                self._end([replace(job, publications=waiting)], job.error)
             return
         with self._changed:
             call, error = self._resolved
@@ -331,20 +337,22 @@ class BasePublisher:
         with self._changed:
             self.version, self.resumed = version, True
             jobs = self._take(call, None)
-        self.num_published += 1
-        # The version holds what those before it could not deliver.
-        self._failures = []
-        for job in jobs:
-            for publication in job.publications:
-                publication.version, publication.stats = version, {**job.stats, **stats}
-                self.last = publication
-        self._end(jobs, None)
+            self.num_published += 1
+            # The version holds what those before it could not deliver.
+            self._failures = [each for each in self._failures if each[0] > call]
+            for job in jobs:
+                for publication in job.publications:
+                    publication.version, publication.stats = version, {**job.stats, **stats}
+                    self.last = publication
+            self._end(jobs, None)
 
     def _fail_call(self, call: int, error: BaseException) -> None:
         if final(error) is not None:
             self._refused = final(error)
             call = max(call, self._worker.num_calls)
-        self._end(self._take(call, error), error)
+        # At once: who waits in `flush` must not see an empty queue before the failure.
+        with self._changed:
+            self._end(self._take(call, error), error)
 
     def _take(self, call: int, error: BaseException | None) -> list[Job]:
         """Take the calls up to this one from the queue."""
@@ -357,14 +365,15 @@ class BasePublisher:
         return jobs
 
     def _end(self, jobs: Sequence[Job], error: BaseException | None) -> None:
-        publications = [publication for job in jobs for publication in job.publications]
-        failed = [] if error is None else [each for each in publications if not each._is_seen]
+        publications = [(job.call, publication) for job in jobs for publication in job.publications]
+        failed = [] if error is None else [each for each in publications if not each[1]._is_seen]
         self.num_failed += 0 if error is None else len(jobs)
-        for publication in publications:
-            publication._finish(error)
         if failed and not self._failures:
-            log.warning("publishing version %s failed: %s", failed[0].version, error)
-        self._failures += failed
+            log.warning("publishing version %s failed: %s", failed[0][1].version, error)
+        with self._changed:
+            self._failures += failed
+            for _, publication in publications:
+                publication._finish(error)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published is committed; in the process that commits, also for skip deltas and anchors.
@@ -398,7 +407,8 @@ class BasePublisher:
 
     def _raise_failure(self) -> None:
         """Raise a failure that nobody has seen, once."""
-        failures, self._failures = self._failures, []
+        with self._changed:
+            failures, self._failures = [each for _, each in self._failures], []
         if failures and not any(each._is_seen for each in failures) and failures[0].error is not None:
             raise failures[0].error
 

@@ -19,13 +19,15 @@ class Hops:
         """Whether long deltas are wanted, for which the weights of the anchor are kept."""
         self._noting = threading.Lock()
         self.extra_files: tuple[StoredObject, ...] = ()
-        """The files next to the weights in every anchor."""
+        """The files next to the weights in every anchor, once one is committed: before, clean-up may remove them."""
         self.hops: dict[tuple[int, int | None], StoredHop] = {}
         self.error: Exception | None = None
         """Why the last extra hop could not be written. The only effect is that routes get longer."""
 
     def note(self, *hops: StoredHop) -> None:
         with self._noting:
+            files = [hop.extra_files for hop in hops if hop.at is None and hop.extra_files]
+            self.extra_files = files[-1] if files else self.extra_files
             known = {**self.hops, **{(hop.version, hop.base): hop for hop in hops}}
             # No reader starts before the last anchor but one, or the last long delta but one and its anchor.
             through = entries(known.values())

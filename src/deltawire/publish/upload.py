@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from secrets import token_hex
 
-from deltawire.errors import ObjectMissing
+from deltawire.errors import CorruptObject, ObjectMissing
 from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, index_bytes
 from deltawire.format.container import header_bytes, lay_out, raw
 from deltawire.format.parts import part_names
@@ -15,8 +15,8 @@ from deltawire.format.wire import DeltaInfo, Entry, part_bytes
 from deltawire.publish.history import CHUNK, History
 from deltawire.run.keys import ANCHORS, DELTAS, check_version, is_file_name
 from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
-from deltawire.store import Buffer, Pieces, Store
-from deltawire.store.transfer import Measured
+from deltawire.store import Buffer, Pieces, Store, open_store
+from deltawire.store.transfer import Measured, fetch_parts
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.weights import Specs
 
@@ -96,6 +96,20 @@ def put_files(store: Store, version: int, files: Sequence[Path]) -> Objects:
     """Upload extra files: configuration, tokenizer."""
     folder = anchor_folder(version)
     return _put_all(store, [(folder + file.name, file.name, [file.read_bytes()]) for file in files])
+
+
+def copy_files(store: Store, version: int, anchor: StoredHop) -> Objects:
+    """Upload the extra files of an anchor that lies elsewhere: those after it are in the run's own store."""
+    place, folder = open_store(anchor.at or store), anchor_folder(version)
+    jobs = [
+        (folder + each.file, each.file, list(fetch_parts(place, each.key, each.num_bytes)))
+        for each in anchor.extra_files
+    ]
+    copied = _put_all(store, jobs)
+    for expected, actual in zip(anchor.extra_files, copied, strict=True):
+        if expected.sha256 != actual.sha256:
+            raise CorruptObject(f"{place.url}: {expected.file} is not the file that the run was started with")
+    return copied
 
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:

@@ -102,6 +102,8 @@ def _open_folder(url: str | Path) -> Store:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"{url!r} is not a folder: write file:///folder, with three slashes")
+    if "#" in url or "?" in url:
+        raise ValueError(f"{url!r} ends at its '#' or '?': write %23 or %3F, or the path of the folder")
     return FolderStore(Path(unquote(parts.path)))
 
 

@@ -90,6 +90,8 @@ def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, r
     bucket = parts.username or parts.netloc
     if not bucket:
         raise ValueError(f"{url!r} names no bucket: write {parts.scheme}://bucket/prefix")
+    if "#" in url:
+        raise ValueError(f"{url!r} has a '#', at which a URL ends: write a prefix without it")
     settings = dict(config)
     if parts.username and parts.hostname:  # abfss://container@account.dfs.core.windows.net/prefix
         settings.setdefault("account_name", parts.hostname.partition(".")[0])

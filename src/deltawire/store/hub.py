@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from deltawire.errors import Conflict, MissingDependency, ObjectMissing, StoreUnavailable
 from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_key, check_range, check_size, slices
+from deltawire.store.failures import shorten
 from deltawire.store.retry import backoff_seconds, create_once
 
 # Up to this size, one plain request is faster than asking the content store for the parts of the object.
@@ -241,7 +242,7 @@ class _Hub:
         except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError) as error:
             return SimpleNamespace(status_code=NO_ANSWER, headers={}, error=error)
         except (httpx.HTTPError, OSError) as error:
-            raise self.unavailable(f"{self._endpoint} cannot be asked: {error}", key) from error
+            raise self.unavailable(f"{self._endpoint} cannot be asked: {shorten(str(error))}", key) from None
 
     def _headers(self) -> dict[str, str]:
         build = _load("huggingface_hub.utils").build_hf_headers
@@ -271,7 +272,9 @@ class _Hub:
         try:
             return call(*args, **options)
         except (OSError, RuntimeError, ValueError) as error:
-            raise self.unavailable(f"the content of {key} could not be transferred: {error}", key) from error
+            # Not chained: it may hold signed URLs.
+            said = shorten(str(error))
+            raise self.unavailable(f"the content of {key} could not be transferred: {said}", key) from None
 
     def _refusal(self, reply: Any, key: str) -> ObjectMissing | StoreUnavailable:
         status = reply.status_code

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import obstore
 from obstore.store import LocalStore, MemoryStore
@@ -188,7 +189,9 @@ class FolderStore(ObjectStore):
     def __init__(self, folder: Path) -> None:
         self._folder = os.path.abspath(folder)
         # Rooted at `/`, since a client cannot be rooted at a folder that does not exist yet.
-        super().__init__(f"file://{self._folder}", LocalStore("/"), self._folder.strip("/"))
+        # What a URL cannot hold as it is: others open the folder by it.
+        path = re.sub("[%#?]", lambda found: quote(found[0]), self._folder)
+        super().__init__(f"file://{path}", LocalStore("/"), self._folder.strip("/"))
 
     def _readable_path(self, key: str) -> str:
         """Reject anything but regular files: the client would open a pipe and block forever."""

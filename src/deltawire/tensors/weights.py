@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deltawire.tensors.boxes import Positions, Shape
-from deltawire.tensors.dtypes import Bits, DType, dtype_named, no_room
+from deltawire.tensors.dtypes import ALIASES, Bits, DType, dtype_named, no_room
 from deltawire.tensors.names import Ties
 
 Weights = Mapping[str, Any]
@@ -62,6 +62,12 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
             f"{name}: dtype {kind.name} has {kind.itemsize} bytes, but the array's items have {array.dtype.itemsize}"
+        )
+    own = getattr(value.dtype, "name", str(value.dtype)).removeprefix("torch.")
+    if ("float" in own or "complex" in own) and ALIASES.get(own) != kind.name:
+        raise ValueError(
+            f"{name}: dtype {kind.name} is what the bits of integers mean, but the array is {own}: cast it first, or "
+            "leave dtype out"
         )
     return Tensor(kind, tuple(value.shape), array.reshape(-1).view(kind.unsigned))
 

@@ -3,6 +3,8 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from hashlib import sha256
 
 import numpy as np
@@ -23,7 +25,7 @@ from deltawire.run.keys import manifest_key
 from deltawire.store import open_store
 from deltawire.tensors.weights import Tensor, view
 from support.chains import BF16, Hooked, copy_of, fresh_url, make_run, make_weights, same, seal, step, unsealed
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, eventually
 
 
 @pytest.fixture
@@ -329,6 +331,39 @@ def test_wait_pulls_where_nobody_watches(rng):
         publisher.publish().wait(PATIENCE)
         threading.Timer(0.1, publisher.publish).start()
         assert replica.wait(1, 30) == 1
+
+
+def test_wait_polls_at_its_pace_after_a_nudge():
+    url, _ = make_run(1)
+    with replica_of(url) as replica:
+        replica.pull()
+        replica.nudge()
+        polled = []
+        replica.target.refresh = lambda: polled.append(replica.version)
+        with pytest.raises(TimeoutError, match="the weights are at version 0"):
+            replica.wait(1, timeout=1.0)
+        assert len(polled) < 20
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_wait_ends_when_the_replica_is_closed(watched):
+    url, _ = make_run(1)
+    replica = replica_of(url)
+    with replica.watching() if watched else nullcontext(), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(replica.wait, 1)
+        eventually(lambda: replica.version == 0)
+        replica.close()
+        with pytest.raises(ValueError, match="closed"):
+            waiting.result(PATIENCE)
+
+
+def test_a_version_that_becomes_unknown_while_it_is_waited_for(monkeypatch):
+    url, _ = make_run(1)
+    with replica_of(url) as replica:
+        found = [0, None, 1]
+        monkeypatch.setattr(Replica, "version", property(lambda self: found.pop(0) if len(found) > 1 else found[0]))
+        replica.is_watched = True
+        assert replica.wait(1, PATIENCE) == 1
 
 
 class Flipping(Hooked):

@@ -383,14 +383,16 @@ class Replica(AbstractContextManager["Replica"]):
     def wait(self, version: int, timeout: float | None = None) -> int:
         """Wait until the weights are at a version or a later one, and return it; TimeoutError after `timeout` seconds.
 
-        If `watch` is not running, this method pulls.
+        If `watch` is not running, this method pulls. `close` ends it with a ValueError.
         """
         deadline = inf if timeout is None else time.monotonic() + timeout
-        while self.version is None or self.version < version:
+        # Read once for each comparison: `watch` may change it meanwhile.
+        while (now := self.version) is None or now < version:
+            self._check_open()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
-                    f"version {version} did not arrive within {timeout} s; the weights are at version {self.version}"
+                    f"version {version} did not arrive within {timeout} s; the weights are at version {now}"
                     + (f", and the last fault was: {self.error}" if self.error else "")
                 )
             if self.is_watched:
@@ -400,7 +402,8 @@ class Replica(AbstractContextManager["Replica"]):
                 self.pull()
             else:
                 self._wake.wait(min(left, 0.2))
-        return self.version
+                self._wake.clear()
+        return now
 
     def status(self) -> dict[str, Any]:
         """The status of the replica, as in its heartbeat: version, digest, lag, timings, the last fault."""

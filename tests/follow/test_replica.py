@@ -13,6 +13,7 @@ import pytest
 from deltawire import Publisher, Replica
 from deltawire.errors import (
     BrokenChain,
+    Conflict,
     CorruptObject,
     MissingAnchor,
     ObjectMissing,
@@ -20,6 +21,7 @@ from deltawire.errors import (
     StoreUnavailable,
     UnknownParameter,
 )
+from deltawire.follow.mirror import Mirror
 from deltawire.follow.target import MemoryTarget
 from deltawire.run.keys import manifest_key
 from deltawire.store import open_store
@@ -355,6 +357,37 @@ def test_wait_ends_when_the_replica_is_closed(watched):
         replica.close()
         with pytest.raises(ValueError, match="closed"):
             waiting.result(PATIENCE)
+
+
+def test_close_waits_for_a_pull_in_another_thread(tmp_path, monkeypatch):
+    """Until the pull ends, no other process gets the folder, and afterwards there is no heartbeat."""
+    url, weights = fresh_url(), make_weights()
+    begun, goes_on, write = threading.Event(), threading.Event(), Mirror._write
+
+    def write_slowly(mirror, patches):
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        write(mirror, patches)
+
+    with Publisher(url, weights) as publisher, ThreadPoolExecutor(2) as pool:
+        publisher.publish().wait(PATIENCE)
+        replica = Replica(url, tmp_path / "mirror")
+        replica.pull()
+        step(weights, np.random.default_rng(0))
+        publisher.publish().wait(PATIENCE)
+        monkeypatch.setattr(Mirror, "_write", write_slowly)
+        watching = pool.submit(replica.watch)
+        assert begun.wait(PATIENCE)
+        closing = pool.submit(replica.close)
+        eventually(lambda: replica._closed)
+        with pytest.raises(Conflict, match="another process keeps"):
+            Mirror(tmp_path / "mirror")
+        goes_on.set()
+        closing.result(PATIENCE)
+        watching.result(PATIENCE)
+        assert not list(open_store(url).list("replicas/"))
+        with replica_of(url, tmp_path / "mirror") as again:
+            assert again.version == 1
 
 
 def test_a_version_that_becomes_unknown_while_it_is_waited_for(monkeypatch):

@@ -99,7 +99,8 @@ class Replica(AbstractContextManager["Replica"]):
         own = self.target.scratch if scratch is None else Path(scratch) / "deltawire-downloads"
         self._fetcher = Fetcher(self.run.store, own)
         self._unfinished: tuple[list[Patch], WeightVersion, WeightVersion, Mapping[str, str]] | None = None
-        self._threads, self._pulling, self._changed = threads, threading.Lock(), threading.Condition()
+        # Reentrant, since a signal handler may close the replica in the middle of a pull.
+        self._threads, self._pulling, self._changed = threads, threading.RLock(), threading.Condition()
         self._wake, self._stopped = threading.Event(), threading.Event()
         self.is_watched = self._closed = False
 
@@ -330,6 +331,8 @@ class Replica(AbstractContextManager["Replica"]):
                 failures, self.error = failures + 1, error
                 self.num_faults += 1
             except Exception as error:
+                if self._closed:
+                    return  # and so is the target
                 self.error = error
                 raise
             self._heartbeat.beat(self.status(), at_once=False)
@@ -446,12 +449,14 @@ class Replica(AbstractContextManager["Replica"]):
         return {f"deltawire/replica/{name}": value for name, value in values.items() if value is not None}
 
     def close(self) -> None:
-        """Stop, delete the heartbeat, and release the target."""
+        """Stop after the current pull, delete the heartbeat, and release the target."""
         self.stop()
         self._closed = True
-        self._heartbeat.remove()
-        self._fetcher.close()
-        self.target.close()
+        # A pull in another thread still writes to the target.
+        with self._pulling:
+            self._heartbeat.remove()
+            self._fetcher.close()
+            self.target.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

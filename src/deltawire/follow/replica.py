@@ -212,7 +212,7 @@ class Replica(AbstractContextManager["Replica"]):
         """Try one route after the other, avoiding hops that turned out to be bad."""
         bad: set[HopKey] = set()
         first: errors.DeltawireError | None = None
-        starts_over = False
+        wrong: WeightVersion | None = None  # what the target says that it has, and does not
         while True:
             try:
                 route = find_route(self.run, self._start(have, manifest), manifest, bad)
@@ -225,7 +225,8 @@ class Replica(AbstractContextManager["Replica"]):
                 self.num_faults += 1
                 if self.target.decodes:
                     # Each delta is a version of its own, and some may have been written.
-                    have = self._have(manifest)
+                    now = self._have(manifest)
+                    have = None if now == wrong else now
                 hop = getattr(error, "hop", None)
                 if hop is not None:
                     bad.add((hop.version, hop.base))
@@ -233,11 +234,11 @@ class Replica(AbstractContextManager["Replica"]):
                     self._base = None  # changed since it was read
                 elif (
                     have is not None
-                    and not starts_over
+                    and wrong is None
                     and (isinstance(error, errors.BaseMismatch) or self.target.digest(manifest.tied) != have.digest)
                 ):
                     # Not the weights of this version, or changed by someone else: start from an anchor, once.
-                    have, starts_over = None, True
+                    have, wrong = None, have
                 else:
                     bad.add((route.hops[-1].version, route.hops[-1].base))
 

@@ -155,6 +155,11 @@ def test_nudges_need_the_token(url, trainer, server):
         assert agent.wait(2, PATIENCE) == 2
 
 
+def test_a_token_may_end_with_a_newline(url, trainer, server):
+    with running(server, url, poll_seconds=FOR_EVER, token="s3cret\n") as (_, client):
+        assert client.post("/nudge", headers={"Authorization": "Bearer s3cret"}).status_code == 202
+
+
 def test_without_a_token_nudges_are_refused(url, trainer, server):
     with running(server, url, poll_seconds=FOR_EVER) as (agent, client):
         agent.wait(0, PATIENCE)

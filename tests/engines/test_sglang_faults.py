@@ -54,6 +54,33 @@ def test_an_error_on_one_rank_is_taken_back(start):
     assert run.is_current(1)
 
 
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+def test_a_change_that_another_agent_has_dropped_is_refused(start, ranks, monkeypatch):
+    """Another agent knows the server by another name. What some ranks have written is taken back."""
+    run = start(ranks=2)
+    run.attach().pull()
+    before = Trainer()
+    run.step()
+    engine = run.replica.target.engine
+    stage = engine.stage
+
+    def stage_and_be_overtaken(change):
+        stage(change)
+        for rank in ranks:
+            live = vars(run.server.models[rank])["_deltawire_worker"].live
+            live.mark(live.state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "stage", stage_and_be_overtaken)
+        with pytest.raises(EngineRejected, match="is not the change that is staged"):
+            run.replica.pull()
+    assert run.replica.version == 0
+    assert run.server.serves(before)
+    assert run.server.paused is None
+    run.replica.pull()
+    assert run.is_current(1)
+
+
 def test_a_server_that_cannot_be_repaired_stays_paused(start):
     run = start(ranks=2)
     run.attach().pull()

@@ -366,6 +366,90 @@ def test_a_transposed_parameter_is_refused():
         TorchEngine(model).bind({"weight": ("F32", (5, 4))})
 
 
+def test_a_parameter_on_the_meta_device_is_refused():
+    with pytest.raises(EngineRejected, match="weight is not a plain, contiguous tensor in the model, but on the meta"):
+        TorchEngine(torch.nn.Linear(4, 5, device="meta")).bind({"weight": ("F32", (5, 4)), "bias": ("F32", (5,))})
+
+
+@pytest.mark.parametrize("mirror", [None, False])
+def test_a_parameter_that_the_run_does_not_have_is_refused(mirror):
+    """Also one that is tied at the trainer, and not here: the run has it under another name alone."""
+    with Run() as run:
+        run.publish()
+        more, untied = Model(1), Model(1)
+        more.layer.register_buffer("kept", torch.ones(3))
+        untied.head.weight = torch.nn.Parameter(torch.zeros_like(untied.embed.weight))
+        for model, name in ((more, "layer.kept"), (untied, "head.weight")):
+            engine = TorchEngine(model)
+            with follow(run, engine, mirror) as replica:
+                with pytest.raises(UnknownParameter, match=f"the model has {name}, which the run does not have"):
+                    replica.pull()
+                assert (replica.version, engine.state) == (None, None)
+
+
+def replace(model):
+    model.layer.weight = torch.nn.Parameter(torch.zeros_like(model.layer.weight))
+
+
+def assign(model):
+    model.load_state_dict(Model(9).state_dict(), assign=True)
+    model.head.weight = model.embed.weight
+
+
+@pytest.mark.parametrize("change", [replace, assign])
+@pytest.mark.parametrize("mirror", [None, False])
+def test_tensors_that_were_replaced_are_loaded_anew(change, mirror):
+    with Run() as run:
+        run.publish()
+        engine = TorchEngine(Model(1))
+        with follow(run, engine, mirror) as replica:
+            for _ in range(2):
+                replica.pull()
+                assert equal(engine.model, run.states[-1])
+                change(engine.model)
+                replica.target.refresh()
+                assert (replica.version, engine.state) == (None, None)
+                replica.pull()
+                assert equal(engine.model, run.states[-1])
+                change(engine.model)
+                run.publish()
+                replica.pull()
+                assert equal(engine.model, run.states[-1])
+
+
+def test_tensors_of_another_dtype_are_of_no_version():
+    with Run() as run:
+        run.publish()
+        engine = TorchEngine(Model(1))
+        with follow(run, engine) as replica:
+            replica.pull()
+            engine.model.half()
+            with pytest.raises(ShapeMismatch, match=r"torch\.float16"):
+                replica.pull()
+            assert replica.version is None
+
+
+def test_tensors_that_are_replaced_while_a_change_is_decoded(monkeypatch):
+    with Run() as run:
+        run.publish()
+        engine = TorchEngine(Model(1))
+        with follow(run, engine) as replica:
+            replica.pull()
+            run.publish()
+            stage = engine.stage
+
+            def stage_and_replace(change):
+                stage(change)
+                replace(engine.model)
+
+            monkeypatch.setattr(engine, "stage", stage_and_replace)
+            with pytest.raises(EngineRejected, match="replaced by others meanwhile"):
+                replica.pull()
+            assert replica.version is None
+            replica.pull()
+            assert equal(engine.model, run.states[1])
+
+
 def test_names_are_those_of_what_is_wrapped():
     compiled = torch.nn.ModuleDict({"_orig_mod": torch.nn.Linear(4, 5)})
     TorchEngine(compiled).bind({"weight": ("F32", (5, 4)), "bias": ("F32", (5,))})

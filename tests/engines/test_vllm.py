@@ -2,14 +2,15 @@
 
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 
 import httpx
 import pytest
 
 from deltawire.engines.engine import EngineDelta
-from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
+from deltawire.engines.vllm.adapter import VllmEngine
+from deltawire.errors import DeltawireError, EngineBroken, EngineRejected, EngineUnavailable
 from deltawire.store import open_store
 from support.servers import BUCKET
 from support.vllm_server import EXTENSION, FAULTY, PATIENCE, PROMPTS, Trainer, following, serving
@@ -255,6 +256,30 @@ def test_agent_that_died_in_an_update(shared):
         assert server.weight_version == str(version)
         assert not server.client.get("/is_paused").json()["is_paused"]
         assert server.complete([1, 2])[2] == "length"
+
+
+@both_ways
+def test_a_change_that_another_agent_has_dropped_is_refused(shared, monkeypatch, tmp_path):
+    """Two agents know one server by two names. Nothing was written, so the server goes on serving what it has."""
+    trainer, server, replica = shared
+    engine, before = replica.target.engine, replica.version
+    stage = engine.stage
+
+    def stage_and_be_overtaken(change):
+        stage(change)
+        with closing(VllmEngine(server.url.replace("127.0.0.1", "localhost"), shared_folder=tmp_path)) as other:
+            other.mark(change.base)
+
+    version = trainer.publish()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "stage", stage_and_be_overtaken)
+        with pytest.raises(EngineRejected, match="is not the change that is staged"):
+            replica.pull()
+    assert replica.version == before
+    assert server.checksums() == trainer.expected[before]
+    assert not server.client.get("/is_paused").json()["is_paused"]
+    replica.pull()
+    assert server.checksums() == trainer.expected[version]
 
 
 def test_packed_weights_are_refused(tmp_path, vllm_pool):

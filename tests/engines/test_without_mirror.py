@@ -1,5 +1,6 @@
 """Replicas whose engine decodes deltas against the weights that it serves, without a mirror."""
 
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 
@@ -125,6 +126,46 @@ def test_weights_that_somebody_changed_are_loaded_again(run):
         advance(trained, publisher)
         pulled = replica.pull()
         assert pulled.anchor
+        assert equal(trained, served)
+
+
+class Held(TorchEngine):
+    """Says that an update was not finished, as a server that stays paused, until all weights are loaded."""
+
+    is_held = False
+
+    def status(self):
+        return replace(super().status(), interrupted=self.is_held)
+
+    def load(self, *arguments):
+        seconds = super().load(*arguments)
+        self.is_held = False
+        return seconds
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_wrong_weights_and_a_damaged_anchor(is_behind):
+    """What the engine says is not believed again: the other anchor heals it."""
+    trained, served = models()
+    with (
+        Publisher(url := fresh_url(), trained, anchors=2, skips=()) as publisher,
+        Replica(url, EngineTarget(engine := Held(served), False), heartbeat_seconds=None) as replica,
+    ):
+        publisher.publish()
+        advance(trained, publisher, 2)
+        publisher.flush()
+        replica.pull()
+        if is_behind:
+            advance(trained, publisher)
+        engine.is_held = True
+        with torch.no_grad():
+            for parameter in served.parameters():
+                parameter += 1
+        # The one that the newest manifest leads from.
+        store, anchor = publisher.run.store, 2 if is_behind else 0
+        store.delete([stat.key for stat in store.list(f"anchors/{anchor:08}")])
+        replica.pull()
+        assert replica.version == 2 + is_behind
         assert equal(trained, served)
 
 

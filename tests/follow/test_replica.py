@@ -1,7 +1,6 @@
 """Replicas: exact or unchanged, whatever the store holds; they find another route, or report what is wrong."""
 
 import json
-import threading
 import time
 from hashlib import sha256
 
@@ -321,14 +320,6 @@ def test_watch_outlives_a_store_that_is_away(rng):
             assert replica.wait(1, 30) == 1
             assert same(replica.target.weights(), copy_of(weights))
     assert replica.error is None
-
-
-def test_wait_pulls_where_nobody_watches(rng):
-    url, weights = fresh_url(), make_weights()
-    with Publisher(url, weights) as publisher, replica_of(url) as replica:
-        publisher.publish().wait(PATIENCE)
-        threading.Timer(0.1, publisher.publish).start()
-        assert replica.wait(1, 30) == 1
 
 
 class Flipping(Hooked):

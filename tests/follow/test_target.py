@@ -261,6 +261,29 @@ def test_a_target_is_asked_again_for_its_weights():
         loaded(target, {"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)})
 
 
+def copy_bias(module):
+    module._register_state_dict_hook(lambda _, found, *__: found.update({"bias": found["bias"].clone()}))
+
+
+def test_a_module_whose_state_dict_has_copies_is_refused():
+    """What is written there would be lost, and the module would compute with other weights than the version's."""
+    url, trained, served, later = fresh_url(), *(torch.nn.Linear(3, 2) for _ in range(3))
+    copy_bias(served)
+    with Publisher(url, trained, dtype="F32") as publisher:
+        publisher.publish().wait(PATIENCE)
+        with Replica(url, served) as replica, Replica(url, later) as second:
+            with pytest.raises(ValueError, match="bias: the target returns a new copy on each access"):
+                replica.pull()
+            second.pull()
+            copy_bias(later)
+            with torch.no_grad():
+                trained.bias.add_(1)
+            publisher.publish().wait(PATIENCE)
+            with pytest.raises(ValueError, match="bias: the target returns a new copy on each access"):
+                second.pull()
+            assert (replica.version, second.version) == (None, None)
+
+
 def test_a_patch_that_fails_leaves_no_version():
     base, weights = {"a": np.zeros(3, np.float32)}, {"a": np.ones(3, np.float32)}
     target = loaded(MemoryTarget(weights), base)

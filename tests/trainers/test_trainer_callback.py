@@ -164,6 +164,29 @@ def test_training_that_breaks_off_and_starts_again(tmp_path):
     assert (first.version, callback.publisher.version, callback.publisher.num_failed) == (1, 4, 0)
 
 
+def test_training_that_starts_again_after_a_version_that_failed(tmp_path):
+    """What failed then is covered now, and does not end the new training."""
+    from deltawire.trainers.transformers import DeltawireCallback
+
+    store, model = Hooked(str(tmp_path / "run")), make_model()
+
+    def fail(verb, key):
+        if verb == "put" and key.startswith("deltas/"):
+            raise StoreUnavailable("no answer", refused=False, uncertain=False)
+
+    store.before = fail
+    callback = DeltawireCallback(store)
+    trainer = make_trainer(model, [callback, BreaksOff()], tmp_path / "out", steps=2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert not callback.last.join()
+    store.before = lambda verb, key: None
+    trainer.train()
+    assert callback.publisher.num_failed == 0
+    with Replica(tmp_path / "run", {}) as replica:
+        assert replica.pull().version == callback.publisher.version
+
+
 def test_a_restarted_training_takes_up_its_run(tmp_path):
     from deltawire.trainers.transformers import DeltawireCallback
 

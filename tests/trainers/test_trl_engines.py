@@ -234,6 +234,45 @@ def test_a_store_that_is_down_counts_as_lag():
         store.before = lambda verb, key: None
 
 
+def lose_the_answer(store, key):
+    """The next commit under a key happens, and its answer is lost."""
+
+    def lose(verb, found):
+        if (verb, found) == ("create", key):
+            store.after = lambda verb, key: None
+            raise StoreUnavailable("the answer was lost", uncertain=True)
+
+    store.after = lose
+
+
+def test_a_sync_waits_for_its_own_weights_after_a_commit_whose_answer_was_lost():
+    store, server = Hooked(fresh_url()), Server()
+    with training(store, engines=[server], max_lag=0) as trainer:
+        trainer.sync()
+        lose_the_answer(store, "manifests/00000001.json")
+        for _ in range(4):
+            trainer.step()
+            assert bits(server.model) == bits(trainer.model)
+            assert trainer.transfer.lag == 0
+
+
+def test_a_version_that_is_published_again_counts_whatever_its_number():
+    store, server = Hooked(fresh_url()), Server()
+    with training(store, engines=[server], max_lag=0) as trainer:
+        trainer.sync()
+        lose_the_answer(store, "manifests/00000001.json")
+        server.error = EngineUnavailable("away")
+        syncing = threading.Thread(target=trainer.step)
+        syncing.start()
+        # The engine sees only the second attempt.
+        eventually(lambda: trainer.transfer.version == 2)
+        server.error = None
+        syncing.join(PATIENCE)
+        assert not syncing.is_alive()
+        assert trainer.transfer.served_version == 2
+        assert bits(server.model) == bits(trainer.model)
+
+
 def test_a_restarted_training_goes_on_with_its_run():
     url, server = fresh_url(), Server()
     with training(url, engines=[server], max_lag=0) as trainer:

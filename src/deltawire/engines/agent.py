@@ -101,6 +101,8 @@ class Agent(AbstractContextManager["Agent"]):
             raise ValueError("the token is empty: give one, or leave it out to refuse nudges")
         self._poll_seconds = poll_seconds
         self._started = time.monotonic()
+        # As from a file or a variable that ends with a newline, which no header has.
+        token = None if token is None else token.strip()
         application = None if port is None else _application(self, token, answered_hosts(host, allowed_hosts))
         with ExitStack() as undo:
             listening = None if port is None else undo.enter_context(listen(host, port))

@@ -108,7 +108,7 @@ def check_covered(
     for place, view in [*((copy.storage, copy.to) for copy in traced.copies), *fills]:
         filled.setdefault(place, []).append(view)
     own: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    for name, value in [*model.named_parameters(), *_kept_buffers(model)]:
+    for name, value in [*model.named_parameters(), *kept_buffers(model)]:
         storage = names.get(value.untyped_storage().data_ptr())
         if storage is not None and not {name, name.rpartition(".")[2]} & set(known):
             own.setdefault(storage, []).append((name, value))
@@ -147,7 +147,7 @@ def _in_sequence(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _kept_buffers(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def kept_buffers(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Buffers that are part of a checkpoint."""
     for prefix, module in model.named_modules():
         for name, value in module._buffers.items():

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from deltawire.engines.engine import Engine, EngineChange, EngineDelta, Served
 from deltawire.engines.layout import Layout, pieces_of_copy
 from deltawire.engines.live_weights import Found, LiveModel, Ready
+from deltawire.engines.places import kept_buffers
 from deltawire.engines.staged import split
 from deltawire.engines.trace import flat_storages, torch_dtype
 from deltawire.errors import (
@@ -28,11 +29,15 @@ from deltawire.errors import (
 from deltawire.format.delta import Delta
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.names import plain_name
-from deltawire.tensors.weights import TensorSpec, Weights, spec, view, write
+from deltawire.tensors.weights import Place, TensorSpec, Weights, place, spec, view, write
 
 
 class TorchEngine(Engine):
     """Updates a torch module in this process between forward passes, which run inside `serving()`.
+
+    The run must have all parameters of the module, and all buffers of its `state_dict()`. Tensors that are replaced by
+    others (`model.half()`, `load_state_dict(..., assign=True)`) are noticed at the next poll: the version is unknown
+    until they have been loaded.
 
     Args:
         model: The module, on CPU or GPU; its tensors are changed in place.
@@ -53,6 +58,8 @@ class TorchEngine(Engine):
         self.address = f"{type(model).__name__} in this process"
         self._live = LiveModel(self._find, threads)
         self._layout: Layout | None = None
+        self._places: dict[str, Place | None] = {}
+        """Where the module's tensors were when they were found."""
         self._gate = _Gate()
         self._broken: str | None = None
 
@@ -77,13 +84,19 @@ class TorchEngine(Engine):
             yield self._live.state
 
     def status(self) -> Served:
+        if self._layout is not None and self._moved():
+            # Other tensors, as after a start.
+            self._layout, self._live.boot = None, token_hex(8)
+            self._live.mark(None)
         state = self._live.state
         version = None if state is None else str(state.version)
         return Served(self._live.boot, (state,), version, interrupted=self._broken is not None)
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> None:
         self._layout = None
-        self._layout = Layout(specs, [self._live.bind(specs)])
+        layout = Layout(specs, [self._live.bind(specs)])
+        self._check_covered(specs)
+        self._layout, self._places = layout, self._found_at()
 
     def digest(self) -> Digest:
         return self._opened.total([self._live.measure(self._opened.counted[0])])
@@ -119,6 +132,7 @@ class TorchEngine(Engine):
         if staged is None or staged.state != change.state:
             raise EngineRejected(f"the change to version {change.state.version} is not staged")
         with self._gate.alone():
+            self._check_places()
             started = time.perf_counter()
             try:
                 self._live.write(staged.token)
@@ -151,6 +165,7 @@ class TorchEngine(Engine):
         if {name: spec(weights, name) for name in weights} != dict(self._opened.specs):
             raise EngineRejected(f"version {state.version} does not have the tensors that the engine was opened for")
         with self._gate.alone():
+            self._check_places()
             started = time.perf_counter()
             self._live.mark(None)
             try:
@@ -193,12 +208,41 @@ class TorchEngine(Engine):
             if not prod(shape):
                 continue
             storage = names.get(value.untyped_storage().data_ptr())
-            if storage is None or not value.is_contiguous() or value.itemsize != storages[storage].itemsize:
-                raise EngineRejected(f"{name} is not a plain, contiguous tensor in the model", tensor=name)
+            is_plain = storage is not None and value.is_contiguous() and value.itemsize == storages[storage].itemsize
+            if storage is None or not is_plain or value.is_meta:
+                where = ", but on the meta device" if value.is_meta else ""
+                raise EngineRejected(f"{name} is not a plain, contiguous tensor in the model{where}", tensor=name)
             pieces += pieces_of_copy(
                 name, storage, value.shape, (0, value.stride()), (value.storage_offset(), value.stride())
             )
         return Found(pieces, storages)
+
+    def _check_covered(self, names: Collection[str]) -> None:
+        """Refuse a model that computes with something that the run does not have."""
+        own = self._tensors()
+        filled = {place(own[name]) for name in names}
+        for name, value in self._own():
+            if value.numel() and place(value) not in filled:
+                raise UnknownParameter(
+                    f"the model has {plain_name(name)}, which the run does not have, so it would never be updated: "
+                    "publish it too, or tie it in the model if it is tied at the trainer",
+                    tensor=plain_name(name),
+                )
+
+    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters, and the buffers that a checkpoint has."""
+        yield from self.model.named_parameters(remove_duplicate=False)
+        yield from kept_buffers(self.model)
+
+    def _found_at(self) -> dict[str, Place | None]:
+        return {name: place(value) for name, value in self._own()}
+
+    def _moved(self) -> bool:
+        return self._found_at() != self._places
+
+    def _check_places(self) -> None:
+        if self._moved():
+            raise EngineRejected("nothing was changed: tensors of the model were replaced by others meanwhile")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers under their published names."""

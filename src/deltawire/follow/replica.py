@@ -99,7 +99,8 @@ class Replica(AbstractContextManager["Replica"]):
         own = self.target.scratch if scratch is None else Path(scratch) / "deltawire-downloads"
         self._fetcher = Fetcher(self.run.store, own)
         self._unfinished: tuple[list[Patch], WeightVersion, WeightVersion, Mapping[str, str]] | None = None
-        self._threads, self._pulling, self._changed = threads, threading.Lock(), threading.Condition()
+        # Reentrant, since a signal handler may close the replica in the middle of a pull.
+        self._threads, self._pulling, self._changed = threads, threading.RLock(), threading.Condition()
         self._wake, self._stopped = threading.Event(), threading.Event()
         self.is_watched = self._closed = False
 
@@ -211,7 +212,7 @@ class Replica(AbstractContextManager["Replica"]):
         """Try one route after the other, avoiding hops that turned out to be bad."""
         bad: set[HopKey] = set()
         first: errors.DeltawireError | None = None
-        starts_over = False
+        wrong: WeightVersion | None = None  # what the target says that it has, and does not
         while True:
             try:
                 route = find_route(self.run, self._start(have, manifest), manifest, bad)
@@ -232,7 +233,8 @@ class Replica(AbstractContextManager["Replica"]):
                 self.num_faults += 1
                 if self.target.decodes:
                     # Each delta is a version of its own, and some may have been written.
-                    have = self._have(manifest)
+                    now = self._have(manifest)
+                    have = None if now == wrong else now
                 hop = getattr(error, "hop", None)
                 if hop is not None:
                     bad.add((hop.version, hop.base))
@@ -240,11 +242,11 @@ class Replica(AbstractContextManager["Replica"]):
                     self._base = None  # changed since it was read
                 elif (
                     have is not None
-                    and not starts_over
+                    and wrong is None
                     and (isinstance(error, errors.BaseMismatch) or self.target.digest(manifest.tied) != have.digest)
                 ):
                     # Not the weights of this version, or changed by someone else: start from an anchor, once.
-                    have, starts_over = None, True
+                    have, wrong = None, have
                 else:
                     bad.add((route.hops[-1].version, route.hops[-1].base))
 
@@ -338,6 +340,8 @@ class Replica(AbstractContextManager["Replica"]):
                 failures, self.error = failures + 1, error
                 self.num_faults += 1
             except Exception as error:
+                if self._closed:
+                    return  # and so is the target
                 self.error = error
                 raise
             self._heartbeat.beat(self.status(), at_once=False)
@@ -391,14 +395,16 @@ class Replica(AbstractContextManager["Replica"]):
     def wait(self, version: int, timeout: float | None = None) -> int:
         """Wait until the weights are at a version or a later one, and return it; TimeoutError after `timeout` seconds.
 
-        If `watch` is not running, this method pulls.
+        If `watch` is not running, this method pulls. `close` ends it with a ValueError.
         """
         deadline = inf if timeout is None else time.monotonic() + timeout
-        while self.version is None or self.version < version:
+        # Read once for each comparison: `watch` may change it meanwhile.
+        while (now := self.version) is None or now < version:
+            self._check_open()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
-                    f"version {version} did not arrive within {timeout} s; the weights are at version {self.version}"
+                    f"version {version} did not arrive within {timeout} s; the weights are at version {now}"
                     + (f", and the last fault was: {self.error}" if self.error else "")
                 )
             if self.is_watched:
@@ -408,7 +414,8 @@ class Replica(AbstractContextManager["Replica"]):
                 self.pull()
             else:
                 self._wake.wait(min(left, 0.2))
-        return self.version
+                self._wake.clear()
+        return now
 
     def status(self) -> dict[str, Any]:
         """The status of the replica, as in its heartbeat: version, digest, lag, timings, the last fault."""
@@ -451,12 +458,14 @@ class Replica(AbstractContextManager["Replica"]):
         return {f"deltawire/replica/{name}": value for name, value in values.items() if value is not None}
 
     def close(self) -> None:
-        """Stop, delete the heartbeat, and release the target."""
+        """Stop after the current pull, delete the heartbeat, and release the target."""
         self.stop()
         self._closed = True
-        self._heartbeat.remove()
-        self._fetcher.close()
-        self.target.close()
+        # A pull in another thread still writes to the target.
+        with self._pulling:
+            self._heartbeat.remove()
+            self._fetcher.close()
+            self.target.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -132,7 +132,7 @@ class MemoryTarget(Target):
         return Viewed(self._read(), self._dtype)
 
     def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
-        targets = writables(self._read(), [patch.name for patch in patches], tied)
+        targets = writables(self._kept(), [patch.name for patch in patches], tied)
         self._state = None
         write_patches(targets, patches)
         self._become(state, tied)
@@ -144,11 +144,19 @@ class MemoryTarget(Target):
         self._state = None
         if self._owned is not None:
             self._make_room(self._owned, anchor.base, tied)
-        for name, values in writables(self._read(), anchor.base, tied).items():
+        for name, values in writables(self._kept(), anchor.base, tied).items():
             bits = anchor.bits_of(name)
             for value in values:
                 write(value, slice(None), bits)
         self._become(state, tied)
+
+    def _kept(self) -> Weights:
+        """The weights, if they are the same tensors each time: what is written to a copy would be lost."""
+        weights, again = self._read(), self._read()
+        for name in weights if again is not weights else ():
+            if place(weights[name]) != place(again[name]):
+                raise ValueError(f"{name}: the target returns a new copy on each access, so writes would be lost")
+        return weights
 
     def _become(self, state: WeightVersion, tied: Ties) -> None:
         weights = self._read()
@@ -171,7 +179,7 @@ class MemoryTarget(Target):
         writable(weights, weights, tied)
 
     def _check(self, base: Weights, tied: Ties) -> None:
-        weights = self._read()
+        weights = self._kept()
         now = Viewed(weights, self._dtype)
         for name in base:
             if name not in weights:

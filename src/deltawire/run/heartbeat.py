@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,23 +29,30 @@ class Heartbeat:
         self._key = replica_key(self.name)
         self._run, self._every = run, every_seconds
         self._last = 0.0
+        # Of a write in one thread and the removal in another, the removal comes last.
+        self._lock = threading.RLock()
         self._written = False
 
     def beat(self, status: Mapping[str, Any], *, at_once: bool) -> None:
         """Write the status: at once, or only if the interval has elapsed."""
         now = time.time()
-        if self._every is None or (not at_once and now - self._last < self._every):
+        if not at_once and self._every is not None and now - self._last < self._every:
             return
         self._last = now
-        with suppress(DeltawireError):
+        with self._lock, suppress(DeltawireError):
+            if self._every is None:
+                return
             sender = {"name": self.name, "run": self._run.id, "host": socket.gethostname(), "pid": os.getpid()}
             self._run.store.put(self._key, json.dumps({**sender, "time": now, **status}).encode())
             self._written = True
 
     def remove(self) -> None:
-        if self._written:
-            with suppress(StoreError):
-                self._run.store.delete([self._key])
+        """Delete the object, and write none from now on."""
+        with self._lock:
+            self._every = None
+            if self._written:
+                with suppress(StoreError):
+                    self._run.store.delete([self._key])
 
 
 def read_heartbeats(run: Run) -> list[dict[str, Any]]:

@@ -5,10 +5,11 @@ trainer = Trainer(..., callbacks=[DeltawireCallback("s3://bucket/run", every=1)]
 
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deltawire.errors import MissingDependency
+from deltawire.errors import DeltawireError, MissingDependency
 from deltawire.publish.publication import Publication
 from deltawire.publish.publisher import Publisher
 from deltawire.publish.sharded.publisher import ShardedPublisher
@@ -67,8 +68,10 @@ class DeltawireCallback(NumbersCallback):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        # Training that was interrupted and starts again has not called on_train_end.
-        self._close()
+        # Training that was interrupted and starts again has not called on_train_end. A version of it that failed was
+        # logged, and what is published now covers it.
+        with suppress(DeltawireError):
+            self._close()
         self.last = None
         kind = ShardedPublisher if is_sharded(model) else Publisher
         if kind is Publisher:
@@ -93,11 +96,13 @@ class DeltawireCallback(NumbersCallback):
         self._close()
 
     def _close(self) -> None:
-        if self.publisher is not None:
-            self.publisher.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        try:
+            if self.publisher is not None:
+                self.publisher.close()
+        finally:
+            if self._folder is not None:
+                self._folder.cleanup()
+                self._folder = None
 
     def _publish(self, state: Any) -> None:
         if self.publisher is not None:

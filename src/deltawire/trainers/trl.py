@@ -106,6 +106,8 @@ class DeltawireTransfer:
         self._seconds: dict[str, float] = {}
         self._sync_of: dict[int, int] = {}
         """The sync that each version came from."""
+        self._unsettled: list[tuple[Publication, int]] = []
+        """Publications that are not committed yet, so that their numbers may change, and their syncs."""
         self.num_syncs = 0
         self.publisher: Publisher | None = None
         self.last: Publication | None = None
@@ -139,7 +141,22 @@ class DeltawireTransfer:
 
     def _lag_of(self, serving: Serving) -> int | None:
         # Counted in syncs, not in versions: one that failed, or was merged with the next, has no version of its own.
-        return None if serving.version is None else self.num_syncs - self._sync_of.get(serving.version, 0)
+        if serving.version is None:
+            return None
+        self._settle()
+        # One that was committed although it seemed to fail counts as the one before it.
+        reached = [sync for version, sync in list(self._sync_of.items()) if version <= serving.version]
+        return self.num_syncs - max(reached, default=0)
+
+    def _settle(self) -> None:
+        """Note the numbers of versions once they are certain: at the commit."""
+        waiting = []
+        for publication, sync in self._unsettled:
+            if not publication.done():
+                waiting.append((publication, sync))
+            elif publication.join():
+                self._sync_of[publication.version] = max(self._sync_of.get(publication.version, 0), sync)
+        self._unsettled = waiting
 
     def attach(self, trainer: Any) -> None:
         """Add the metrics to the trainer's logs, and its `global_step` and last logged reward to each version."""
@@ -290,7 +307,7 @@ class DeltawireTransfer:
             # Parameters were added, removed or reshaped, and what was read of them is put back. An error here would
             # leave the other ranks at a barrier.
             self.last = publisher.publish(step=step, metadata=metadata, anchor=True)
-        self._sync_of[self.last.version] = self.num_syncs
+        self._unsettled = [*self._unsettled, (self.last, self.num_syncs)]
 
     def _try_again(self) -> bool:
         """Publish the last version once more, if it failed; whether that was so."""

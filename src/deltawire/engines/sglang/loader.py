@@ -23,7 +23,7 @@ from deltawire.engines.live_weights import Found, LiveModel, attempt
 from deltawire.engines.places import Computed, check_covered, check_recoverable
 from deltawire.engines.shared_folder import save_json
 from deltawire.engines.trace import flat_storages, trace
-from deltawire.errors import Conflict, EngineRejected
+from deltawire.errors import BaseMismatch, Conflict, EngineRejected
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import short_turns
@@ -109,6 +109,11 @@ class Worker:
             with _device_of(self.model), short_turns():
                 live.stage_file(Path(arguments["path"]))
         elif name == "write":
+            if live.staged is None or live.staged.token != arguments["token"]:
+                # Another agent has dropped it, so it was not written; the digest tells if it was.
+                if arguments["undo"]:
+                    return None
+                raise BaseMismatch(f"{arguments['token']} is not the change that is staged")
             again = self.busy
             self._begin(folder)
             self._write(**arguments)

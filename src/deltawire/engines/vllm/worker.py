@@ -107,7 +107,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             self._write(arguments["token"])
             return time.perf_counter() - started
         if name == "undo":
-            live.write(arguments["token"], undo=True)
+            # What is staged no more, as another agent has dropped it, was not written; the digest tells if it was.
+            if live.staged is not None and live.staged.token == arguments["token"]:
+                live.write(arguments["token"], undo=True)
         elif name == "load":
             with self._together():
                 live.load(_tensors(Path(arguments["folder"])))

@@ -10,7 +10,7 @@ import pytest
 
 from deltawire.engines.engine import EngineDelta
 from deltawire.engines.vllm.adapter import VllmEngine
-from deltawire.errors import DeltawireError, EngineBroken, EngineRejected, EngineUnavailable
+from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
 from deltawire.store import open_store
 from support.servers import BUCKET
 from support.vllm_server import EXTENSION, FAULTY, PATIENCE, PROMPTS, Trainer, following, serving

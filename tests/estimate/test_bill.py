@@ -85,6 +85,8 @@ def test_the_table_has_a_column_for_each_way():
     (waits,) = [row for row in rows if row[0] == "step: trainer waits"]
     assert waits[3] == "not measured"
     assert dict(head_of(data))["fleet"] == "64 replicas at 2 sites"
+    one = {"plan": data["plan"] | {"replicas": 1, "sites": 1}}
+    assert dict(head_of(data | one))["fleet"] == "1 replica at 1 site"
 
 
 def test_numbers_for_people():

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import gpu_rounds
+from deltawire.estimate.plan import at_density, density_over
 from measure import RESULTS, read_csv
 
 ROOT = Path(__file__).parent.parent
@@ -58,25 +59,46 @@ def codec(recorded):
     return table
 
 
-def span_power(recorded, demos):
-    """A delta over k steps weighs k to this power as much as one: mean of the recordings and of the demo's runs."""
-    found = []
-    for recording in recorded["recordings"].values():
-        hops = recording["bucket"]["hops"]
-        single = statistics.mean(hop["bytes"] for hop in hops if hop["base"] == hop["version"] - 1)
-        longer = statistics.mean(hop["bytes"] for hop in hops if hop["base"] == hop["version"] - 4)
-        found.append(math.log(longer / single) / math.log(4))
-    short = statistics.mean(found)
-    found = []
-    for demo in demos:
-        spans = [length for length in (4, 16, 64) for _ in range(demo["steps"] // length)]
-        wanted = demo["uploads"]["skip deltas"]["num_bytes"] / demo["payload_bytes"]
-        low, high = 0.0, 1.0
+def span_power(recorded, table):
+    """By which power of how far weights have moved the odds of a change grow: mean of the recordings and of long runs.
+
+    Deltas over 4 steps of the recordings, and over 4, 16 and 64 of the runs that wrote no second anchor. What each
+    tensor adds to a delta, whatever it spans, is left out.
+    """
+
+    def size(span, density, power):
+        changed = density_over(span, density, power)
+        return changed * at_density("bytes_per_change", changed, table)
+
+    def fit(density, spans, wanted):
+        low, high = 0.0, 2.0
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if sum(span**middle for span in spans) < wanted else (low, middle)
-        found.append(low)
-    return digits((short + statistics.mean(found)) / 2, 3)
+            found = sum(size(span, density, middle) for span in spans) / size(1, density, middle)
+            low, high = (middle, high) if found < wanted else (low, middle)
+        return low
+
+    recordings = []
+    for recording in recorded["recordings"].values():
+        hops, rows = recording["bucket"]["hops"], recording["sizes"]
+        single = statistics.mean(row["context"] for row in rows)
+        longer = statistics.mean(hop["bytes"] for hop in hops if hop["base"] == hop["version"] - 4)
+        density = statistics.mean(row["changed"] / row["weights"] for row in rows)
+        recordings.append(fit(density, [4], (longer - headers(recorded)) / single))
+    runs = []
+    for row in (row for row in read_csv("fleet_density.csv") if row["anchors"] == "1"):
+        steps = int(row["steps"])
+        spans = [length for length in (4, 16) for _ in range(steps // length)] + [64]
+        runs.append(fit(float(row["density"]), spans, steps * float(row["skip_mb"]) / float(row["single_mb"])))
+    return digits((statistics.mean(recordings) + statistics.mean(runs)) / 2, 3)
+
+
+def headers(recorded):
+    """What a delta of the recordings weighs beyond its encoded changes."""
+    hops = [each for recording in recorded["recordings"].values() for each in recording["bucket"]["hops"]]
+    singles = [hop["bytes"] for hop in hops if hop["base"] is not None and hop["base"] == hop["version"] - 1]
+    encoded = [row["context"] for recording in recorded["recordings"].values() for row in recording["sizes"]]
+    return (sum(singles) - sum(encoded)) / len(singles)
 
 
 def gpu():
@@ -140,15 +162,12 @@ def make():
         row["store"]: {name: float(value) for name, value in row.items() if name != "store" and value}
         for row in read_csv("replica.csv")
     }
-    hops = [each for recording in recorded["recordings"].values() for each in recording["bucket"]["hops"]]
-    singles = [hop["bytes"] for hop in hops if hop["base"] is not None and hop["base"] == hop["version"] - 1]
-    encoded = [row["context"] for recording in recorded["recordings"].values() for row in recording["sizes"]]
     documents = [demo["uploads"]["documents"] for demo in demos]
     values = {
         "density_of_lr": (density_of_lr(recorded), "grpo.csv, recorded.json"),
         "codec": (codec(recorded), "density.csv, grpo.csv"),
-        "span_power": (span_power(recorded, demos), "recorded.json, demo.json"),
-        "tensor_bytes": (round((sum(singles) - sum(encoded)) / len(singles) / 6), "recorded.json"),
+        "span_power": (span_power(recorded, codec(recorded)), "recorded.json, fleet_density.csv"),
+        "tensor_bytes": (round(headers(recorded) / 6), "recorded.json"),
         "document_bytes": (
             round(sum(each["num_bytes"] for each in documents) / sum(each["num_objects"] for each in documents)),
             "demo.json",

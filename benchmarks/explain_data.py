@@ -234,9 +234,6 @@ def measured():
 
     vllm, notes = {row["mode"]: row for row in read_csv("vllm.csv")}, notes_of("vllm.csv")
     split = read_csv("engine_split.csv")[0]
-    fleet = max(
-        (row for row in read_csv("fleet_bytes.csv") if row["choice"] == "now"), key=lambda row: int(row["weights"])
-    )
 
     def gpu_model(model, weights):
         return {
@@ -270,10 +267,9 @@ def measured():
         "split": {
             name: float(split[f"{name}, ns a change"]) / 1e9 for name in ("split", "save")
         },
-        "uploads": {
-            "all_to_single": float(fleet["all_to_single"]), "weights": int(fleet["weights"]),
-            "steps": int(fleet["steps"]),
-        },
+        "uploads": [
+            {name: float(row[name]) for name in ("density", "all_to_single")} for row in read_csv("fleet_density.csv")
+        ],
         "density": [
             {name: float(row[name]) for name in ("density", "bytes_per_change", "encode_ratio", "decode_ratio")}
             for row in read_csv("density.csv")

@@ -2,6 +2,7 @@
 
     python benchmarks/fleet_bytes.py [--weights 100663296] [--steps 500] [--choices before now]
     python benchmarks/fleet_bytes.py --frontier
+    python benchmarks/fleet_bytes.py --densities
 
 The weights are the recorded ones, repeated. Their float32 masters move as AdamW's do under noisy gradients (momentum
 0.9, second moments that have settled), by steps of such a size that the recorded share of the bf16 weights changes. The
@@ -10,6 +11,7 @@ sizes of deltas over 2, 4 and 8 steps against those of the single ones are print
 Each version is flushed before the next step. Then every version is asked for as a replica would that has nothing, and
 one that has the first version, and some are pulled and compared. `beside the store` publishes single deltas alone, and
 `deltawire compact` adds the others. SIGTERM ends a run after the step that it is at, with the results until then.
+`--densities` counts what a publisher uploads with its defaults when steps are smaller and larger, on 4.2 M weights.
 
 Memory is what a publish added to the resident memory at most, in models, without the pages of mapped files; the
 snapshot of one model is there before. CPU seconds are those of all threads, until everything was written.
@@ -47,6 +49,8 @@ from support.recorded import DATA
 SIDE = 2048
 MOMENTUM, STEP, DENSITY = 0.9, 2.8e-7, 0.011
 SPANS = (2, 4, 8)
+# Steps that change about 0.1, 1.1, 1.6, 3.5 and 10 % of the weights.
+SIZES = (2e-8, STEP, 4.35e-7, 1.13e-6, 4e-6)
 CHOICES = {
     "before": {"skips": (4, 16, 64), "most_deltas": None},
     "now": {},
@@ -58,6 +62,8 @@ COLUMNS = [
     "most_objects", "mean_objects", "most_anchors_fetched", "most_anchors_with_base", "blocked_seconds",
     "all_seconds", "cpu_seconds", "peak_memory_models", "scratch_models",
 ]  # fmt: skip
+DENSITY_COLUMNS = ["density", "weights", "steps", "single_mb", "skip_mb", "long_mb", "anchor_mb", "all_to_single",
+                   "anchors"]  # fmt: skip
 
 
 @njit(inline="always")
@@ -163,17 +169,55 @@ def frontier(num_versions=500):
             yield [most, round(1 + extra / num_versions, 2), " ".join(map(str, how))]
 
 
+def bytes_by_kind(hops):
+    """Of single deltas, skip deltas, longer ones from the anchor, and anchors."""
+    kinds = {"single": 0, "skip": 0, "long": 0, "anchor": 0}
+    for hop in hops:
+        span = None if hop.base is None else hop.version - hop.base
+        kinds["anchor" if span is None else "single" if span == 1 else "skip" if span <= 64 else "long"] += (
+            hop.num_bytes
+        )
+    return kinds
+
+
+def all_to_single(hops):
+    """Everything but the first anchor, in single deltas."""
+    kinds, full = bytes_by_kind(hops), next(hop.num_bytes for hop in hops if hop.base is None)
+    return round((sum(kinds.values()) - full) / kinds["single"], 3)
+
+
+def densities(num_steps):
+    """What a publisher uploads with its defaults, by the share of weights that a step changes."""
+    for size in SIZES:
+        trainer, changed = Trainer(1), []
+        with tempfile.TemporaryDirectory(prefix="fleet-bytes-") as folder:
+            url = Path(folder) / "run"
+            with Publisher(url, trainer.weights, dtype="BF16", check_share=0) as publisher:
+                for version in range(num_steps + 1):
+                    if version:
+                        before = trainer.weights["layer.0"].copy()
+                        trainer.train(size)
+                        changed.append(np.mean(trainer.weights["layer.0"] != before))
+                    publisher.publish()
+                    publisher.flush()
+            hops = Run(url).hops()
+        yield [
+            round(statistics.mean(changed), 5), SIDE * SIDE, num_steps,
+            *(round(each / 1e6, 2) for each in bytes_by_kind(hops).values()), all_to_single(hops),
+            sum(hop.base is None for hop in hops),
+        ]  # fmt: skip
+
+
 def scratch_bytes(folder):
     """The bytes of the unnamed files that this process has open in a folder, mapped ones too."""
-    files = [link for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
-    return sum(file.stat().st_size for file in files if str(folder) in _target(file))
+    return sum(_bytes_in(link, str(folder)) for link in Path("/proc/self/fd").iterdir())
 
 
-def _target(link):
+def _bytes_in(link, folder):
     try:
-        return os.readlink(link)
-    except OSError:
-        return ""
+        return link.stat().st_size if folder in os.readlink(link) else 0
+    except OSError:  # closed in the meantime
+        return 0
 
 
 class Measured:
@@ -214,20 +258,13 @@ class Measured:
             if digest(weights) != expected:
                 raise AssertionError(f"version {version} differs")
         hops = run.hops()
-        kinds = {"single": 0, "skip": 0, "long": 0, "anchor": 0}
-        for hop in hops:
-            span = None if hop.base is None else hop.version - hop.base
-            kinds["anchor" if span is None else "single" if span == 1 else "skip" if span <= 64 else "long"] += (
-                hop.num_bytes
-            )
         full = next(hop.num_bytes for hop in hops if hop.base is None)
         late = [find_route(run, None, run.manifest(version)) for version in range(num_versions)]
         near = [find_route(run, 0, run.manifest(version)) for version in range(num_versions)]
         num_weights = sum(each.size for each in self._trainer.weights.values())
-        rest = sum(kinds.values()) - full
         return [
-            self.name, num_weights, num_versions - 1, *(round(size / 1e6, 2) for size in kinds.values()),
-            round(rest / kinds["single"], 3), sum(hop.base is None for hop in hops),
+            self.name, num_weights, num_versions - 1, *(round(size / 1e6, 2) for size in bytes_by_kind(hops).values()),
+            all_to_single(hops), sum(hop.base is None for hop in hops),
             max(len(route.hops) for route in late), round(statistics.mean(len(route.hops) for route in late), 2),
             round(max(route.num_bytes for route in late) / full, 3),
             round(max(route.num_bytes for route in near) / full, 3),
@@ -242,8 +279,11 @@ def main():
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--choices", nargs="+", default=list(CHOICES), choices=CHOICES)
     parser.add_argument("--frontier", action="store_true", help="only what is the least for routes of each length")
+    parser.add_argument("--densities", action="store_true", help="only what is uploaded, by the size of the steps")
     arguments = parser.parse_args()
     warm_up()
+    if arguments.densities:
+        return print(write_csv("fleet_density.csv", DENSITY_COLUMNS, densities(arguments.steps)))
     if arguments.frontier:
         return print(write_csv("fleet_frontier.csv", ["most_deltas", "all_to_single", "deltas_over"], frontier()))
     ratios, density = overlap(2)

@@ -16,6 +16,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from deltawire.cli import main
+from deltawire.estimate.bill import planned
 from deltawire.estimate.plan import Plan, density_of
 
 ROOT = Path(__file__).parent.parent
@@ -223,7 +224,11 @@ def chains() -> dict[str, str]:
     return {
         "chain-weights": f"{int(read('chain.csv')[1][0]['weights']) / 1e6:.0f} M",
         "blocking": publish["ratio_to_flatnonzero"], "publisher-memory": percent(float(publish["memory_beyond"])),
-        "uploads-all": short(float(fleet["all_to_single"])), "uploads-weights": f"{int(fleet['weights']) / 1e6:.0f} M",
+        "uploads-all": short(float(fleet["all_to_single"])),
+        "uploads-density": percent(float(uploads_at(0.011)["density"])),
+        "uploads-1e-6": short(float(uploads_at(settled(1e-6)["density"])["all_to_single"])),
+        "uploads-3e-6": short(float(uploads_at(settled(3e-6)["density"])["all_to_single"])),
+        "uploads-weights": f"{int(fleet['weights']) / 1e6:.0f} M",
         "uploads-steps": fleet["steps"], "uploads-scratch": short(float(scratch()["scratch_models"])),
         "join-most": short(float(fleet["most_anchors_fetched"]), 2), "join-objects": fleet["most_objects"],
     }  # fmt: skip
@@ -235,17 +240,23 @@ def uploads() -> dict[str, str]:
     return max(rows, key=lambda row: int(row["weights"]))
 
 
+def uploads_at(density: float) -> dict[str, str]:
+    """The run in which a step changed about this share of the weights."""
+    return min(read("fleet_density.csv")[1], key=lambda row: abs(float(row["density"]) - density))
+
+
 def scratch() -> dict[str, str]:
     return next(row for row in read("fleet_bytes.csv")[1] if row["choice"] == "now" and row["scratch_models"])
 
 
 def models() -> str:
     """All weights, a delta and a pause, by the size of the model; what was measured and what was computed."""
-    factor = float(uploads()["all_to_single"])
     rows = []
     for model, (text, name) in MEASURED.items():
         whole = 2 * weights_of(model)
         delta = on_gpu(model, "bytes")
+        like = Plan(weights_of(model), 0.01, 1440)
+        factor = planned(like).uploaded_bytes / like.delta_bytes()
         reloads = rounds(model, "vLLM reload")
         reload = duration(on_gpu(model, "pause_ms", "vLLM reload") / 1000) if reloads else "-"
         rows.append([
@@ -256,7 +267,7 @@ def models() -> str:
         plan = Plan(billions * 1e9, density_of(1e-6), 1440)
         rows.append([
             f"{billions} B, computed", percent(plan.density), size(2 * plan.weights), size(plan.delta_bytes()),
-            size(factor * plan.delta_bytes()), duration(plan.blocked_seconds), duration(plan.pause_seconds),
+            size(planned(plan).uploaded_bytes), duration(plan.blocked_seconds), duration(plan.pause_seconds),
             f"at most {duration(plan.reload_seconds)}",
         ])  # fmt: skip
     header = ["model", "weights changed", "all weights", "delta", "total upload per step (computed)", "trainer blocked",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from secrets import token_hex
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import click
 
@@ -79,6 +79,8 @@ def speaking_errors(url: str | None = None) -> Iterator[None]:
         _end(errors.NotEnoughMemory(f"not enough memory: {error}"), url)
     except ValueError as error:
         raise click.UsageError(plain(error)) from error
+    except BrokenPipeError:
+        raise  # click ends the program, without a word
     except (errors.DeltawireError, OSError) as error:
         _end(error, url)
 
@@ -144,12 +146,21 @@ def _line(text: str, width: int | None = None) -> str:
 
 def say(text: str, *, err: bool = False) -> None:
     """Print lines for people. Click leaves colours out where they do not go to a terminal."""
-    click.echo("\n".join(map(_line, text.split("\n"))), err=err)
+    _echo("\n".join(map(_line, text.split("\n"))), err=err)
+
+
+def _echo(text: str, *, err: bool = False) -> None:
+    try:
+        click.echo(text, err=err)
+    except OSError as error:
+        if err or isinstance(error, BrokenPipeError):
+            raise
+        _end(error, None)
 
 
 def hint(text: str) -> None:
     """Name the next command, to someone at a terminal."""
-    if not is_quiet() and not wants_json() and sys.stderr.isatty():
+    if not is_quiet() and not wants_json() and is_terminal(sys.stderr):
         say(f"next: {text}", err=True)
 
 
@@ -163,13 +174,18 @@ def is_quiet() -> bool:
 
 def is_live() -> bool:
     """Whether the command that runs may redraw its output in place."""
-    return sys.stdout.isatty() and not wants_json() and not is_quiet()
+    return is_terminal(sys.stdout) and not wants_json() and not is_quiet()
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether this is one; Python has no stream where the program was started without it."""
+    return stream is not None and stream.isatty()
 
 
 def show(data: dict[str, Any], text: Callable[[], str]) -> None:
     """Print data as JSON, or as text for people."""
     if wants_json():
-        click.echo(json.dumps(data, indent=2))
+        _echo(json.dumps(data, indent=2))
     else:
         say(text())
 
@@ -177,7 +193,7 @@ def show(data: dict[str, Any], text: Callable[[], str]) -> None:
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[str, int], None]]:
     """A bar over elements on stderr; nothing where that is not a terminal."""
-    if is_quiet() or not sys.stderr.isatty():
+    if is_quiet() or not is_terminal(sys.stderr):
         yield lambda _name, _count: None
         return
     with click.progressbar(
@@ -190,7 +206,7 @@ class ByteBar:
     """A line on stderr that shows how many bytes have moved, and how fast; nothing where that is not a terminal."""
 
     def __init__(self, label: str, after: str = "") -> None:
-        self._label, self._after, self._shows = label, after, not is_quiet() and sys.stderr.isatty()
+        self._label, self._after, self._shows = label, after, not is_quiet() and is_terminal(sys.stderr)
         self._started = time.monotonic()
         self._drawn = 0.0
         self._first: int | None = None
@@ -258,7 +274,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     texts = [[plain(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in texts) for i in range(len(header))]
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         room = shutil.get_terminal_size().columns - 1 - 2 * (len(widths) - 1)
         while sum(widths) > room and max(widths) > LEAST_COLUMN:
             widths[widths.index(max(widths))] -= 1

@@ -1,8 +1,10 @@
 """The commands as a user runs them: output, exit codes, errors that say what to do."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,6 +93,47 @@ def test_failures_exit_with_1(folder, delta):
     assert result.exit_code == 1
     assert "No such file" in result.stderr
     assert run("inspect", folder / "old" / "model.safetensors").exit_code == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "apply"])
+def test_a_folder_is_no_delta(folder, command):
+    base, output = ([], []) if command == "inspect" else ([folder / "new"], ["-o", folder / "x"])
+    result = run(command, *base, folder / "old", *output)
+    assert result.exit_code == 1
+    assert f"error: {folder / 'old'} is a folder, not a delta" in result.stderr
+
+
+@pytest.mark.parametrize("output", ["d.safetensors", "folder"])
+@pytest.mark.parametrize("command", ["diff", "apply"])
+def test_errors_name_what_was_asked_for(folder, delta, command, output):
+    """Not the temporary file that is written first."""
+    asked = folder / "no" / output
+    given = (folder / "old", folder / "new") if command == "diff" else (folder / "old", delta)
+    result = run(command, *given, "-o", asked)
+    assert (result.exit_code, result.stderr) == (1, f"error: {asked}: No such file or directory\n")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_output_that_nobody_takes(form):
+    command = [sys.executable, "-m", "deltawire.cli", "estimate", "--params", "8b", "--format", form]
+    reader, writer = os.pipe()
+    os.close(reader)
+    piped = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (piped.returncode, piped.stderr) == (1, "")
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_to_a_full_disk():
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "deltawire.cli", "completion", "bash"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the disk is full\n")
 
 
 def test_usage_exits_with_2(folder, delta):

@@ -85,6 +85,28 @@ def server(monkeypatch):
     return made
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "htp://127.0.0.1:8000", "http:8000", ""])
+@pytest.mark.parametrize("command", ["attach", "prove"])
+def test_what_is_no_url_of_a_server(tmp_path, command, url):
+    """It never answers, so nobody should wait for it."""
+    store = ["--from", tmp_path] if command == "attach" else []
+    result = run(command, "--engine", "vllm", "--url", url, *store)
+    assert result.exit_code == 2
+    assert f"{url!r} is not a server's URL, such as http://127.0.0.1:8000" in result.stderr
+
+
+@pytest.mark.process
+def test_prove_without_a_server():
+    """Nothing that is said on runs applies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        result = run("prove", "--engine", "vllm", "--url", url)
+    assert result.exit_code == 1
+    assert f"error: {url} does not answer" in result.stderr
+    assert "hint" not in result.stderr
+
+
 def attached(url, *arguments):
     return run("attach", "--engine", "vllm", "--url", "http://server", "--from", url, "--poll", 0.05, *arguments)
 

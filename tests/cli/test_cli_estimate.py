@@ -59,6 +59,9 @@ def test_a_recorded_density_and_a_config(tmp_path):
         (["--config", "no-such-file"], 1, "no-such-file"),
         (["--params", "8b", "--sites", 9], 2, "at least as many as sites"),
         (["--params", "8b", "--density", 2], 2, "density"),
+        (["--params", "8b", "--egress-price", "nan"], 2, "price"),
+        (["--params", "8b", "--put-price", "inf"], 2, "price"),
+        (["--params", "8b", "--get-price", 1e308], 2, "price"),
     ],
 )
 def test_wrong_options(arguments, code, told_why):

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from generate import read
 
-from deltawire.estimate.bill import estimate, planned, way
+from deltawire.estimate.bill import NUM_PLANNED, estimate, planned, way
 from deltawire.estimate.plan import Plan
 from deltawire.estimate.prices import PRICES, Prices
 from deltawire.estimate.report import head_of, money_text, seconds_text, table_of, weights_text
@@ -66,6 +67,14 @@ def test_what_lies_in_the_store_follows_the_planner():
     assert quiet.uploaded_bytes < kept.uploaded_bytes
 
 
+@pytest.mark.parametrize("row", read("fleet_density.csv")[1], ids=lambda row: row["density"])
+def test_what_a_step_uploads_was_measured(row):
+    assert int(row["steps"]) == NUM_PLANNED
+    plan = Plan(float(row["weights"]), float(row["density"]), 1440, num_tensors=1)
+    predicted = planned(plan).uploaded_bytes / plan.delta_bytes()
+    assert predicted == pytest.approx(float(row["all_to_single"]), rel=0.04)
+
+
 def test_the_table_has_a_column_for_each_way():
     data = estimate(PLAN, PRICES["s3"])
     header, rows = table_of(data)
@@ -76,6 +85,8 @@ def test_the_table_has_a_column_for_each_way():
     (waits,) = [row for row in rows if row[0] == "step: trainer waits"]
     assert waits[3] == "not measured"
     assert dict(head_of(data))["fleet"] == "64 replicas at 2 sites"
+    one = {"plan": data["plan"] | {"replicas": 1, "sites": 1}}
+    assert dict(head_of(data | one))["fleet"] == "1 replica at 1 site"
 
 
 def test_numbers_for_people():

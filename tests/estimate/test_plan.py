@@ -1,14 +1,16 @@
 """The constants of `deltawire estimate`, and the sizes and times that follow from them."""
 
 import json
+import math
 import subprocess
 import sys
+from statistics import mean
 
 import pytest
 from generate import RESULTS, read
 
 from deltawire.estimate.architecture import count_weights, read_size
-from deltawire.estimate.plan import Plan, at_density, density_of, measured
+from deltawire.estimate.plan import Plan, at_density, density_of, measured, moved
 from support import ROOT
 
 
@@ -42,6 +44,24 @@ def test_a_delta_has_the_size_of_a_published_one():
     assert plan.delta_bytes() == pytest.approx(int(row["payload_bytes"]), rel=0.1)
     assert plan.delta_bytes(4) < 3 * plan.delta_bytes()
     assert Plan(8.19e9, 1.0, 1440).delta_bytes(1000) <= 1.01 * plan.anchor_bytes
+
+
+def test_changes_of_several_steps_overlap_as_recorded():
+    recorded = json.loads((ROOT / "src/deltawire/pages/static/explain/recorded.json").read_text())["recordings"]
+    for each in recorded.values():
+        hops = [hop for hop in each["bucket"]["hops"] if hop["base"] is not None]
+        one, four = (mean(h["bytes"] for h in hops if h["version"] - h["base"] == span) for span in (1, 4))
+        row = each["sizes"][0]
+        plan = Plan(row["weights"], row["changed"] / row["weights"], 1440, num_tensors=6)
+        assert plan.delta_bytes(4) / plan.delta_bytes() == pytest.approx(four / one, rel=0.03)
+
+
+def test_how_far_weights_move():
+    """By hand: the correlations of two steps, of three; long after, momentum makes a random walk of longer steps."""
+    assert moved(1) == pytest.approx(1)
+    assert moved(2) == pytest.approx(math.sqrt(2 + 2 * 0.9))
+    assert moved(3) == pytest.approx(math.sqrt(3 + 4 * 0.9 + 2 * 0.81))
+    assert moved(40_000) / moved(10_000) == pytest.approx(2, rel=1e-3)
 
 
 def test_times_are_the_measured_ones_at_the_sizes_that_were_measured():

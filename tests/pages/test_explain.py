@@ -1,6 +1,7 @@
 """`deltawire explain` in a real browser: its arithmetic, and what its scenes show."""
 
 import base64
+import re
 from statistics import median
 
 import ml_dtypes
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from generate import read
 
+from deltawire.estimate.bill import planned
 from deltawire.estimate.plan import Plan
 from deltawire.run.keys import read_document_key, read_object_key
 from support.explain import RECORDED, info, press, slide, unfold
@@ -159,8 +161,17 @@ def test_areas_are_bytes(explain):
         press(page, "packets", "End")
         assert page.get_attribute("#packets .landed", "d").count("z") == int(info(page, "packets")["arrived"])
         assert int(info(page, "packets")["arrived"]) == int(float(now["fullBytes"]) / float(now["deltaBytes"]))
-        uploaded = MEASURED["uploads"]["all_to_single"] * float(now["deltaBytes"])
-        assert f"{uploaded / 1e6:.3g} MB a step" in page.inner_text("#packets [data-uploaded]")
+
+
+@pytest.mark.parametrize("density", [0.001, 0.005, 0.0115, RUN["density"], 0.028, 0.1])
+def test_the_total_upload_is_that_of_an_estimate(explain, density):
+    plan = Plan(8.19e9, density, 1440)
+    with explain(link=f"#packets?density={density}") as page:
+        text = page.inner_text("#packets [data-uploaded]")
+        delta = float(info(page, "packets")["deltaBytes"])
+    size, unit, times = re.search(r"joiners: ([\d.]+) (\w+) a step, ([\d.]+) times the delta", text).groups()
+    assert float(size) * {"MB": 1e6, "GB": 1e9}[unit] == pytest.approx(float(times) * delta, rel=0.01)
+    assert float(times) == pytest.approx(planned(plan).uploaded_bytes / plan.delta_bytes(), rel=0.06)
 
 
 def phases(page):

@@ -32,7 +32,7 @@ def prove_command(engine: str, address: str, again: bool, api_key_env: str | Non
     from deltawire.engines.prove import DEAD, prove, remember, remembered
     from deltawire.engines.vllm.probe import VllmProbe
 
-    with speaking_errors(address), closing(VllmProbe(address, api_key=api_key_of(api_key_env))) as server:
+    with speaking_errors(), closing(VllmProbe(address, api_key=api_key_of(api_key_env))) as server:
         subject = server.subject()
         proof = None if again else remembered(subject.about)
         if proof is None:

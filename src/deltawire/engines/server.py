@@ -20,10 +20,12 @@ class Server:
         self.url, self._timeout = redacted(url), timeout
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         try:
-            self._client = httpx.Client(base_url=url, headers=headers, trust_env=False)
+            address = httpx.URL(url)
         except httpx.InvalidURL:
-            problem = f"{self.url!r} is not a server's URL, such as http://127.0.0.1:8000"
-            raise ValueError(problem) from None
+            address = httpx.URL("")
+        if address.scheme not in ("http", "https") or not address.host:
+            raise ValueError(f"{self.url!r} is not a server's URL, such as http://127.0.0.1:8000")
+        self._client = httpx.Client(base_url=address, headers=headers, trust_env=False)
 
     def get(self, path: str, timeout: float | None = None) -> Any:
         return self._request("GET", path, None, timeout)

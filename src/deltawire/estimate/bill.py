@@ -10,8 +10,8 @@ from deltawire.estimate.prices import Prices
 from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Outcome, Scene, extra_hops, hop_of, parts_of, simulate
 from deltawire.run.planner import cheapest_route
 
-# Over how many versions the mean of what is uploaded and of what a joiner fetches is taken.
-NUM_PLANNED = 256
+# Over how many versions the mean of what is uploaded and of what a joiner fetches is taken: as many as were measured.
+NUM_PLANNED = 500
 WAYS = ((False, False), (False, True), (True, False), (True, True))
 
 

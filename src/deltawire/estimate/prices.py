@@ -6,6 +6,7 @@ from itertools import pairwise
 
 GB, TB = 1e9, 1e12
 DAYS_A_MONTH = 30
+MOST_PRICE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,11 @@ class Prices:
     put_1000: float
     get_1000: float
     egress: Sequence[tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        for price in (self.storage, self.put_1000, self.get_1000, *(price for _, price in self.egress)):
+            if not 0 <= price <= MOST_PRICE:
+                raise ValueError(f"a price must be between 0 and {MOST_PRICE:g} US dollars, not {price:g}")
 
     def requests(self, num_puts: float, num_gets: float) -> float:
         return (num_puts * self.put_1000 + num_gets * self.get_1000) / 1000

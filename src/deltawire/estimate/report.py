@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deltawire.estimate.plan import DAY
-from deltawire.terminal import size_text
+from deltawire.terminal import count_text, size_text
 
 Way = dict[str, Any]
 
@@ -16,7 +16,7 @@ def head_of(data: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("model", f"{weights_text(plan['weights'])} weights, {100 * plan['density']:.3g} % of which change in a step"),
         ("steps", f"{plan['steps_a_day']:,g} a day, one every {every}"),
-        ("fleet", f"{plan['replicas']:,} replicas at {plan['sites']:,} site{'s' if plan['sites'] > 1 else ''}"),
+        ("fleet", f"{count_text(plan['replicas'], 'replica')} at {count_text(plan['sites'], 'site')}"),
         ("a delta", f"{size_text(delta)}, 1/{anchor / delta:.0f} of all weights"),
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deltawire.disk import read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
-from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes, replacing, temp_path
+from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes, naming, replacing, temp_path
 from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
 from deltawire.format.wire import metadata_fields, read_number, read_tied
 from deltawire.tensors.digest import Digest, digest
@@ -209,7 +209,8 @@ def write_checkpoint(
         return
     check_new(path)
     temporary = temp_path(path)
-    temporary.mkdir()
+    with naming(path):
+        temporary.mkdir()
     try:
         for name, specs in shards.items():
             with replacing(temporary / name) as file:

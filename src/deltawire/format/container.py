@@ -182,13 +182,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary = temp_path(path)
     try:
         # Opened like any new file, so that the umask applies.
-        with temporary.open("xb") as file:
+        with naming(path):
+            file = temporary.open("xb")
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system name the file that was asked for, not a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 

@@ -9,7 +9,7 @@ from deltawire.codec import EncodingChoice, allowed_encodings
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format import parts
 from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.container import Container
+from deltawire.format.container import Container, naming
 from deltawire.format.patches import Patch, decode_entry, decode_part, describe, encode_box, matching
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
 from deltawire.tensors.boxes import Box
@@ -220,7 +220,9 @@ def diff_checkpoints(
     old: Checkpoint, new: Checkpoint, path: Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES, **options: Any
 ) -> Delta:
     """Like `diff`, with its options, but written to `path` tensor by tensor: the delta may be larger than memory."""
-    with TemporaryFile(dir=path.parent) as file:
+    with naming(path):
+        scratch = TemporaryFile(dir=path.parent)  # noqa: SIM115
+    with scratch as file:
         spool = parts.Spool(file)
         info = diff_into(spool.add, old, new, tied=new.tied, **options)
         parts.save(info, spool.entries, path, max_file_bytes)

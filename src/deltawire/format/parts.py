@@ -78,7 +78,8 @@ def find(path: Path) -> list[Path]:
         return [path]
     files = _part_files(path)
     if not files:
-        raise ObjectMissing(f"{path} does not exist", path=str(path))
+        problem = "is a folder, not a delta" if path.is_dir() else "does not exist"
+        raise ObjectMissing(f"{path} {problem}", path=str(path))
     return files
 
 

@@ -4,7 +4,7 @@
 
 import { bytesText, percentText, secondsText, trim, weightsText } from "explain/dom";
 
-/** A column of density.csv at any density: straight lines over the logarithm of the density. */
+/** A column of a table at any density: straight lines over the logarithm of the density. */
 export function atDensity(rows, column, density) {
   const above = rows.findIndex((row) => row.density >= density);
   if (above === 0) return rows[0][column];

@@ -1,6 +1,6 @@
 // Scene 2: all weights and a delta on the same line, as squares whose area is their bytes.
 
-import { costs } from "explain/cost";
+import { atDensity, costs } from "explain/cost";
 import { bytesText, countText, onWidth, picture, s, secondsText, table, trim } from "explain/dom";
 import { inside } from "explain/inside";
 import { Player } from "explain/player";
@@ -94,11 +94,11 @@ export function packets(section, data, settings) {
     section.querySelector("[data-status]").textContent =
       position < 1 ? label : `${label} The same bytes carry all weights once, or ${countText(arrived)} updates.`;
     Object.assign(section.dataset, { fullBytes, deltaBytes, arrived });
-    const { uploads } = data.measured;
-    const all = uploads.all_to_single * deltaBytes;
+    const times = atDensity(data.measured.uploads, "all_to_single", settings.values.density);
+    const all = times * deltaBytes;
     section.querySelector("[data-uploaded]").textContent =
       `Total upload, with the longer deltas and anchors for late joiners: ${bytesText(all)} a step, ` +
-      `${trim(uploads.all_to_single)} times the delta.`;
+      `${trim(times)} times the delta.`;
     section.querySelector("[data-numbers]").replaceChildren(
       table(
         "One step, with the numbers of this scene",

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from deltawire import Checkpoint, Publisher, Replica
 from deltawire.errors import Conflict, EngineRejected
@@ -114,6 +116,69 @@ def test_touched_files_with_the_right_bits_are_fine(run, tmp_path):
         assert replica.version == 5
         assert not replica.pull().anchor
     check(folder, states, 9)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["in place", "another file", "no file", "touched"])
+def test_what_others_change_while_it_is_open_is_noticed(run, tmp_path, how):
+    """Also in tensors that the next delta leaves alone, which its digest does not tell of."""
+    url, states = run
+    folder = tmp_path / "mirror"
+    with Replica(url, folder) as replica:
+        replica.pull(5)
+        shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        data = bytearray(shard.read_bytes())
+        data[-3] ^= 1
+        if how == "in place":
+            shard.write_bytes(data)
+        elif how == "another file":
+            (tmp_path / "other").write_bytes(data)
+            (tmp_path / "other").replace(shard)
+        elif how == "no file":
+            shard.unlink()
+        else:
+            os.utime(shard, (1, 1))
+        assert replica.pull(6).anchor == (how != "touched")
+        assert same(replica.target.weights(), states[6])
+    check(folder, states, 6)
+
+
+@pytest.mark.process
+def test_an_anchor_that_could_not_be_moved_into_place_is_loaded_again(run, tmp_path, monkeypatch):
+    url, states = run
+    folder = tmp_path / "mirror"
+    with Replica(url, folder) as replica:
+        with monkeypatch.context() as patch:
+            patch.setattr("deltawire.follow.mirror.read_small", fail)
+            with pytest.raises(EngineRejected, match="cannot be written: once"):
+                replica.pull(5)
+        assert replica.version is None
+        replica.pull(5)
+        assert same(replica.target.weights(), states[5])
+    check(folder, states, 5)
+
+
+def fail(*_):
+    raise OSError("once")
+
+
+@pytest.mark.process
+def test_an_unfinished_update_of_files_that_others_replaced(run, tmp_path, monkeypatch):
+    url, states = run
+    folder = tmp_path / "mirror"
+    with Replica(url, folder) as replica:
+        replica.pull(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(Mirror, "_finish_apply", fail)
+            with pytest.raises(EngineRejected):
+                replica.pull(6)
+    assert (folder / ".deltawire/journal.safetensors").exists()
+    for shard in folder.glob("*.safetensors"):
+        save_file({name: np.zeros(1, np.uint16) for name in load_file(shard)}, shard)
+    with Replica(url, folder) as replica:
+        assert replica.version is None
+        replica.pull(6)
+    check(folder, states, 6)
 
 
 POINTS = {

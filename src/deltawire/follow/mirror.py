@@ -17,7 +17,7 @@ import json
 import mmap
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from deltawire.codec import COO
 from deltawire.codec.encoding import Encoded
 from deltawire.disk import locked, read_small
-from deltawire.errors import Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
+from deltawire.errors import BaseMismatch, Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.follow.target import Target
 from deltawire.format.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint
 from deltawire.format.container import replacing
@@ -65,6 +65,8 @@ class Mirror(Target):
         self._maps: list[mmap.mmap] = []
         self._weights: dict[str, Tensor] = {}
         self._state: WeightVersion | None = None
+        self._times: dict[str, list[int]] = {}
+        """The sizes and times of the files when the state was written or read."""
         self._repair()
 
     def state(self) -> WeightVersion | None:
@@ -81,10 +83,22 @@ class Mirror(Target):
         num_changed = sum(len(patch.bits) for patch in patches)
         gain = state.digest - base.digest
         info = DeltaInfo.after(base, state.version, gain, num_changed=num_changed, num_elements=total, tied={})
+        self._check_untouched(base)
         with self._writing():
             save(info, [_entry(patch) for patch in patches], self._journal, max_file_bytes=1 << 62)
             self._remove_marker()
             self._finish_apply(patches, state)
+
+    def _check_untouched(self, base: WeightVersion) -> None:
+        """Refuse weights that another program has changed since: the digest of a delta would not tell."""
+        if self._state is None or _times(self.folder, self._times) == self._times:
+            return
+        self._unmap()
+        with suppress(FormatError, ObjectMissing):
+            self._map(Checkpoint(self.folder))
+        if not self._weights or digest(self._weights) != base.digest:
+            raise BaseMismatch(f"{self.folder} was changed by another program: it is not at version {base.version}")
+        self._state = base
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -114,6 +128,8 @@ class Mirror(Target):
             shutil.rmtree(made, ignore_errors=True)
             write_replayed(anchor, made, {"format": "pt", **tied_metadata(tied)}, state.digest, files)
             self._write_marker(made, state)
+            # What an attempt before this one could not move into place.
+            shutil.rmtree(self._incoming, ignore_errors=True)
             made.replace(self._incoming)
             self._finish_load()
 
@@ -156,7 +172,7 @@ class Mirror(Target):
             if digest(self._weights) != delta.digest:
                 raise CorruptObject(f"{self.folder} was changed by another program")
             self._finish_apply(patches, WeightVersion(delta.run, delta.version, delta.digest))
-        except (FormatError, ObjectMissing, KeyError):
+        except (FormatError, ObjectMissing, KeyError, IndexError, ValueError):
             # More than a crash: the weights are unknown, so they will be fetched again.
             self._unmap()
             self._journal.unlink(missing_ok=True)
@@ -172,8 +188,9 @@ class Mirror(Target):
         except (FormatError, ObjectMissing):
             self._unmap()
             return
-        if times == _times(self.folder, times) or digest(self._weights) == state.digest:
-            self._state = state
+        now = _times(self.folder, times)
+        if times == now or digest(self._weights) == state.digest:
+            self._state, self._times = state, now
 
     def _map(self, checkpoint: Checkpoint) -> None:
         for file, shard in checkpoint.shards.items():
@@ -199,7 +216,8 @@ class Mirror(Target):
 
     def _write_marker(self, folder: Path, state: WeightVersion) -> None:
         shards = [file.name for file in folder.glob("*.safetensors*")]
-        document = {**state.as_dict(), "files": _times(folder, shards)}
+        self._times = _times(folder, shards)
+        document = {**state.as_dict(), "files": self._times}
         with replacing(folder / STATE_NAME) as file:
             file.write((json.dumps(document, indent=2) + "\n").encode())
 

@@ -229,7 +229,7 @@ class Replica(AbstractContextManager["Replica"]):
             try:
                 return self._follow(manifest, have, route, progress)
             except (errors.FormatError, errors.ObjectMissing, errors.DigestMismatch, errors.BaseMismatch) as error:
-                first = first or error
+                first, self._unfinished = first or error, None
                 self.num_faults += 1
                 if self.target.decodes:
                     # Each delta is a version of its own, and some may have been written.

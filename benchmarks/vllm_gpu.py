@@ -9,7 +9,9 @@ SHA-256 in the server is compared with one that is computed here from the traine
 at the end log probabilities with those of a server that was started with these weights. With `--own` the same server
 is then updated in vLLM's own ways, between `/pause` and `/resume`: `patches` applies changed positions and values with
 what its `sparse_nccl` calls, from a file in shared memory instead of NCCL, `reload` loads a whole checkpoint from
-there, and `pause` does nothing in between: what running requests cost if their context is computed again.
+there, and `pause` does nothing in between: what running requests cost if their context is computed again. Without a GPU
+`--models tiny --out FOLDER` shows that all of it works, with VLLM_ENABLE_V1_MULTIPROCESSING=0 and
+DELTAWIRE_CPU_UNPACKED=1; its figures mean nothing.
 
 Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
 the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
@@ -272,6 +274,8 @@ def update_own(kind, server, weights, before, clears):
 
 
 def used_mb():
+    if DEVICE == "cpu":
+        return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e6
 
@@ -468,7 +472,7 @@ def main():
                 if rows:
                     table = [[row[each] for each in rows[0]] for row in rows]
                     notes = {
-                        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": version("vllm"),
+                        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none", "torch": torch.__version__, "vllm": version("vllm"),
                     }  # fmt: skip
                     write_csv("vllm_gpu.csv", list(rows[0]), table, folder=options.out, notes=notes)
         del case

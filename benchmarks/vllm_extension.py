@@ -12,13 +12,20 @@ from safetensors.torch import load_file
 from deltawire.engines.vllm.worker import WorkerExtension
 from measure import sha256
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
 
 class Extension(WorkerExtension):
     model_runner: Any
 
     def sha256s(self) -> dict[str, str]:
         """The SHA-256 of every parameter, read from memory without deltawire's code."""
-        torch.cuda.synchronize()
+        synchronize()
         named = dict(self.model_runner.model.named_parameters())
         # The largest first, and threads that keep their pinned memory.
         if not hasattr(self, "_hashers"):
@@ -33,7 +40,7 @@ class Extension(WorkerExtension):
             load_checkpoint_weight_patches,
         )
 
-        arrays = load_file(path, device="cuda")
+        arrays = load_file(path, device=DEVICE)
         names = [name.removesuffix(".shape") for name in arrays if name.endswith(".shape")]
         patches = [
             CheckpointWeightPatch(
@@ -43,9 +50,9 @@ class Extension(WorkerExtension):
             for name in names
         ]  # fmt: skip
         load_checkpoint_weight_patches(self.model_runner.model, patches)
-        torch.cuda.synchronize()
+        synchronize()
 
     def reload(self, path: str) -> None:
         """Load a whole checkpoint in place, layer by layer."""
         self.model_runner.reload_weights(weights_path=path)
-        torch.cuda.synchronize()
+        synchronize()

@@ -471,9 +471,8 @@ def main():
                 rows += case.rows if case is not None else []
                 if rows:
                     table = [[row[each] for each in rows[0]] for row in rows]
-                    notes = {
-                        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none", "torch": torch.__version__, "vllm": version("vllm"),
-                    }  # fmt: skip
+                    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
+                    notes = {"gpu": gpu, "torch": torch.__version__, "vllm": version("vllm")}
                     write_csv("vllm_gpu.csv", list(rows[0]), table, folder=options.out, notes=notes)
         del case
         torch.cuda.empty_cache()

@@ -74,6 +74,7 @@ bench: setup          ## the figures in docs/performance.md, as CSV and charts i
 	$(BIN)/python benchmarks/recheck.py
 	$(BIN)/python benchmarks/engine_split.py
 	$(BIN)/python benchmarks/vllm_updates.py
+	$(BIN)/python benchmarks/vllm_mirror.py
 	$(BIN)/python benchmarks/polling.py
 	$(BIN)/python benchmarks/hello_picture.py --record
 	$(BIN)/python benchmarks/explain_data.py

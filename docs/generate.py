@@ -166,6 +166,12 @@ already, as a share of the model.
 
 The server serves the new version {served} ms after `publish` is called, including store, checks and decoding. Measured
 with `benchmarks/vllm_updates.py`.
+
+The same server with [a mirror](guides/vllm.md#with-a-mirror-or-without) in host memory and without one, in runs that
+are published as `auto` and as `mirrorless`, with changes as training makes them: more often in small weights.
+Milliseconds from `publish` on, on two cores that trainer, agent and server share (`benchmarks/vllm_mirror.py`):
+
+{mirror}
 """
 
 VLLM_GPU = """
@@ -304,8 +310,17 @@ def vllm_section() -> str:
     header = ["method", "write, ms", "vs. deltawire", "pause, ms", "vs. deltawire", "memory"]
     return VLLM.format(
         vllm=notes["vllm"], weights=int(notes["weights"]), density=f"{100 * float(notes['density']):.0f} %",
-        served=rows[0]["publish_to_served_ms"], table=markdown_table(header, lines),
+        served=rows[0]["publish_to_served_ms"], table=markdown_table(header, lines), mirror=mirror_table(),
     )  # fmt: skip
+
+
+def mirror_table() -> str:
+    lines = [
+        [row["mirror"], row["encoding"], f"{int(row['delta_bytes']) / 1e6:.2f} MB",
+         *(f"{float(row[f'publish_to_{end}_ms']):.0f}" for end in ("committed", "served", "pulled"))]
+        for row in read("vllm_mirror.csv")[1]
+    ]  # fmt: skip
+    return markdown_table(["mirror", "encoding", "delta", "committed", "served", "pulled"], lines)
 
 
 def vllm_gpu_section() -> str:

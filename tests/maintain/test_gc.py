@@ -1,6 +1,8 @@
 """gc and compact: nothing that anybody needs goes, and what a chain lacks is made."""
 
+import os
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -117,6 +119,17 @@ def test_uploads_that_were_given_up_go_after_a_while():
     assert "notes.txt" not in {removal.key for removal in old.removals}
     with pytest.raises(ValueError, match="keep_anchors must be at least 1"):
         plan_gc(Run(url), keep_anchors=0)
+
+
+def test_an_anchor_that_is_uploaded_for_hours_stays(tmp_path):
+    url, _ = make_run(3, tmp_path / "run")
+    shards = [f"anchors/00000002-abcdef123456/model-0000{i}-of-00003.safetensors" for i in (1, 2)]
+    for shard, hours in zip(shards, (3, 0.5), strict=True):
+        open_store(url).put(shard, b"some weights")
+        os.utime(tmp_path / "run" / shard, (time.time() - 3600 * hours,) * 2)
+    assert plan_gc(Run(url)).removals == ()
+    os.utime(tmp_path / "run" / shards[1], (time.time() - 3700,) * 2)
+    assert {each.key for each in plan_gc(Run(url)).removals} == set(shards)
 
 
 def test_compact_makes_what_is_missing():

@@ -25,7 +25,7 @@ NOTHING = "nothing to add: the chain has all its skip deltas"
               help="How many anchors to keep, the newest ones, with everything that builds on them.")  # fmt: skip
 @click.option("--plan", "--dry-run", "only_plan", is_flag=True, help="Only show what would be removed.")
 @click.option("--grace", type=click.FloatRange(0), default=3600.0,
-              help="Keep unreferenced uploads younger than this many seconds.")  # fmt: skip
+              help="Keep unreferenced uploads to which something was added in this many seconds.")  # fmt: skip
 @click.option("--live", type=click.FloatRange(0), default=600.0,
               help="Keep what a replica needs if its last heartbeat is younger than this many seconds.")  # fmt: skip
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")

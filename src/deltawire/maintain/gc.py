@@ -23,7 +23,8 @@ from deltawire.run.planner import cheapest_route, entries
 from deltawire.run.run import Run
 from deltawire.store import Stat
 
-# Younger objects without a document may belong to a publish in progress.
+# Objects without a document may belong to a publish in progress, if any of their version's is younger: a large anchor
+# is uploaded for hours.
 GRACE_SECONDS = 3600.0
 PARALLEL = 8
 
@@ -157,13 +158,18 @@ def _unneeded_objects(
     needed = {each.key for hop in known if hop in kept for each in hop.objects}
     # Versions with an invalid document: what they need is unknown.
     unknown = {named_by[0] for key, hop in hops.items() if hop is None and (named_by := read_document_key(key))}
+    latest: dict[int, float] = {}
+    for stat in objects:
+        about = read_object_key(stat.key)
+        if about is not None and stat.key not in named:
+            latest[about[0]] = max(latest.get(about[0], 0.0), stat.modified)
     for stat in objects:
         about = read_object_key(stat.key)
         if about is None or stat.key in needed:
             continue
         if stat.key in named:
             yield Removal(stat.key, stat.num_bytes, BEFORE.format(floor))
-        elif time.time() - stat.modified > grace_seconds and (about[0] not in unknown or about[0] < floor):
+        elif time.time() - latest[about[0]] > grace_seconds and (about[0] not in unknown or about[0] < floor):
             yield Removal(stat.key, stat.num_bytes, GIVEN_UP)
 
 

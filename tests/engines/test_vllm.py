@@ -282,6 +282,29 @@ def test_a_change_that_another_agent_has_dropped_is_refused(shared, monkeypatch,
     assert server.checksums() == trainer.expected[version]
 
 
+@both_ways
+def test_a_request_that_is_wrong_leaves_the_server_serving_or_known_to_be_held(shared):
+    trainer, server, replica = shared
+    engine = replica.target.engine
+    right = dict.fromkeys(("token", "before", "after", "version"), "") | {"running_requests": "keep", "num_workers": 1}
+    for wrong in ({"token": "x"}, right | {"running_requests": "wait"}):
+        with pytest.raises(EngineRejected, match=r"commit needs|one of recompute"):
+            engine._ask("commit", **wrong)
+        assert not server.client.get("/is_paused").json()["is_paused"]
+        replica.target.refresh()
+        assert replica.version == 0
+    # Something that nobody has thought of, in the middle of an update.
+    with pytest.raises(EngineRejected):
+        engine._ask("commit", **right | {"num_workers": "one"})
+    replica.target.refresh()
+    assert replica.version is None
+    version = trainer.publish()
+    replica.pull()
+    assert replica.version == version
+    assert server.checksums() == trainer.expected[version]
+    assert not server.client.get("/is_paused").json()["is_paused"]
+
+
 def test_packed_weights_are_refused(tmp_path, vllm_pool):
     """By default vLLM computes from packed copies on a CPU. A patch would be lost, so it never comes to that."""
     trainer = Trainer(tmp_path, f"memory:{tmp_path}")

@@ -27,6 +27,11 @@ HOLDS = {"recompute": ("keep", True), "keep": ("keep", False), "abort": ("abort"
 COMMANDS = (
     "bind", "layout", "measure", "stage", "decode", "mark", "parameters", "disturb", "steer", "restore",
 )  # fmt: skip
+# What requests that change weights must have.
+FIELDS = {
+    "commit": {"token", "running_requests", "num_workers", "before", "after", "version"},
+    "load": {"folder", "running_requests", "after", "state", "version"},
+}
 
 Answers = Sequence[dict[str, Any]]
 
@@ -88,15 +93,26 @@ class Route:
         async with self._lock:
             if name in COMMANDS:
                 return {"workers": await _ask(client, name, body)}
-            if name == "commit":
-                return await self._commit(client, body)
-            if name == "load":
-                return await self._load(client, body)
+            if name in ("commit", "load"):
+                return await self._change(client, name, body)
             if name == "name":
                 await client.update_weight_version(body["version"])
                 await self._resume(client, self._held)
                 return {}
         raise Refused(f"there is no {PREFIX}{name}")
+
+    async def _change(self, client: Any, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        # Before anything is held.
+        if lacking := FIELDS[name] - body.keys():
+            raise Refused(f"{name} needs {', '.join(sorted(lacking))}")
+        if body["running_requests"] not in HOLDS:
+            raise Refused(f"running_requests is one of {', '.join(HOLDS)}")
+        try:
+            return await (self._commit if name == "commit" else self._load)(client, body)
+        except BaseException:
+            # The scheduler may be held, and what the workers have is unknown, until others were loaded.
+            self._held = True
+            raise
 
     async def _commit(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
         """Write what is staged in all workers, or in none."""

@@ -206,6 +206,11 @@ def test_dtypes_of_a_module():
         Publisher(fresh_url(), model, dtype={"a": "BF16"})
 
 
+def test_a_dtype_for_a_tensor_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="the weights have no tensor called b"):
+        Publisher(fresh_url(), {"a": np.zeros(3, np.uint16)}, dtype={"a": "BF16", "b": "BF16"})
+
+
 def test_elements_in_two_dtypes_are_two_tensors():
     model, url = torch.nn.Linear(4, 4, bias=False), fresh_url()
     model.register_buffer("exact", model.weight.detach())

@@ -81,7 +81,9 @@ def read_header(file: IO[bytes], size: int, where: str) -> Header:
     length = int.from_bytes(file.read(8), "little")
     if length > MOST_HEADER_BYTES:
         raise LimitExceeded(
-            f"{where} states a header of {length} bytes, more than the limit of {MOST_HEADER_BYTES}", path=where
+            f"{where} states a header of {length} bytes, more than the limit of {MOST_HEADER_BYTES}: it is not a "
+            "safetensors file, or damaged",
+            path=where,
         )
     if 8 + length > size:
         raise corrupt(f"its header of {length} bytes is longer than the file")

@@ -290,6 +290,9 @@ def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> C
     if hasattr(weights, "named_parameters"):
         return module_source(weights, dtype=dtype, frozen=frozen)
     if isinstance(weights, Mapping):
+        unknown = set(dtype) - set(weights) if isinstance(dtype, Mapping) else set()
+        if unknown:
+            raise ValueError(f"dtype: the weights have no tensor called {min(unknown)}")
         return lambda: weights
     if callable(weights):
         return lambda: _returned(weights())

@@ -77,6 +77,14 @@ def test_other_folders_are_left_alone(tmp_path):
         Mirror(tmp_path / "file")
 
 
+def spoiled(folder):
+    """The largest file of a mirror, and its bytes with one bit flipped."""
+    shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    return shard, data
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("damage", ["flip", "cut", "no state", "bad state", "no file"])
 def test_a_damaged_mirror_does_not_lie(run, tmp_path, damage):
@@ -84,10 +92,8 @@ def test_a_damaged_mirror_does_not_lie(run, tmp_path, damage):
     folder = tmp_path / "mirror"
     with Replica(url, folder) as replica:
         replica.pull(5)
-    shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    data = bytearray(shard.read_bytes())
+    shard, data = spoiled(folder)
     if damage == "flip":
-        data[-3] ^= 1
         shard.write_bytes(data)
     elif damage == "cut":
         shard.write_bytes(data[:-10])
@@ -126,9 +132,7 @@ def test_what_others_change_while_it_is_open_is_noticed(run, tmp_path, how):
     folder = tmp_path / "mirror"
     with Replica(url, folder) as replica:
         replica.pull(5)
-        shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-        data = bytearray(shard.read_bytes())
-        data[-3] ^= 1
+        shard, data = spoiled(folder)
         if how == "in place":
             shard.write_bytes(data)
         elif how == "another file":

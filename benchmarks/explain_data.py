@@ -115,9 +115,11 @@ def classes_of(step, workers):
         streams[name] = table, int(first), int(header_bits), len(payload)
     width, shift, mask, signed = kernel_layout(BF16)
     positions = changed_positions(step.old, step.new)
-    _, extra = steps_between(step.old[positions], step.new[positions], np.uint64(width), signed)
+    before, after = step.old[positions], step.new[positions]
+    _, extra = steps_between(before, after, np.uint64(width), signed)
     table, first, header_bits, payload_bytes = streams["context"]
-    classes, ranks, population = class_ranks(step.old, positions, *(np.uint16(each) for each in (shift, mask, first)))
+    layout = (np.uint16(each) for each in (shift, mask, first))
+    classes, ranks, population = class_ranks(step.old, positions, before, after, *layout)
     rows = []
     for k in range(NUM_CLASSES):
         mine = np.sort(ranks[classes == k])

@@ -9,7 +9,7 @@ from deltawire.kernels.cpu import bitstream
 from deltawire.kernels.cpu.blocks import changed_positions, class_ranks, count_changed, ranked_positions
 from deltawire.kernels.cpu.decode import count_changes, decode_tile
 from deltawire.kernels.cpu.elements import elements_at, put_elements
-from deltawire.kernels.cpu.encode import encode_tile, first_exponent
+from deltawire.kernels.cpu.encode import NOT_RANKED, encode_tile, first_exponent, rank_changes
 from deltawire.kernels.cpu.steps import steps_between
 from deltawire.tensors.dtypes import DTYPES
 from support.patterns import dtypes, pairs
@@ -36,7 +36,12 @@ def test_ranks_lead_back_to_positions(data, dtype):
     positions = changed_positions(old, new)
     first = data.draw(st.integers(0, dtype.exponent_mask))
     layout = [dtype.unsigned.type(value) for value in (dtype.exponent_shift, dtype.exponent_mask, first)]
-    classes, ranks, population = class_ranks(old, positions, *layout)
+    before, after = old[positions], new[positions]
+    classes, ranks, population = class_ranks(old, positions, before, after, *layout)
+    either = np.where(np.random.default_rng(len(old)).random(len(old)) < 0.5, old, new)
+    for bits in (new, either):
+        found = class_ranks(bits, positions, before, after, *layout)
+        assert all(map(np.array_equal, found, (classes, ranks, population)))
     expected = classes_of(old, dtype, first)
     assert population.tolist() == np.bincount(expected, minlength=16).tolist()
     assert classes.tolist() == expected[positions].tolist()
@@ -126,9 +131,8 @@ PUT, GET = bitstream.put, bitstream.get
 def encode(old, new, contextual):
     positions = changed_positions(old, new)
     change = positions, old[positions], new[positions]
-    words, num_bits, *_ = encode_tile(
-        old if contextual else old[:0], len(old), *change, 16, 7, 255, True, contextual, False
-    )
+    ranked = rank_changes(old, *change, 7, 255) if contextual else NOT_RANKED
+    words, num_bits, *_ = encode_tile(len(old), *change, 16, True, ranked, False)
     return words.view(np.uint8)[: (int(num_bits) + 7) // 8]
 
 

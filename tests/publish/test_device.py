@@ -19,7 +19,7 @@ from deltawire.publish import changes as changes_module
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
 from deltawire.publish import history as history_module
-from deltawire.publish import upload
+from deltawire.publish import records, upload
 from deltawire.publish.changes import box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory, is_kept
 from deltawire.publish.device_part import Part, single_stride
@@ -38,7 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of two blocks, and batches of a few."""
-    for module in (history_module, device_module, part_module, changes_module, upload):
+    for module in (history_module, records, device_module, part_module, changes_module, upload):
         monkeypatch.setattr(module, "CHUNK_LOG2", 13, raising=False)
         monkeypatch.setattr(module, "CHUNK", 1 << 13, raising=False)
     monkeypatch.setattr(part_module, "LEAST_BLOCKS", 3)

@@ -11,7 +11,6 @@ from deltawire.codec import allowed_encodings
 from deltawire.errors import NotEnoughMemory, ShapeMismatch, UnknownParameter
 from deltawire.format.patches import encode_box
 from deltawire.kernels.cpu import blocks
-from deltawire.publish import history as history_module
 from deltawire.publish.changes import encode_changes
 from deltawire.publish.history import History
 from deltawire.tensors.boxes import Box
@@ -20,26 +19,15 @@ from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.weights import Tensor
 from deltawire.workers import SERIAL, Workers
 from support.chains import BF16, copy_of, make_weights, step
+from support.histories import check, chunks_of
 from support.patterns import examples
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(history_module, "CHUNK", 1000)
-
-
-def check(history, states):
-    for version, expected in states.items():
-        for name, bits in expected.items():
-            assert np.array_equal(history.at(name, version)[:], bits), (version, name)
 
 
 @given(st.data())
 @examples(8)
 def test_every_version_can_be_read_after_any_order_of_work(data):
     """Stage, pack, roll back and forget in random order; versions that are known always read right."""
-    history_module.CHUNK, kept = 1000, history_module.CHUNK
-    try:
+    with chunks_of(1000):
         rng = np.random.default_rng(data.draw(st.integers(0, 99)))
         weights = make_weights(1)
         history, states, version = History(weights, 0), {0: copy_of(weights)}, 0
@@ -66,11 +54,10 @@ def test_every_version_can_be_read_after_any_order_of_work(data):
                 history.forget(oldest)
                 states = {each: state for each, state in states.items() if each >= oldest}
             check(history, states)
-    finally:
-        history_module.CHUNK = kept
 
 
-def test_slices_of_the_past(small_chunks):
+@chunks_of(1000)
+def test_slices_of_the_past():
     weights, rng = make_weights(), np.random.default_rng(0)
     history, old = History(weights, 0), copy_of(weights)
     step(weights, rng)
@@ -86,7 +73,8 @@ def test_slices_of_the_past(small_chunks):
         assert np.array_equal(found, old["embed"][start:stop])
 
 
-def test_reading_while_the_snapshot_moves(small_chunks):
+@chunks_of(1000)
+def test_reading_while_the_snapshot_moves():
     """A reader of an old version sees nothing of versions that are staged and undone meanwhile."""
     weights, rng = make_weights(shapes={"w": (100_000,)}), np.random.default_rng(0)
     history, old = History(weights, 0), copy_of(weights)
@@ -113,7 +101,8 @@ def test_reading_while_the_snapshot_moves(small_chunks):
     assert not wrong
 
 
-def test_packed_versions_take_little_space(tmp_path, small_chunks):
+@chunks_of(1000)
+def test_packed_versions_take_little_space(tmp_path):
     rng = np.random.default_rng(0)
     weights = make_weights(shapes={"w": (200_000,)})
     history = History(weights, 0, scratch=tmp_path)
@@ -263,8 +252,7 @@ def test_a_version_is_compared_once(monkeypatch, encoding):
 @given(st.data())
 @examples(20)
 def test_known_positions_of_any_stretch(data):
-    history_module.CHUNK, kept = 1000, history_module.CHUNK
-    try:
+    with chunks_of(1000):
         bits = np.zeros(5000, np.uint16)
         history = History({"a": Tensor(BF16, (5000,), bits.copy())}, 0)
         where = data.draw(st.lists(st.integers(0, 4999), max_size=300))
@@ -276,8 +264,35 @@ def test_known_positions_of_any_stretch(data):
         assert (found.dtype, old.dtype, new.dtype) == (np.uint32, np.uint16, np.uint16)
         assert found.tolist() == np.flatnonzero(bits[start:stop]).tolist()
         assert (old.tolist(), new.tolist()) == ([0] * len(found), [1] * len(found))
-    finally:
-        history_module.CHUNK = kept
+
+
+@pytest.mark.parametrize("when", ["never", "before", "during", "undone"])
+@chunks_of(1000)
+def test_a_scan_sees_one_version_while_others_are_staged(when):
+    """Of the snapshot itself only where nothing has moved it since."""
+    weights, rng = make_weights(1), np.random.default_rng(0)
+    history = History(weights, 0)
+    step(weights, rng, 0.1)
+    history.stage(1, weights, SERIAL)
+    name, expected, seen = max(weights, key=lambda name: len(weights[name].bits)), copy_of(weights), []
+
+    def stage_another():
+        step(weights, rng, 0.4)
+        history.stage(2, weights, SERIAL)
+
+    def work(bits):
+        seen.append(np.shares_memory(bits, history._snapshot[name]))
+        if when in ("during", "undone") and len(seen) == 1:
+            stage_another()
+        found = bits.copy()
+        if when == "undone" and len(seen) == 1:
+            history.roll_back(2)
+        return found
+
+    if when == "before":
+        stage_another()
+    assert np.array_equal(history.scan(name, 1, slice(500, 2500), work), expected[name][500:2500])
+    assert seen == {"never": [True], "before": [False], "during": [True, False], "undone": [True, False]}[when]
 
 
 class Held(dict):
@@ -327,38 +342,6 @@ def test_a_snapshot_for_which_there_is_no_room_is_named():
         History({"w": huge}, 0)
 
 
-@pytest.mark.parametrize("dtype", ["U8", "F16", "F32", "F64"])
-@pytest.mark.parametrize("num_changed", [1, 499, 500, 999])
-def test_old_bits_of_every_width_come_back_from_a_file(tmp_path, dtype, num_changed):
-    kind, rng = DTYPES[dtype], np.random.default_rng(0)
-    bits = np.frombuffer(rng.bytes(1000 * kind.itemsize), kind.unsigned).copy()
-    weights = {"a": Tensor(kind, (1000,), bits)}
-    history, before = History(weights, 0, scratch=tmp_path), bits.copy()
-    bits[rng.choice(1000, num_changed, replace=False)] ^= 3
-    staged = history.stage(1, weights, SERIAL)
-    (change,) = staged.changes.values()
-    assert (change.num_changed, staged.num_changed) == (num_changed, {"a": num_changed})
-    assert (change.positions is None) == (num_changed >= 500), "of half and more, all old bits"
-    after = bits.copy()
-    bits[:] = np.frombuffer(rng.bytes(bits.nbytes), kind.unsigned)
-    history.stage(2, weights, SERIAL)
-    for version in (1, 2):
-        history.pack(version, SERIAL)
-        record = history._records[version]
-        assert sum(stream.num_bytes for stream in record._streams.values()) <= bits.nbytes
-        check(history, {0: {"a": before}, 1: {"a": after}, 2: {"a": bits}})
-    assert history._records[1].num_changed == {"a": num_changed}
-
-
-def test_old_bits_are_kept_where_there_is_room_for_them(tmp_path):
-    weights = make_weights()
-    history = History(weights, 0, scratch=tmp_path / "missing")
-    step(weights, np.random.default_rng(0))
-    history.stage(1, weights, SERIAL)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        history.pack(1, SERIAL)
-
-
 def test_what_is_fixed_is_not_compared():
     weights = make_weights()
     history, before = History(weights, 0), copy_of(weights)
@@ -371,7 +354,8 @@ def test_what_is_fixed_is_not_compared():
     assert history.tied == {}
 
 
-def test_chunks_that_were_read_last_are_kept(small_chunks):
+@chunks_of(1000)
+def test_chunks_that_were_read_last_are_kept():
     """Two of them: encoding goes through the old and the new bits side by side, tile by tile."""
     weights = make_weights()
     history = History(weights, 0)
@@ -415,7 +399,8 @@ def test_what_is_forgotten_is_gone():
         history.at("a", 1)
 
 
-def test_what_is_being_staged_is_not_packed(small_chunks, monkeypatch):
+@chunks_of(1000)
+def test_what_is_being_staged_is_not_packed(monkeypatch):
     """A rank hears that a call has failed while it only just stages it."""
     weights, rng = make_weights(1), np.random.default_rng(0)
     history, states = History(weights, 0), {0: copy_of(weights)}
@@ -424,50 +409,7 @@ def test_what_is_being_staged_is_not_packed(small_chunks, monkeypatch):
     monkeypatch.setattr(blocks, "changed_positions", lambda *given: history.pack_until(1, SERIAL) or found(*given))
     history.stage(1, weights, SERIAL)
     monkeypatch.undo()
-    monkeypatch.setattr(history_module, "CHUNK", 1000)
     states[1] = copy_of(weights)
     check(history, states)
     history.pack_until(1, SERIAL)
     check(history, states)
-
-
-def test_a_version_that_is_kept_outlives_its_records(small_chunks, tmp_path):
-    rng, weights = np.random.default_rng(0), make_weights(1)
-    history, states = History(weights, 0, scratch=tmp_path), {0: copy_of(weights)}
-    for version in range(1, 7):
-        step(weights, rng, 0.05)
-        history.stage(version, weights, SERIAL)
-        states[version] = copy_of(weights)
-        if version == 2:
-            history.keep(1)
-    history.forget(5)
-    check(history, {version: states[version] for version in (1, 5, 6)})
-    assert [version for version in range(7) if history.has(version)] == [1, 5, 6]
-    with pytest.raises(ValueError, match="version 2 is no longer kept"):
-        history.at("embed", 2)
-    # One comparison has found what changed from 5 to 6, and that is not all since 1.
-    assert history.compared(5, 6) is not None
-    assert history.compared(1, 6) is None
-    allowed = allowed_encodings("auto")
-    entries, gains = encode_changes(history, 1, 6, allowed, SERIAL)
-    differing = {name: int(np.count_nonzero(states[1][name] != states[6][name])) for name in states[1]}
-    assert {entry.name: entry.num_changed for entry in entries} == {name: n for name, n in differing.items() if n}
-    for name, gain in gains.items():
-        key, box = tensor_key(name, *history.specs[name]), history.boxes[name]
-        digests = [box_digest(key, box, states[version][name], SERIAL) for version in (1, 6)]
-        assert gain == digests[1] - digests[0]
-    assert all(history.changed_since(1, 6)[name] >= count for name, count in differing.items())
-    history.keep(6)
-    assert not history.has(1)
-
-
-def test_a_disk_without_room_for_a_kept_version(tmp_path, monkeypatch):
-    history = History(make_weights(1), 0, scratch=tmp_path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(history_module.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        history.keep(0)
-    assert history.has(0)

@@ -11,7 +11,7 @@ import pytest
 from deltawire import Publisher, Replica
 from deltawire.errors import Fenced, StoreUnavailable, UnknownParameter
 from deltawire.maintain.gc import collect, plan_gc
-from deltawire.publish import history, leader
+from deltawire.publish import leader, records
 from deltawire.run.run import Run
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
@@ -256,7 +256,7 @@ def test_a_full_disk_for_old_bits_leaves_them_in_memory(rng, monkeypatch, tmp_pa
     store, fail = broken_store(url)
     with Publisher(store, weights) as publisher:
         publisher.publish().wait(PATIENCE)
-        monkeypatch.setattr(history.tempfile, "TemporaryFile", no_room)
+        monkeypatch.setattr(records.tempfile, "TemporaryFile", no_room)
         for before in (fail, lambda verb, key: None):
             store.before = before
             step(weights, rng)

@@ -182,8 +182,9 @@ def install_store(points: Points) -> None:
 def install_trainer(points: Points) -> None:
     import deltawire.publish.changes
     from deltawire.kernels.cpu import blocks
-    from deltawire.publish.history import History, KeptVersion
+    from deltawire.publish.history import History
     from deltawire.publish.leader import Leader
+    from deltawire.publish.records import KeptVersion
     from deltawire.publish.worker import Worker
 
     install_store(points)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,24 @@ Changes = tuple[Offsets, Bits, Bits]
 # Called for each range of a box that has changes: its start, and the changes.
 Watch = Callable[[int, Offsets, Bits, Bits], None]
 
-# The changes in a range of a box, where an earlier comparison has kept them; else None.
-Known = Callable[[int, int], Changes | None]
-
 # Ascending positions and their new bits; positions are None if the bits cover the whole box.
 Decoded = tuple[Positions | None, Bits]
+
+
+Result = TypeVar("Result")
+
+
+class Known(Protocol):
+    """What an earlier comparison has kept of a box."""
+
+    def changes(self, start: int, stop: int) -> Changes | None:
+        """The changes in a range; None if they were not kept."""
+
+    def scan(self, start: int, stop: int, work: Callable[[Bits], Result]) -> Result:
+        """What `work` makes of the bits of a range, which are those before or after at each change.
+
+        It may be called again, if others have changed the bits meanwhile.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,7 @@ def changes(old: Elements, new: Elements, start: int, stop: int, known: Known | 
     from deltawire.kernels.cpu.blocks import changed_positions
     from deltawire.kernels.cpu.elements import elements_at
 
-    found = None if known is None else known(start, stop)
+    found = None if known is None else known.changes(start, stop)
     if found is not None:
         return found
     before, after = old[start:stop], new[start:stop]

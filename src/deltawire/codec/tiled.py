@@ -15,7 +15,7 @@ The streams are specified in docs/format.md.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -111,11 +111,11 @@ def encode_payload(
     limit_bytes: int | None = None, tile_log2: int | None = None, known: Known | None = None,
 ) -> Payload:  # fmt: skip
     """Encode tile by tile. A payload that exceeds the limit is abandoned early, so that it never fills the memory."""
-    from deltawire.kernels.cpu.encode import encode_tile
+    from deltawire.kernels.cpu.encode import NOT_RANKED, encode_tile, rank_changes
 
     log2 = sampled_tile_log2(old, new, workers) if tile_log2 is None else tile_log2
     size = 1 << log2
-    layout = kernel_layout(dtype)
+    width, shift, mask, signed = kernel_layout(dtype)
 
     def encode(start: int) -> tuple[int, Bits, int, Bits | None]:
         stop = min(start + size, len(old))
@@ -124,10 +124,16 @@ def encode_payload(
             watch(start, positions, before, after)
         if len(positions) == 0 or over_limit:
             return len(positions), NOTHING, 0, NOTHING
-        whole = old[start:stop] if contextual else before[:0]
+
+        def rank(bits: Bits) -> Any:
+            return rank_changes(bits, positions, before, after, shift, mask)
+
+        ranked = NOT_RANKED
+        if contextual:
+            ranked = rank(old[start:stop]) if known is None else known.scan(start, stop, rank)
         both = contextual and gaps is not None
         words, num_bits, gap_words, gap_bits = encode_tile(
-            whole, stop - start, positions, before, after, *layout, contextual, both
+            stop - start, positions, before, after, width, signed, ranked, both
         )
         as_gap = stream_of(gap_words, gap_bits) if both and gap_bits <= num_bits else None
         return len(positions), stream_of(words, num_bits), (int(gap_bits) + 7) // 8, as_gap

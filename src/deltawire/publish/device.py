@@ -21,8 +21,9 @@ from triton import knobs
 from deltawire.codec import CONTEXT, GAP
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.publish.device_part import DTYPES, SMALL, Part, single_stride
-from deltawire.publish.history import CHUNK, ChunkKey, History, PackedVersion, Prepared, Record, StagedVersion
+from deltawire.publish.history import History, Prepared
 from deltawire.publish.memory import Memory
+from deltawire.publish.records import CHUNK, ChunkKey, PackedVersion, Record, StagedVersion
 from deltawire.publish.sources import ModuleWeights
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box

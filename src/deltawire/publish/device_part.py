@@ -18,8 +18,9 @@ from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena, Begun, Pieces
 from deltawire.kernels.gpu.compare import BLOCK
 from deltawire.kernels.gpu.sums import Runs, box_sum, signed
-from deltawire.publish.history import CHUNK, CHUNK_LOG2, PackedVersion, Prepared
+from deltawire.publish.history import Prepared
 from deltawire.publish.memory import Memory
+from deltawire.publish.records import CHUNK, CHUNK_LOG2, PackedVersion
 from deltawire.publish.sources import ModuleWeights
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, from_sums, tensor_key

@@ -12,7 +12,8 @@ from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, index_bytes
 from deltawire.format.container import header_bytes, lay_out, raw
 from deltawire.format.parts import part_names
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
-from deltawire.publish.history import CHUNK, History
+from deltawire.publish.history import History
+from deltawire.publish.records import CHUNK
 from deltawire.run.keys import ANCHORS, DELTAS, check_version, is_file_name
 from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
 from deltawire.store import Buffer, Pieces, Store, open_store

@@ -6,7 +6,16 @@ import numpy as np
 from numba import njit, uint64
 
 from deltawire.kernels.cpu.compiled import kernel, part
-from deltawire.kernels.cpu.simd import BLOCK, advance_classes, changed_mask, class_planes, popcount, trailing_zeros
+from deltawire.kernels.cpu.simd import (
+    BLOCK,
+    advance_classes,
+    changed_mask,
+    class_planes,
+    nth_bit,
+    popcount,
+    put_lane,
+    trailing_zeros,
+)
 
 NUM_CLASSES = 16
 STRETCH = 64 * BLOCK
@@ -94,20 +103,45 @@ def _changed_in_stretch(old: Any, new: Any, start: Any, positions: Any) -> Any:
     return found
 
 
+@njit(inline="always")
+def with_class(planes: Any, at: Any, k: Any) -> Any:
+    """Class planes with element `at` in class k."""
+    a, b, c, d, alive = planes
+    others = ~(ONE << at)
+    a = a & others | (k & ONE) << at
+    b = b & others | (k >> ONE & ONE) << at
+    c = c & others | (k >> uint64(2) & ONE) << at
+    d = d & others | (k >> uint64(3) & ONE) << at
+    return a, b, c, d, alive
+
+
 @kernel
-def class_ranks(old: Any, positions: Any, shift: Any, mask: Any, first: Any) -> Any:
-    """For each position its class and its rank among the elements of that class; and each class's population."""
+def class_ranks(bits: Any, positions: Any, before: Any, after: Any, shift: Any, mask: Any, first: Any) -> Any:
+    """For each position its class and its rank among the elements of that class; and each class's population.
+
+    `bits` may have the bits before or after at each of the positions; those before count.
+    """
     classes = np.empty(positions.size, np.uint8)
     ranks = np.empty(positions.size, np.uint32)
+    moved = np.empty(positions.size + 1, np.uint32)
+    num_moved = 0
+    for i in range(positions.size):
+        classes[i] = element_class(before[i], shift, mask, first)
+        moved[num_moved] = i
+        num_moved += element_class(after[i], shift, mask, first) != classes[i]
     masks = np.empty(NUM_CLASSES, np.uint64)
     seen = np.zeros(NUM_CLASSES, np.uint64)
-    at = 0
-    for index in range(0, old.size, BLOCK):
-        advance_classes(block_planes(old, index, shift, mask, first), masks, seen, seen)
+    at = put_back = 0
+    for index in range(0, bits.size, BLOCK):
+        planes = block_planes(bits, index, shift, mask, first)
+        while put_back < num_moved and positions[moved[put_back]] < index + BLOCK:
+            i = moved[put_back]
+            planes = with_class(planes, uint64(positions[i]) - uint64(index), uint64(classes[i]))
+            put_back += 1
+        advance_classes(planes, masks, seen, seen)
         while at < positions.size and positions[at] < index + BLOCK:
             from_here = ~uint64(0) << (uint64(positions[at]) - uint64(index))
-            k = uint64(element_class(old[positions[at]], shift, mask, first))
-            classes[at] = k
+            k = classes[at]
             ranks[at] = seen[k] - uint64(popcount(masks[k] & from_here))
             at += 1
     return classes, ranks, seen
@@ -133,15 +167,15 @@ def ranked_positions(old: Any, ranks: Any, start: Any, shift: Any, mask: Any, fi
         while hits:
             k = trailing_zeros(hits)
             hits &= hits - ONE
-            word = masks[k]
-            before = seen[k] - uint64(popcount(word))
-            while wanted[k] < seen[k]:
-                for _ in range(wanted[k] - before):
-                    word &= word - ONE
-                before = wanted[k]
-                changed |= word & (~word + ONE)
-                cursor[k] += 1
-                wanted[k] = uint64(ranks[cursor[k]]) if cursor[k] < start[k + 1] else NEVER
+            word, want, behind = masks[k], wanted[k], seen[k]
+            before = behind - uint64(popcount(word))
+            at, end = cursor[k], start[k + 1]
+            while want < behind:
+                changed |= nth_bit(word, want - before)
+                at += 1
+                want = uint64(ranks[at]) if at < end else NEVER
+            cursor[k] = at
+            put_lane(wanted, uint64(k), want)
         while changed:
             positions[found] = index + trailing_zeros(changed)
             found += 1

@@ -32,27 +32,39 @@ from deltawire.kernels.cpu.groups import (
 )
 from deltawire.kernels.cpu.steps import steps_between
 
+# For a stream that is not contextual.
+NOT_RANKED = 0, np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0, np.uint64)
+
+
+@kernel
+def rank_changes(bits: Any, positions: Any, before: Any, after: Any, shift: Any, mask: Any) -> Any:
+    """What a contextual stream needs of the whole tile, which may have the bits before or after at each change: the
+    first exponent, the class and the rank of each change, and each class's population.
+    """
+    first = first_exponent(before, shift, mask)
+    dtype = bits.dtype.type
+    classes, ranks, populations = class_ranks(bits, positions, before, after, dtype(shift), dtype(mask), dtype(first))
+    return first, classes, ranks, populations
+
 
 @kernel
 def encode_tile(
-    old: Any, size: Any, positions: Any, before: Any, after: Any, width: Any, shift: Any, mask: Any, signed: Any,
-    contextual: Any, both: Any,
-) -> Any:  # fmt: skip
+    size: Any, positions: Any, before: Any, after: Any, width: Any, signed: Any, ranked: Any, both: Any
+) -> Any:
     """The words of a tile's stream and its length in bits; and the same of a `gap` stream, whose words are only written
     for `both`, and where it is not longer.
 
-    `positions` are those that differ among `size`, at least one, with the bits before and after at each. `old` is the
-    whole tile, which only a contextual stream needs.
+    `positions` are those that differ among `size`, at least one, with the bits before and after at each. The stream is
+    contextual if they are `ranked`, and otherwise a `gap` stream itself.
     """
+    first, classes, ranks, populations = ranked
+    contextual = populations.size > 0
     downwards, extra = steps_between(before, after, uint64(width), signed)
     whole = np.array([0, positions.size])
     population = np.full(1, uint64(size))
     gap_words, gap_bits = _write(positions, extra, whole, population, ZERO, downwards, not contextual)
     if not contextual:
         return gap_words, gap_bits, gap_words, gap_bits
-    first = first_exponent(before, shift, mask)
-    dtype = old.dtype.type
-    classes, ranks, populations = class_ranks(old, positions, dtype(shift), dtype(mask), dtype(first))
     ranks, sorted_extra, start = _by_class(classes, ranks, extra)
     words, num_bits = _write(ranks, sorted_extra, start, populations, uint64(first), downwards, contextual)
     if both and gap_bits <= num_bits:

@@ -121,6 +121,42 @@ def advance_classes(typingctx: Any, planes: Any, masks: Any, seen: Any, wanted: 
 
 
 @intrinsic
+def put_lane(typingctx: Any, row: Any, k: Any, value: Any) -> Any:
+    """Set row[k] of 16 words, as one store of all of them: `advance_classes` would have to wait for a narrower one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = ir.VectorType(ir.IntType(64), 16)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(data, words.as_pointer())
+        is_lane = builder.icmp_unsigned("==", ir.Constant(words, list(range(16))), _splat(builder, args[1], 16))
+        changed = builder.select(is_lane, _splat(builder, args[2], 16), builder.load(pointer, align=8))
+        builder.store(changed, pointer, align=8)
+        return context.get_dummy_value()
+
+    return types.void(row, types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def nth_bit(typingctx: Any, word: Any, n: Any) -> Any:
+    """The word with nothing but its n-th lowest set bit, from 0, or 0 if it has no more than n."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind, one = ir.IntType(64), ir.Constant(ir.IntType(64), 1)
+        if "+bmi2" in context.codegen().magic_tuple()[2]:
+            deposit = ir.FunctionType(kind, [kind, kind])
+            function = cgutils.get_or_insert_function(builder.module, deposit, "llvm.x86.bmi.pdep.64")
+            return builder.call(function, [builder.shl(one, args[1]), args[0]])
+        left = cgutils.alloca_once_value(builder, args[0])
+        with cgutils.for_range(builder, args[1]):
+            now = builder.load(left)
+            builder.store(builder.and_(now, builder.sub(now, one)), left)
+        now = builder.load(left)
+        return builder.and_(now, builder.neg(now))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
 def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of array[index], which need not be inside the array.
 

@@ -9,7 +9,7 @@ from deltawire.kernels.cpu import live
 from deltawire.kernels.cpu.blocks import changed_positions, count_changed
 from deltawire.kernels.cpu.decode import OK, count_changes, decode_tile
 from deltawire.kernels.cpu.elements import elements_at, put_elements
-from deltawire.kernels.cpu.encode import encode_tile
+from deltawire.kernels.cpu.encode import NOT_RANKED, encode_tile, rank_changes
 from deltawire.kernels.cpu.sums import sum_change, sum_runs
 
 WIDTHS = (8, 16, 32, 64)
@@ -59,9 +59,9 @@ def _digest(example: Example) -> None:
 def _encode_and_decode(example: Example) -> None:
     for contextual in (True, False):
         change = example.positions, example.before, example.after
-        words, num_bits, *_ = encode_tile(
-            example.old, len(example.old), *change, *example.layout, contextual, contextual
-        )
+        width, shift, mask, signed = example.layout
+        ranked = rank_changes(example.old, *change, shift, mask) if contextual else NOT_RANKED
+        words, num_bits, *_ = encode_tile(len(example.old), *change, width, signed, ranked, contextual)
         stream = words.view(np.uint8)[: (num_bits + 7) // 8]
         status, count = count_changes(stream, len(example.old), contextual)
         positions, bits = np.empty(count, np.int64), np.empty(count, example.old.dtype)

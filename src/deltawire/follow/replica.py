@@ -18,7 +18,7 @@ from deltawire.follow.fetch import Fetcher, Progress, blaming
 from deltawire.follow.mirror import Mirror
 from deltawire.follow.pace import Pace
 from deltawire.follow.pull import Pull
-from deltawire.follow.routing import find_route
+from deltawire.follow.routing import Refusals, find_route
 from deltawire.follow.target import MemoryTarget, Target, new_tensor
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
@@ -99,6 +99,7 @@ class Replica(AbstractContextManager["Replica"]):
         # A subfolder, since it is emptied after each pull.
         own = self.target.scratch if scratch is None else Path(scratch) / "deltawire-downloads"
         self._fetcher = Fetcher(self.run.store, own)
+        self._refusals = Refusals()
         self._unfinished: tuple[list[Patch], WeightVersion, WeightVersion, Mapping[str, str]] | None = None
         # Reentrant, since a signal handler may close the replica in the middle of a pull.
         self._pulling, self._changed = threading.RLock(), threading.Condition()
@@ -229,6 +230,11 @@ class Replica(AbstractContextManager["Replica"]):
                 continue
             try:
                 return self._follow(manifest, have, route, progress)
+            except errors.EngineRejected as error:
+                avoided = self._refusals.note(error, manifest.version)
+                if not avoided:
+                    raise
+                first, have, bad = first or error, self._have(manifest), bad | avoided
             except (errors.FormatError, errors.ObjectMissing, errors.DigestMismatch, errors.BaseMismatch) as error:
                 first, self._unfinished = first or error, None
                 self.num_faults += 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import gpu_rounds
 from deltawire.estimate.plan import at_density, density_over
+from deltawire.run.planner import SKIPS
 from measure import RESULTS, read_csv
 
 ROOT = Path(__file__).parent.parent
@@ -62,8 +63,8 @@ def codec(recorded):
 def span_power(recorded, table):
     """By which power of how far weights have moved the odds of a change grow: mean of the recordings and of long runs.
 
-    Deltas over 4 steps of the recordings, and over 4, 16 and 64 of the runs that wrote no second anchor. What each
-    tensor adds to a delta, whatever it spans, is left out.
+    Deltas over 4 steps of the recordings, and over 4 and 16 of the runs. What each tensor adds to a delta, whatever it
+    spans, is left out.
     """
 
     def size(span, density, power):
@@ -86,9 +87,9 @@ def span_power(recorded, table):
         density = statistics.mean(row["changed"] / row["weights"] for row in rows)
         recordings.append(fit(density, [4], (longer - headers(recorded)) / single))
     runs = []
-    for row in (row for row in read_csv("fleet_density.csv") if row["anchors"] == "1"):
+    for row in read_csv("fleet_density.csv"):
         steps = int(row["steps"])
-        spans = [length for length in (4, 16) for _ in range(steps // length)] + [64]
+        spans = [length for length in SKIPS for _ in range(steps // length)]
         runs.append(fit(float(row["density"]), spans, steps * float(row["skip_mb"]) / float(row["single_mb"])))
     return digits((statistics.mean(recordings) + statistics.mean(runs)) / 2, 3)
 

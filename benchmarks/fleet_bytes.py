@@ -39,7 +39,7 @@ from deltawire.follow.routing import find_route
 from deltawire.kernels.cpu.warmup import warm_up
 from deltawire.maintain.compact import compact
 from deltawire.publish.publisher import Publisher
-from deltawire.run.planner import longest_tail
+from deltawire.run.planner import SKIPS, longest_tail
 from deltawire.run.run import Run
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import Workers
@@ -49,8 +49,8 @@ from support.recorded import DATA
 SIDE = 2048
 MOMENTUM, STEP, DENSITY = 0.9, 2.8e-7, 0.011
 SPANS = (2, 4, 8)
-# Steps that change about 0.1, 1.1, 1.6, 3.5 and 10 % of the weights.
-SIZES = (2e-8, STEP, 4.35e-7, 1.13e-6, 4e-6)
+# Steps that change about 0.1, 1.1, 1.25, 1.6, 3.5 and 10 % of the weights.
+SIZES = (2e-8, STEP, 3.26e-7, 4.35e-7, 1.13e-6, 4e-6)
 CHOICES = {
     "before": {"skips": (4, 16, 64), "most_deltas": None},
     "now": {},
@@ -169,12 +169,12 @@ def frontier(num_versions=500):
             yield [most, round(1 + extra / num_versions, 2), " ".join(map(str, how))]
 
 
-def bytes_by_kind(hops):
-    """Of single deltas, skip deltas, longer ones from the anchor, and anchors."""
+def bytes_by_kind(hops, skips=SKIPS):
+    """Of single deltas, skip deltas, others from the anchor, and anchors."""
     kinds = {"single": 0, "skip": 0, "long": 0, "anchor": 0}
     for hop in hops:
         span = None if hop.base is None else hop.version - hop.base
-        kinds["anchor" if span is None else "single" if span == 1 else "skip" if span <= 64 else "long"] += (
+        kinds["anchor" if span is None else "single" if span == 1 else "skip" if span in skips else "long"] += (
             hop.num_bytes
         )
     return kinds
@@ -263,7 +263,8 @@ class Measured:
         near = [find_route(run, 0, run.manifest(version)) for version in range(num_versions)]
         num_weights = sum(each.size for each in self._trainer.weights.values())
         return [
-            self.name, num_weights, num_versions - 1, *(round(size / 1e6, 2) for size in bytes_by_kind(hops).values()),
+            self.name, num_weights, num_versions - 1,
+            *(round(size / 1e6, 2) for size in bytes_by_kind(hops, CHOICES[self.name].get("skips", SKIPS)).values()),
             all_to_single(hops), sum(hop.base is None for hop in hops),
             max(len(route.hops) for route in late), round(statistics.mean(len(route.hops) for route in late), 2),
             round(max(route.num_bytes for route in late) / full, 3),

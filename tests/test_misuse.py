@@ -14,11 +14,16 @@ from deltawire import Publisher, Replica, apply, diff, digest, open_store, save_
 from deltawire.cli import main
 from deltawire.cli.demo import need
 from deltawire.errors import MissingDependency, NotEnoughMemory, ObjectMissing, UnsupportedFormat
+from deltawire.publish.sharded.publisher import ShardedPublisher
 from deltawire.tensors.dtypes import dtype_named, empty_bits
 from deltawire.trainers.trl import DeltawireTransfer
 from support.chains import fresh_url, make_run
 
 HUGE = np.broadcast_to(np.float32(0), (1 << 45,))
+
+
+def takes(command, option):
+    return any(each.name == option for each in command.params)
 
 
 def weights():
@@ -145,6 +150,27 @@ def test_weights_given_to_publish():
         with pytest.raises(TypeError, match=r"publish\(\) takes no weights, since Publisher"):
             publisher.publish(module)
         assert publisher.publish(step=1).wait().version == 0
+
+
+@pytest.mark.parametrize("threads", [0, -1, "2", 1.5, True])
+def test_threads_are_checked_before_anything_is_done(threads):
+    url = fresh_url()
+    for make in (Publisher, Replica, ShardedPublisher):
+        with pytest.raises(ValueError, match="threads must be at least 1"):
+            make(url, weights(), threads=threads)
+    assert not list(open_store(url).list())
+
+
+@pytest.mark.parametrize("name", [name for name, each in main.commands.items() if takes(each, "threads")])
+def test_threads_of_commands_are_usage(name):
+    result = CliRunner().invoke(main, [name, "--threads", "0"])
+    assert (result.exit_code, "'--threads': 0 is not in the range" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("max_file_bytes", [0, -1, "1", 1e6])
+def test_sizes_of_files_are_checked_before_anything_is_done(max_file_bytes):
+    with pytest.raises(ValueError, match="max_file_bytes must be a number of bytes"):
+        Publisher(fresh_url(), weights(), max_file_bytes=max_file_bytes)
 
 
 def test_other_arguments_of_the_wrong_kind(tmp_path):

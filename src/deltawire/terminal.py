@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from secrets import token_hex
 from typing import IO, Any, NoReturn
 
@@ -150,11 +150,18 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def _echo(text: str, *, err: bool = False) -> None:
-    try:
+    with nullcontext() if err else writing():
         click.echo(text, err=err)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """End the program with a message if what it prints cannot be written."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        if err or isinstance(error, BrokenPipeError):
-            raise
         _end(error, None)
 
 

@@ -18,6 +18,12 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def check_threads(threads: int | None) -> int | None:
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads must be at least 1, got {threads!r}")
+    return threads
+
+
 class Workers(AbstractContextManager["Workers"]):
     """Map functions over items, in order, on up to `threads` threads (default: the cores this process may use).
 
@@ -29,10 +35,8 @@ class Workers(AbstractContextManager["Workers"]):
     """
 
     def __init__(self, threads: int | None = None, tiny: int = TINY) -> None:
-        if threads is not None and (type(threads) is not int or threads < 1):
-            raise ValueError(f"threads must be at least 1, got {threads!r}")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.threads, self._tiny = threads or cores or 1, tiny
+        self.threads, self._tiny = check_threads(threads) or cores or 1, tiny
         # The caller's thread works too.
         self._pool = ThreadPoolExecutor(self.threads - 1, "deltawire") if self.threads > 1 else None
 

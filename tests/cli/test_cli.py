@@ -128,12 +128,13 @@ def test_output_that_nobody_takes(form):
 
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_output_to_a_full_disk():
+@pytest.mark.parametrize("arguments", [["completion", "bash"], ["--help"], ["--version"], ["publish", "--help"]])
+def test_output_to_a_full_disk(arguments):
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "deltawire.cli", "completion", "bash"]
+        command = [sys.executable, "-m", "deltawire.cli", *arguments]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: the disk is full\n")
+    assert result.stderr == "error: the disk is full\nhint: free some space, then run the same command again\n"
 
 
 def test_usage_exits_with_2(folder, delta):

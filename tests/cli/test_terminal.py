@@ -117,6 +117,11 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(tmp_path):
     before = files(tmp_path)
     fresh = told("publish", tmp_path / "new", "--to", tmp_path / "elsewhere", "--dry-run")
     assert (fresh["version"], fresh["kind"], fresh["dry_run"]) == (0, "anchor", True)
+    assert fresh["run"] is None  # its id is made when it is published
+    arguments = ["publish", str(tmp_path / "new"), "--to", str(tmp_path / "elsewhere"), "--dry-run"]
+    assert "would be  0 of a new run\n" in CliRunner().invoke(main, arguments).stdout
+    named = told("publish", tmp_path / "new", "--to", tmp_path / "elsewhere", "--dry-run", "--run", "mine")
+    assert named["run"] == "mine"
     again = told("publish", tmp_path / "new", "--to", url, "--dry-run", "--step", 9)
     assert (again["version"], again["changed"], again["step"]) == (6, 0, 9)
     route = told("pull", url, "--to", tmp_path / "old", "--dry-run")
@@ -131,7 +136,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(tmp_path):
     told("publish", tmp_path / "old", "--to", tmp_path / "other")
     planned = told("publish", tmp_path / "new", "--to", tmp_path / "other", "--dry-run")
     done = told("publish", tmp_path / "new", "--to", tmp_path / "other")
-    same = ("version", "kind", "changed", "digest", "bytes")
+    same = ("run", "version", "kind", "changed", "digest", "bytes")
     assert [planned[key] for key in same] == [done[key] for key in same]
     assert Run(str(tmp_path / "other")).versions() == [0, 1]
     assert [(hop["version"], hop["base"]) for hop in told("compact", url)["added"]] == [(4, 0)]

@@ -417,6 +417,21 @@ def test_tensors_that_were_replaced_are_loaded_anew(change, mirror):
                 assert equal(engine.model, run.states[-1])
 
 
+@pytest.mark.parametrize("change", [replace, assign])
+def test_tensors_that_were_replaced_serve_no_version(change):
+    with Run() as run:
+        run.publish()
+        engine = TorchEngine(Model(1))
+        with follow(run, engine) as replica:
+            replica.pull()
+            change(engine.model)
+            with engine.serving() as state:
+                assert state is None
+            replica.pull()
+            with engine.serving() as state:
+                assert state.version == 0
+
+
 def test_tensors_of_another_dtype_are_of_no_version():
     with Run() as run:
         run.publish()

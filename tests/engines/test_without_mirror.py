@@ -254,3 +254,79 @@ def test_a_delta_for_other_weights_and_one_that_another_has_replaced(run, tmp_pa
         replica.pull()
         assert engine.status().state.version == replica.version == 2
         assert equal(trained, served)
+
+
+class Choosy(TorchEngine):
+    """Refuses versions, as a quantized server does where weights are not finite; some only a number of times."""
+
+    def __init__(self, model, refused):
+        super().__init__(model)
+        self.refused, self.loaded = dict(refused), []
+
+    def stage(self, change):
+        if self.refused.get(change.state.version, 0):
+            self.refused[change.state.version] -= 1
+            raise EngineRejected("nothing was changed", tensor="0.weight")
+        super().stage(change)
+
+    def load(self, weights, folder, state):
+        self.loaded.append(state.version)
+        return super().load(weights, folder, state)
+
+
+@pytest.mark.parametrize(("refused", "loaded"), [(5, [0]), (7, [0, 0])])
+def test_a_version_that_the_engine_refuses_is_gone_past(refused, loaded):
+    """By the skip delta from version 4 to 8; a replica that is past version 4 starts over for it."""
+    trained, served = models()
+    engine = Choosy(served, {refused: 100})
+    with Publisher(url := fresh_url(), trained, anchors=None, skips=(4,)) as publisher:
+        publisher.publish().wait()
+        with Replica(url, EngineTarget(engine, False), heartbeat_seconds=None) as replica:
+            for version in range(1, refused):
+                advance(trained, publisher)
+                assert replica.pull().version == version
+            for _ in range(refused, 8):
+                advance(trained, publisher)
+                with pytest.raises(EngineRejected, match="nothing was changed"):
+                    replica.pull()
+                assert replica.version == refused - 1
+            advance(trained, publisher)
+            publisher.flush()
+            assert replica.pull().version == replica.version == 8
+            assert engine.loaded == loaded
+            assert equal(trained, served)
+            advance(trained, publisher)
+            assert replica.pull().version == 9
+
+
+def test_a_version_that_is_refused_once_is_tried_again():
+    trained, served = models()
+    engine = Choosy(served, {7: 1})
+    with Publisher(url := fresh_url(), trained, anchors=None, skips=(4,)) as publisher:
+        publisher.publish().wait()
+        with Replica(url, EngineTarget(engine, False), heartbeat_seconds=None) as replica:
+            replica.pull()
+            advance(trained, publisher, 6)
+            replica.pull()
+            advance(trained, publisher, 2)
+            publisher.flush()
+            with pytest.raises(EngineRejected):
+                replica.pull()
+            assert replica.pull().version == 8
+            assert engine.loaded == [0]
+
+
+def test_a_new_replica_goes_past_what_its_engine_refuses():
+    trained, served = models()
+    engine = Choosy(served, {7: 100})
+    with Publisher(url := fresh_url(), trained, anchors=None, skips=(4,)) as publisher:
+        publisher.publish().wait()
+        advance(trained, publisher, 7)
+        with Replica(url, EngineTarget(engine, False), heartbeat_seconds=None) as replica:
+            for _ in range(2):
+                with pytest.raises(EngineRejected):
+                    replica.pull()
+            advance(trained, publisher)
+            publisher.flush()
+            assert replica.pull().version == 8
+            assert equal(trained, served)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from generate import read
 
-from deltawire.estimate.bill import NUM_PLANNED, estimate, planned, way
+from deltawire.estimate.bill import NUM_PLANNED, WAYS, estimate, planned, sampled, way
 from deltawire.estimate.plan import Plan
 from deltawire.estimate.prices import PRICES, Prices
 from deltawire.estimate.report import head_of, money_text, seconds_text, table_of, weights_text
@@ -49,6 +49,37 @@ def test_what_does_not_fit_is_said():
     assert full["use"]["site"] == pytest.approx(32 * PLAN.anchor_bytes * 8 / 1e9 / 60)
     (row,) = [row for row in table_of(estimate(PLAN, PRICES["s3"]))[1] if row[0] == "fits the bandwidth"]
     assert [cell[:3] for cell in row[1:]] == ["yes", "yes", "no,", "no,"]
+
+
+@pytest.mark.parametrize("sites", [1, 3, 200])
+@pytest.mark.parametrize(("full", "caches"), WAYS)
+def test_a_large_fleet_is_simulated_by_a_part_of_it(monkeypatch, sites, full, caches):
+    plan = replace(PLAN, sites=sites, replicas=1200, steps_a_day=50)
+    whole = way(plan, PRICES["s3"], full=full, caches=caches)
+    monkeypatch.setattr("deltawire.estimate.bill.MOST_SIMULATED", 300)
+    some = sampled(plan, caches=caches)
+    assert some.replicas <= 300
+    part = way(plan, PRICES["s3"], full=full, caches=caches)
+    for name in ("median", "last"):
+        assert part["step"]["served_seconds"][name] == pytest.approx(whole["step"]["served_seconds"][name], rel=0.1)
+    if not caches or sites == 200:  # otherwise caches ask so seldom that a few requests more are many
+        assert part["day"]["gets"] == pytest.approx(whole["day"]["gets"], rel=0.05)
+    assert part["use"] == whole["use"]
+
+
+def test_a_small_fleet_is_simulated_as_it_is():
+    plan = replace(PLAN, replicas=10_000)
+    assert sampled(plan, caches=False) is plan
+
+
+@pytest.mark.parametrize(("replicas", "sites"), [(100_000, 1), (100_000, 100_000), (10_001, 10_000), (99_999, 7)])
+def test_what_is_simulated_of_a_fleet(replicas, sites):
+    some = sampled(replace(PLAN, replicas=replicas, sites=sites, joins_a_day=10), caches=True)
+    assert 9000 <= some.replicas <= 10_000
+    assert some.site_mbits == PLAN.site_mbits
+    each, all_share = some.replicas / some.sites / some.replica_mbits, replicas / sites / PLAN.replica_mbits
+    assert each == pytest.approx(all_share), "as many share a line of the same width"
+    assert some.joins_a_day / some.replicas == pytest.approx(10 / replicas)
 
 
 def test_joins_cost_an_anchor_and_what_came_since():

@@ -11,6 +11,7 @@ from deltawire.run.planner import (
     ListedHop,
     Route,
     anchor_is_due,
+    anchor_pays,
     cheapest_route,
     coming_skips,
     entries,
@@ -117,6 +118,23 @@ def test_long_deltas_are_due_when_routes_get_long_or_large():
     assert [version for version in (1, 2, 3, 4) if due(version, singles, skips=(9,))] == [2, 3, 4]
     assert [version for version in (1, 2, 3, 4) if due(version, singles, skips=(9,), most_deltas=10)] == [3, 4]
     assert not due(3, [*singles, ListedHop(2, 0, 1500)], skips=(9,))  # an anchor then
+
+
+@pytest.mark.parametrize(
+    ("num_long", "tail", "most_deltas", "pays"),
+    [
+        (9, 90, 9, False),  # they weigh less than an anchor
+        (10, 90, 9, True),
+        (10, 89, 9, False),  # the length of the route is what makes one due
+        (10, 149, 36, False),
+        (10, 150, 36, True),
+        (10, None, 9, False),  # nothing leads there
+    ],
+)
+def test_an_anchor_pays_when_the_deltas_from_the_last_weigh_as_much(num_long, tail, most_deltas, pays):
+    known = [ListedHop(0, None, 1000), *(ListedHop(91 + i, 0, 100) for i in range(num_long))]
+    known += [] if tail is None else [ListedHop(101, 99, tail)]
+    assert anchor_pays(101, 0, known, most_deltas) == pays
 
 
 def test_coming_skips_are_as_large_as_the_last_ones():

@@ -4,6 +4,7 @@ Begin with `SECTIONS` here.
 """
 
 import os
+from typing import Any
 
 import click
 
@@ -19,6 +20,7 @@ from deltawire.cli.prove import prove_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
 from deltawire.cli.upkeep import compact_command, gc_command
 from deltawire.cli.watch import watch_command
+from deltawire.terminal import writing
 
 SECTIONS = {
     "Runs": [
@@ -36,6 +38,10 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sh
 
 class Sections(click.Group):
     """Lists its commands in sections."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        with writing():  # click itself prints help and versions
+            return super().main(*args, **options)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = formatter.width - 6 - max(len(name) for name in self.commands)

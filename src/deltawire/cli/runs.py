@@ -96,6 +96,8 @@ def publish_command(
         "seconds": round(time.perf_counter() - started, 3),
         **({"dry_run": True} if dry_run else {}),
     }
+    if isinstance(counting, DryStore) and counting.is_new_run and name is None:
+        data["run"] = None  # the one that is published gets an id of its own
     terminal.show(data, lambda: published_text(data))
     if dry_run:
         terminal.hint("nothing was written; publish it with the same command without --dry-run")
@@ -165,6 +167,12 @@ class DryStore(CountingStore):
         super().__init__(store, bar)
         self._written: dict[str, bytes] = {}
 
+    @property
+    def is_new_run(self) -> bool:
+        from deltawire.run.keys import RUN_KEY
+
+        return RUN_KEY in self._written
+
     def put(self, key: str, data: "Buffer | Pieces") -> None:
         if isinstance(data, bytes | memoryview):
             self._written[key] = bytes(data)
@@ -197,8 +205,9 @@ class _Counted:
 def published_text(data: Mapping[str, Any]) -> str:
     smaller = f", {data['ratio']:.1f} times smaller than all weights" if data["kind"] == "delta" else ", all weights"
     step = "" if data["step"] is None else f", step {data['step']}"
+    run = "a new run" if data["run"] is None else f"run {data['run']}"
     return terminal.pairs_text([
-        ("would be" if "dry_run" in data else "version", f"{data['version']} of run {data['run']}{step}"),
+        ("would be" if "dry_run" in data else "version", f"{data['version']} of {run}{step}"),
         ("changed", terminal.changed_text(data["changed"], data["total"])),
         ("payload", f"{terminal.size_text(data['bytes'])}{smaller}"),
         ("uploaded", f"{terminal.size_text(data['all_bytes'])} in total"),

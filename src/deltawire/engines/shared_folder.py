@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from urllib.parse import urlsplit
 
 from deltawire.disk import locked
 from deltawire.engines.engine import EngineChange
@@ -26,7 +28,7 @@ class SharedFolder:
     """One agent's folder for one server, empty at the start. By default in shared memory, where there is that."""
 
     def __init__(self, folder: str | Path | None, address: str) -> None:
-        own = f"deltawire-{os.getuid()}-{sha256(address.encode()).hexdigest()[:12]}"
+        own = f"deltawire-{os.getuid()}-{sha256(one_spelling(address).encode()).hexdigest()[:12]}"
         self.folder = (shared_memory() if folder is None else Path(folder).absolute()) / own
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = locked(self.folder / "lock")
@@ -73,6 +75,19 @@ class SharedFolder:
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+
+
+def one_spelling(address: str) -> str:
+    """The same text for URLs that surely lead to the same server: case, default port, last slash, user, localhost.
+
+    Not for names that a resolver would have to tell: two names of a machine may belong to different servers.
+    """
+    parts = urlsplit(address)
+    host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    with suppress(ValueError):
+        host = str(ip_address(host))  # IPv6 has several spellings
+    host = "127.0.0.1" if host == "localhost" else host
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
 
 def save_json(path: Path, value: Any) -> None:

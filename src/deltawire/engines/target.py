@@ -136,7 +136,12 @@ class EngineTarget(Target):
         if self.state() == state:
             self.engine.mark(state)
             self.refresh()
-        elif not self._switch(EngineDelta(base, state, delta.files)):
+            return
+        try:
+            is_there = self._switch(EngineDelta(base, state, delta.files))
+        except EngineRejected as error:
+            raise EngineRejected(error.message, **{**error.fields, "refused": state.version}) from error
+        if not is_there:
             raise BaseMismatch(f"the engine's weights are not those of version {base.version}")
 
     def apply(

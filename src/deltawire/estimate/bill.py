@@ -1,17 +1,19 @@
 """Bytes, seconds and money of a step and a day: as deltas and as all weights, with a cache at each site or not."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import mean, median
 from typing import Any
 
 from deltawire.estimate.plan import DAY, MBIT, Plan, measured
 from deltawire.estimate.prices import Prices
-from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Outcome, Scene, extra_hops, hop_of, parts_of, simulate
+from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Scene, extra_hops, hop_of, parts_of, simulate
 from deltawire.run.planner import cheapest_route
 
 # Over how many versions the mean of what is uploaded and of what a joiner fetches is taken: as many as were measured.
 NUM_PLANNED = 500
+# Larger fleets are simulated by some of their replicas.
+MOST_SIMULATED = 10_000
 WAYS = ((False, False), (False, True), (True, False), (True, True))
 
 
@@ -46,11 +48,31 @@ def planned(plan: Plan) -> Planned:
     return Planned(uploaded / NUM_PLANNED, mean(joins), anchors / NUM_PLANNED, objects / NUM_PLANNED)
 
 
+def sampled(plan: Plan, *, caches: bool) -> Plan:
+    """A fleet that can be simulated in seconds: fewer sites, then fewer replicas at each, which share less of a line.
+
+    Sites share nothing, and each replica gets as much of a line as it would among all.
+    """
+    if plan.replicas <= MOST_SIMULATED:
+        return plan
+    at_site = plan.replicas / plan.sites
+    sites = max(min(int(MOST_SIMULATED / at_site), plan.sites), 1)
+    replicas = max(min(round(at_site * sites), MOST_SIMULATED), sites)
+    share = replicas / sites / at_site
+    return replace(
+        plan, sites=sites, replicas=replicas, joins_a_day=plan.joins_a_day * replicas / plan.replicas,
+        site_mbits=plan.site_mbits if caches else plan.site_mbits * share, replica_mbits=plan.replica_mbits * share,
+    )  # fmt: skip
+
+
 def way(
     plan: Plan, prices: Prices, *, full: bool, caches: bool, num_versions: int = 5, seed: int = 0
 ) -> dict[str, Any]:
     """One way to ship the weights: what a step and a day take."""
-    outcome = simulate(Scene(plan, num_versions, full=full, caches=caches, seed=seed))
+    some = sampled(plan, caches=caches)
+    outcome = simulate(Scene(some, num_versions, full=full, caches=caches, seed=seed))
+    # Each replica polls the store, or each cache.
+    polls = outcome.requests["poll"] * (plan.sites / some.sites if caches else plan.replicas / some.replicas)
     kept = Planned(plan.anchor_bytes, plan.anchor_bytes, 1.0, 1.0) if full else planned(plan)
     one = plan.anchor_bytes if full else plan.delta_bytes()
     fetches = plan.sites if caches else plan.replicas
@@ -62,7 +84,7 @@ def way(
         "uploaded_bytes": plan.steps_a_day * uploaded,
         "store_bytes": plan.steps_a_day * fetches * one + joins * kept.join_bytes,
         "replica_bytes": plan.steps_a_day * plan.replicas * one + plan.joins_a_day * kept.join_bytes,
-        **_requests(plan, kept, outcome, fetches, one, joins),
+        **_requests(plan, kept, polls / outcome.seconds * DAY, fetches, one, joins),
     }
     stored = plan.keep_days * day["uploaded_bytes"]
     usd = {
@@ -89,14 +111,14 @@ def way(
     }  # fmt: skip
 
 
-def _requests(plan: Plan, kept: Planned, outcome: Outcome, fetches: int, one: float, joins: float) -> dict[str, float]:
+def _requests(plan: Plan, kept: Planned, polls: float, fetches: int, one: float, joins: float) -> dict[str, float]:
     pulls = plan.steps_a_day * plan.replicas + plan.joins_a_day
     objects = plan.steps_a_day * fetches * parts_of(one) + joins * parts_of(kept.join_bytes)
     # Where a site has a cache, replicas read through it: they list nothing, and cannot write heartbeats.
     direct = fetches == plan.replicas
     heartbeats = plan.replicas * DAY / HEARTBEAT_SECONDS + 2 * pulls if direct else 0.0
     return {
-        "gets": objects + outcome.requests["poll"] / outcome.seconds * DAY,
+        "gets": objects + polls,
         "lists": pulls if direct else 0.0,
         "puts": plan.steps_a_day * (1 + kept.objects + parts_of(kept.uploaded_bytes)) + heartbeats,
     }

@@ -14,7 +14,7 @@ from itertools import count
 
 from deltawire.estimate.plan import DAY, MBIT, Plan, measured
 from deltawire.follow.pace import Pace
-from deltawire.run.planner import SKIPS, ListedHop, anchor_is_due, cheapest_route, long_is_due, skip_bases
+from deltawire.run.planner import SKIPS, ListedHop, anchor_is_due, anchor_pays, cheapest_route, long_is_due, skip_bases
 from deltawire.store.transfer import PART_BYTES
 
 # deploy/site-cache: what is not there is asked for four times a second; who waits for another's fetch looks twice.
@@ -451,7 +451,7 @@ def extra_hops(plan: Plan, version: int, hops: Sequence[ListedHop], skips: Seque
     kept = max((hop.version for hop in hops if hop.base is None), default=None)
     is_new = kept is not None and all(hop.base != kept for hop in found)
     if kept is not None and skips and is_new and long_is_due(version, kept, known, skips):
-        return [*found, hop_of(plan, version, kept)]
+        return [*found, hop_of(plan, version, None if anchor_pays(version, kept, known) else kept)]
     return [*found, hop_of(plan, version, None)] if anchor_is_due(version, known, None) else found
 
 

@@ -18,7 +18,7 @@ from deltawire.follow.fetch import Fetcher, Progress, blaming
 from deltawire.follow.mirror import Mirror
 from deltawire.follow.pace import Pace
 from deltawire.follow.pull import Pull
-from deltawire.follow.routing import find_route
+from deltawire.follow.routing import Refusals, find_route
 from deltawire.follow.target import MemoryTarget, Target, new_tensor
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
@@ -31,7 +31,7 @@ from deltawire.store import Store
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.names import plain_name
 from deltawire.tensors.weights import DTypeChoice
-from deltawire.workers import Workers
+from deltawire.workers import Workers, check_threads
 
 # How often the engine that serves the weights is checked, also if the store is polled less often.
 LOOK_SECONDS = 3.0
@@ -85,6 +85,7 @@ class Replica(AbstractContextManager["Replica"]):
     ) -> None:
         if isinstance(store, Run) and (public_key is not None or run is not None):
             raise ValueError("public_key and run are options of the Run that was given: pass them to Run(...)")
+        self._threads = check_threads(threads)
         self.run = store if isinstance(store, Run) else Run(store, public_key=public_key, expected=run)
         self._base = None if base is None else AtHand(base, threads)
         self._heartbeat = Heartbeat(self.run, name, heartbeat_seconds)
@@ -98,9 +99,10 @@ class Replica(AbstractContextManager["Replica"]):
         # A subfolder, since it is emptied after each pull.
         own = self.target.scratch if scratch is None else Path(scratch) / "deltawire-downloads"
         self._fetcher = Fetcher(self.run.store, own)
+        self._refusals = Refusals()
         self._unfinished: tuple[list[Patch], WeightVersion, WeightVersion, Mapping[str, str]] | None = None
         # Reentrant, since a signal handler may close the replica in the middle of a pull.
-        self._threads, self._pulling, self._changed = threads, threading.RLock(), threading.Condition()
+        self._pulling, self._changed = threading.RLock(), threading.Condition()
         self._wake, self._stopped = threading.Event(), threading.Event()
         self.is_watched = self._closed = False
 
@@ -228,6 +230,11 @@ class Replica(AbstractContextManager["Replica"]):
                 continue
             try:
                 return self._follow(manifest, have, route, progress)
+            except errors.EngineRejected as error:
+                avoided = self._refusals.note(error, manifest.version)
+                if not avoided:
+                    raise
+                first, have, bad = first or error, self._have(manifest), bad | avoided
             except (errors.FormatError, errors.ObjectMissing, errors.DigestMismatch, errors.BaseMismatch) as error:
                 first, self._unfinished = first or error, None
                 self.num_faults += 1

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissing
+from deltawire.errors import ChainError, EngineRejected, FormatError, MismatchError, ObjectMissing
 from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.planner import Hop, HopKey, Route, cheapest_route, skip_bases
 from deltawire.run.run import Run
@@ -32,6 +32,25 @@ def find_route(run: Run, have: int | None, manifest: Manifest, bad: Collection[H
         with suppress(ChainError):
             return _listed_route(run, have, manifest, known, bad, after=have)
     return _listed_route(run, have, manifest, known, bad, after=-1)
+
+
+class Refusals:
+    """The versions that an engine without a mirror, to which each delta leads to a version of its own, did not take."""
+
+    def __init__(self) -> None:
+        self._versions: set[int] = set()
+
+    def note(self, error: EngineRejected, want: int) -> set[HopKey]:
+        """The hops to avoid after a refusal: those to a version on the way that was refused before.
+
+        Not at once, since not each refusal is due to the weights, and a route past them may start with an anchor.
+        """
+        version: int | None = getattr(error, "refused", None)
+        is_known = version in self._versions
+        if version is None:
+            return set()
+        self._versions.add(version)
+        return {(version, base) for base in (None, *range(version))} if is_known and version != want else set()
 
 
 def _listed_route(

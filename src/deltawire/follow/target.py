@@ -79,7 +79,8 @@ class Target(Protocol):
 
     def apply_delta(self, delta: Delta) -> None:
         """Decode a delta and write it, where the target `decodes`. Raises BaseMismatch if the weights are not its base,
-        CorruptObject or UnsupportedFormat if they are and it cannot be decoded.
+        CorruptObject or UnsupportedFormat if they are and it cannot be decoded, and EngineRejected, with the version
+        that is `refused`, if an engine does not take it.
         """
         raise ValueError("this target takes patches, not deltas")
 

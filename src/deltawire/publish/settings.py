@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltawire.run.planner import check_skips
+from deltawire.workers import check_threads
 
 SNAPSHOTS = ("device", "host", None)
 
@@ -35,3 +36,6 @@ class Settings:
         check_skips(self.skips, self.most_deltas)
         if self.snapshot not in SNAPSHOTS:
             raise ValueError(f"snapshot must be 'device', 'host' or None, not {self.snapshot!r}")
+        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
+            raise ValueError(f"max_file_bytes must be a number of bytes, not {self.max_file_bytes!r}")
+        check_threads(self.threads)

@@ -6,7 +6,16 @@ from contextlib import suppress
 from deltawire.errors import BrokenChain, ChainError
 from deltawire.publish.settings import Settings
 from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
-from deltawire.run.planner import Hop, anchor_is_due, cheapest_route, coming_skips, entries, long_is_due, skip_bases
+from deltawire.run.planner import (
+    Hop,
+    anchor_is_due,
+    anchor_pays,
+    cheapest_route,
+    coming_skips,
+    entries,
+    long_is_due,
+    skip_bases,
+)
 
 
 class Hops:
@@ -29,7 +38,8 @@ class Hops:
             files = [hop.extra_files for hop in hops if hop.at is None and hop.extra_files]
             self.extra_files = files[-1] if files else self.extra_files
             known = {**self.hops, **{(hop.version, hop.base): hop for hop in hops}}
-            # No reader starts before the last anchor but one, or the last long delta but one and its anchor.
+            # No reader starts before the last anchor but one, or the last long delta but one and its anchor. What all
+            # deltas from that anchor weigh tells when the next one pays.
             through = entries(known.values())
             oldest = min(through[-2:], default=0)
             anchor = max((version for version, base in known if base is None and version <= oldest), default=None)
@@ -37,7 +47,7 @@ class Hops:
             self.hops = {
                 key: hop
                 for key, hop in known.items()
-                if hop.version > oldest or key in ((oldest, None), (oldest, anchor), (anchor, None))
+                if hop.version > oldest or hop.base == anchor or key == (anchor, None)
             }
 
     def route(self, version: int) -> tuple[StoredHop, ...]:
@@ -64,6 +74,7 @@ class Hops:
             known += coming_skips(version, [base for base in bases if base is not None], known)
         if isinstance(anchors, int) and anchor_is_due(version, known, anchors):
             return [*bases, None]
-        if kept is not None and kept not in bases and long_is_due(version, kept, known, skips, self._most_deltas):
-            return [*bases, kept]
+        most = self._most_deltas
+        if kept is not None and kept not in bases and most and long_is_due(version, kept, known, skips, most):
+            return [*bases, None if anchors == "auto" and anchor_pays(version, kept, known, most) else kept]
         return [*bases, None] if anchors == "auto" and anchor_is_due(version, known, None) else bases

@@ -14,9 +14,10 @@ SKIPS = (4, 16)
 MOST_DELTAS = 9
 
 # When the deltas since the anchor reach this fraction of its size, one from the anchor is written or, if the last of
-# these was not much smaller, an anchor; a little earlier at versions where skip deltas start, so that a new replica
-# needs few hops. With routes of MOST_DELTAS one from the anchor comes earlier, so that a new replica fetches 1.2 times
-# the model at most, although the sizes of skip deltas that are still to come are estimated.
+# these was not much smaller or all of them weigh as much as an anchor, an anchor; a little earlier at versions where
+# skip deltas start, so that a new replica needs few hops. With routes of MOST_DELTAS one from the anchor comes earlier,
+# so that a new replica fetches 1.2 times the model at most, although the sizes of skip deltas that are still to come
+# are estimated.
 ANCHOR_PAYS, ANCHOR_PAYS_ALIGNED, ALIGNED = 0.25, 0.2, 16
 LONG_PAYS, MOST_LONG = 0.19, 0.15
 
@@ -177,16 +178,39 @@ def long_is_due(
     """Whether a version should get a delta from `base`: when the route from there gets too long, or too large."""
     if most_deltas is None:
         return False
-    try:
-        since = cheapest_route(base, version, [hop for hop in hops if hop.base is not None])
-    except BrokenChain:
+    since = _deltas_since(base, version, hops)
+    if since is None:
         return True
     is_long = version % max(skips) == 0 and len(since.hops) + longest_tail(skips) > most_deltas
-    full = max((hop.num_bytes for hop in hops if hop.base is None), default=0)
     paid = max((hop.num_bytes for hop in hops if hop.base == base), default=0)
-    limit = LONG_PAYS if most_deltas <= MOST_DELTAS else pays_at(version)
-    is_large = since.num_bytes >= limit * full > 0 and paid < MOST_LONG * full
+    is_large = _is_large(since, hops, most_deltas) and paid < MOST_LONG * _anchor_bytes(hops)
     return len(since.hops) > 1 and (is_long or is_large)
+
+
+def anchor_pays(version: int, base: int, hops: Sequence[Hop], most_deltas: int = MOST_DELTAS) -> bool:
+    """Whether an anchor should be written in place of a delta from `base`: if those from there weigh as much as one.
+
+    Only where size is what makes one due. Where the length of routes does, an anchor would not make them rarer.
+    """
+    since = _deltas_since(base, version, hops)
+    spent = sum(hop.num_bytes for hop in hops if hop.base == base)
+    return since is not None and _is_large(since, hops, most_deltas) and spent >= _anchor_bytes(hops)
+
+
+def _deltas_since(base: int, version: int, hops: Iterable[Hop]) -> Route[Hop] | None:
+    try:
+        return cheapest_route(base, version, [hop for hop in hops if hop.base is not None])
+    except BrokenChain:
+        return None
+
+
+def _anchor_bytes(hops: Iterable[Hop]) -> int:
+    return max((hop.num_bytes for hop in hops if hop.base is None), default=0)
+
+
+def _is_large(since: Route[Hop], hops: Iterable[Hop], most_deltas: int) -> bool:
+    limit = LONG_PAYS if most_deltas <= MOST_DELTAS else pays_at(since.want)
+    return since.num_bytes >= limit * _anchor_bytes(hops) > 0
 
 
 def anchor_is_due(version: int, hops: Sequence[Hop], cadence: int | None) -> bool:
@@ -196,11 +220,8 @@ def anchor_is_due(version: int, hops: Sequence[Hop], cadence: int | None) -> boo
         return True
     if cadence is not None:
         return version - last.version >= cadence
-    try:
-        since = cheapest_route(last.version, version, [hop for hop in hops if hop.base is not None])
-    except BrokenChain:
-        return True
-    return since.num_bytes >= pays_at(version) * last.num_bytes
+    since = _deltas_since(last.version, version, hops)
+    return since is None or since.num_bytes >= pays_at(version) * last.num_bytes
 
 
 def pays_at(version: int) -> float:

@@ -403,6 +403,19 @@ def test_a_failure_that_was_seen_is_not_raised_again():
                 assert publications[-1].error is not None
 
 
+def test_a_failure_after_one_that_was_seen_is_raised():
+    store, fail = broken_store(fresh_url())
+    publisher = Publisher(store, make_weights())
+    publisher.publish().wait(PATIENCE)
+    store.before = fail
+    with pytest.raises(StoreUnavailable):
+        publisher.publish().wait(PATIENCE)
+    publisher.publish()
+    with pytest.raises(StoreUnavailable, match="gone"):
+        publisher.close()
+    publisher.close()  # raised once
+
+
 def test_a_failure_that_a_later_version_covers_is_not_raised(rng):
     weights, url = make_weights(), fresh_url()
     store, fail = broken_store(url)

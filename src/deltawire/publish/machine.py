@@ -408,9 +408,12 @@ class BasePublisher:
     def _raise_failure(self) -> None:
         """Raise a failure that nobody has seen, once."""
         with self._changed:
-            failures, self._failures = [each for _, each in self._failures], []
-        if failures and not any(each._is_seen for each in failures) and failures[0].error is not None:
-            raise failures[0].error
+            failures, self._failures = self._failures, []
+        # Who has seen that one failed knows it of those before, but not of later ones.
+        seen = max((call for call, each in failures if each._is_seen), default=-1)
+        for error in (each.error for call, each in failures if call > seen):
+            if error is not None:
+                raise error
 
     def attach(self, optimizer: Any, *, every: int = 1) -> Any:
         """Publish after every `every`-th step of a torch optimizer; steps are counted from 1.

@@ -286,6 +286,8 @@ def test_a_dtensor_is_known_by_its_object(mesh):
     "make",
     [
         lambda: np.zeros((2, 3), np.float32),
+        lambda: np.zeros((2, 3), np.float32).view(np.matrix),
+        lambda: np.ma.array(np.zeros((2, 3), np.float32), mask=True, hard_mask=True),
         lambda: torch.zeros(2, 3),
         lambda: torch.nn.Parameter(torch.zeros(2, 3)),
         lambda: Tensor(DTYPES["F32"], (2, 3), np.zeros(6, np.uint32)),

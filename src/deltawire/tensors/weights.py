@@ -190,7 +190,8 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
         flat[where] = fresh
         return
-    array = torch_view(value.detach().view(-1)) if is_torch(value) else _array(value)
+    # A subclass may keep two dimensions (a matrix), or ignore what is written (a masked array).
+    array = torch_view(value.detach().view(-1)) if is_torch(value) else np.asarray(_array(value))
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -37,8 +38,16 @@ def grouped(items: Iterable[Item], num_bytes: Callable[[Item], int], max_file_by
     return groups
 
 
-def split(entries: list[Entry], max_file_bytes: float) -> list[list[Entry]]:
-    return grouped(entries, lambda entry: entry.num_bytes, max_file_bytes)
+def split(entries: Iterable[Entry], max_file_bytes: float) -> list[list[Entry]]:
+    """Assign entries to files by a size limit. A file has one box of a tensor at most: its header has names as keys."""
+    rounds: list[list[Entry]] = [[]]
+    seen: Counter[str] = Counter()
+    for entry in entries:
+        if seen[entry.name] == len(rounds):
+            rounds.append([])
+        rounds[seen[entry.name]].append(entry)
+        seen[entry.name] += 1
+    return [group for some in rounds for group in grouped(some, lambda entry: entry.num_bytes, max_file_bytes)]
 
 
 def part_names(stem: str, num_parts: int) -> list[str]:

@@ -97,6 +97,8 @@ def part_bytes(
 ) -> Iterator[bytes | memoryview]:
     """The bytes of one part, piece by piece."""
     specs, owners = {}, {}
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError("one file cannot hold several boxes of a tensor, as sharded trainers publish: use save()")
     for entry in entries:
         for array, kind in entry.parts.items():
             name = f"{entry.name}.{array}"

@@ -1,5 +1,8 @@
 """Publishing: what is committed is what the weights were, whatever fails on the way, and nothing is lost."""
 
+import subprocess
+import sys
+import textwrap
 import threading
 
 import numpy as np
@@ -316,3 +319,30 @@ def test_repr_is_one_line():
         publication = publisher.publish(step=7).wait(PATIENCE)
         assert repr(publisher) == f"Publisher({url!r}, version=0, snapshot='host')"
         assert repr(publication) == "Publication(version=0, step=7, committed)"
+
+
+@pytest.mark.process
+def test_a_forked_process_is_refused():
+    program = """
+        import os, signal, threading
+        import numpy as np
+        from deltawire import Publisher
+        weights = {"w": np.zeros(4, np.float16)}
+        with Publisher("memory:", weights) as publisher:
+            publisher.publish().wait()
+            if os.fork():
+                assert os.wait()[1] == 0
+                weights["w"][0] = 1
+                print(publisher.publish().wait().version)
+            else:
+                signal.alarm(20)
+                threading.Thread(target=publisher._changed.acquire).start()  # as the other thread may have
+                for call in (publisher.publish, publisher.flush):
+                    try:
+                        call()
+                    except ValueError as error:
+                        print(error, flush=True)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    said = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
+    assert done.stdout.splitlines() == [said, said, "1"]

@@ -6,6 +6,7 @@ ranks each has a worker, rank 0 also the leader, and the others follow its comma
 """
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -41,6 +42,7 @@ MOST_TASKS = 8
 # Also calls that are still being staged.
 ALL_CALLS = sys.maxsize
 CLOSED = "this publisher is closed: create a new one to publish again"
+FORKED = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
 
 
 @dataclass(slots=True)
@@ -86,6 +88,8 @@ class BasePublisher:
         self._refused: DeltawireError | None = None
         self._resolved: tuple[int, BaseException | None] = 0, None
         self._closing = False
+        # Its thread does not survive a fork.
+        self._process = os.getpid()
         # Staging one call at a time; the queue has a lock of its own.
         self._turn = threading.Lock()
         self._changed = threading.Condition()
@@ -148,6 +152,7 @@ class BasePublisher:
         if unknown:
             wrong = min(unknown)
             raise TypeError(f"publish() has no option {wrong!r}: call publish(step=..., metadata=..., anchor=...)")
+        self._check_process()
         with self._changed:
             merges = self._coalesces and self._queue_size > 0
             self._changed.wait_for(lambda: merges or len(self._pending) <= self._queue_size or self._closing)
@@ -171,6 +176,11 @@ class BasePublisher:
             finally:
                 self._add(job)
         return publication
+
+    def _check_process(self) -> None:
+        """Refuse a forked process, where nobody would commit; before any lock, which may be held there forever."""
+        if self._process != os.getpid():
+            raise ValueError(FORKED)
 
     def _check_open(self) -> None:
         if self._refused is not None:
@@ -385,6 +395,7 @@ class BasePublisher:
             TimeoutError: It took longer than `timeout`.
             Exception: Why a version failed, if that was not seen yet and no later version has covered it.
         """
+        self._check_process()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_busy, timeout):
                 raise TimeoutError(f"publishing is not finished after {timeout} s: wait longer, or call close()")
@@ -393,8 +404,10 @@ class BasePublisher:
     def close(self) -> None:
         """Commit what is staged, finish skip deltas and anchors, and stop. With several ranks, all of them call this.
 
-        Raises what `flush` raises.
+        Raises what `flush` raises. In a forked process there is nothing to do.
         """
+        if self._process != os.getpid():
+            return
         with self._changed:
             self._closing = True
             self._changed.notify_all()

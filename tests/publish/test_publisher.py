@@ -287,8 +287,9 @@ def test_signed_runs(tmp_path, rng):
 
 def test_wrong_arguments():
     url, weights = fresh_url(), make_weights()
-    for options in ({"when_full": "drop"}, {"anchors": 0}, {"queue_size": -1}, {"encoding": "zip"}):
-        with pytest.raises(ValueError, match=r"when_full|anchors|encoding"):
+    late = {"threads": 0}, {"max_file_bytes": 0}, {"max_file_bytes": "5GB"}, {"scratch": "no such folder"}
+    for options in ({"when_full": "drop"}, {"anchors": 0}, {"queue_size": -1}, {"encoding": "zip"}, *late):
+        with pytest.raises(ValueError, match=r"when_full|anchors|encoding|threads|max_file_bytes|scratch"):
             Publisher(url, weights, **options)
     with pytest.raises(TypeError):
         Publisher(url, 3)
@@ -300,6 +301,23 @@ def test_wrong_arguments():
         publisher.publish()
     with pytest.raises(Conflict, match="holds run one"):
         Publisher(url, weights, run="two")
+
+
+def test_relative_paths_are_those_of_the_constructor(tmp_path, monkeypatch, rng):
+    url, weights = fresh_url(), make_weights()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    with Publisher(url, weights, files=["config.json"], scratch="scratch") as publisher:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        publisher.publish()
+        for _ in range(6):
+            step(weights, rng)
+            publisher.publish()
+        publisher.flush(PATIENCE)
+    assert (publisher._worker.error, publisher._leader.hops.error) == (None, None)
+    assert [each.file for each in publisher.run.manifest(0).hop.extra_files] == ["config.json"]
 
 
 def test_publish_says_how_to_call_it():

@@ -339,6 +339,19 @@ def test_repr_is_one_line():
         assert repr(publication) == "Publication(version=0, step=7, committed)"
 
 
+@pytest.mark.parametrize("call", ["publish", "flush", "close"])
+def test_after_commit_does_not_wait_for_itself(rng, call, caplog):
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights, skips=(2,)) as publisher:
+        publisher.after_commit = lambda version: getattr(publisher, call)()
+        for _ in range(4):
+            publisher.publish()
+            step(weights, rng)
+        publisher.flush(PATIENCE)
+        assert publisher.version == 3
+    assert caplog.text.count("ValueError: after_commit must not call the publisher, which would wait for it") == 4
+
+
 @pytest.mark.process
 def test_a_forked_process_is_refused():
     program = """

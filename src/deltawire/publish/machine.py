@@ -43,6 +43,7 @@ MOST_TASKS = 8
 ALL_CALLS = sys.maxsize
 CLOSED = "this publisher is closed: create a new one to publish again"
 FORKED = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
+WAITS_FOR_ITSELF = "after_commit must not call the publisher, which would wait for it: do so in another thread"
 
 
 @dataclass(slots=True)
@@ -152,7 +153,7 @@ class BasePublisher:
         if unknown:
             wrong = min(unknown)
             raise TypeError(f"publish() has no option {wrong!r}: call publish(step=..., metadata=..., anchor=...)")
-        self._check_process()
+        self._check_caller()
         with self._changed:
             merges = self._coalesces and self._queue_size > 0
             self._changed.wait_for(lambda: merges or len(self._pending) <= self._queue_size or self._closing)
@@ -177,10 +178,15 @@ class BasePublisher:
                 self._add(job)
         return publication
 
-    def _check_process(self) -> None:
-        """Refuse a forked process, where nobody would commit; before any lock, which may be held there forever."""
+    def _check_caller(self) -> None:
+        """Refuse who would wait forever: a forked process, where nobody commits, and the thread that commits.
+
+        Before any lock: in a forked process, it may be held by a thread that is not there.
+        """
         if self._process != os.getpid():
             raise ValueError(FORKED)
+        if threading.current_thread() is self._thread:
+            raise ValueError(WAITS_FOR_ITSELF)
 
     def _check_open(self) -> None:
         if self._refused is not None:
@@ -395,7 +401,7 @@ class BasePublisher:
             TimeoutError: It took longer than `timeout`.
             Exception: Why a version failed, if that was not seen yet and no later version has covered it.
         """
-        self._check_process()
+        self._check_caller()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_busy, timeout):
                 raise TimeoutError(f"publishing is not finished after {timeout} s: wait longer, or call close()")
@@ -408,6 +414,7 @@ class BasePublisher:
         """
         if self._process != os.getpid():
             return
+        self._check_caller()
         with self._changed:
             self._closing = True
             self._changed.notify_all()

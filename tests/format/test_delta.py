@@ -299,6 +299,26 @@ def test_a_shard_cannot_read_context():
         list(delta.patches([old["w"]]))
 
 
+@pytest.mark.parametrize(
+    ("stated", "error", "said"),
+    [
+        ({"version": 1.5}, TypeError, r"a version must be a whole number, not 1.5 \(float\)"),
+        ({"version": True}, TypeError, "not True"),
+        ({"version": -1}, ValueError, "from 0 to 9999999999999999999, not -1"),
+        ({"version": 10**19}, ValueError, "from 0 to"),
+        ({"run": 5}, TypeError, "a run's id must be a string, not int"),
+        ({"run": "\ud800"}, ValueError, "not valid UTF-8"),
+    ],
+)
+def test_what_no_reader_would_accept_is_not_written(stated, error, said, tmp_path):
+    weights = {"w": np.zeros(4, np.float16)}
+    with pytest.raises(error, match=said):
+        deltawire.diff(weights, weights, **stated)
+    with pytest.raises(error, match=said):
+        deltawire.save_anchor(weights, tmp_path / "c.safetensors", **stated)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_diff_of_different_models_is_refused():
     a, b = np.zeros(4, np.uint16), np.zeros((2, 2), np.uint16)
     with pytest.raises(UnknownParameter, match="b is not in the new weights"):

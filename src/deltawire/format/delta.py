@@ -11,7 +11,7 @@ from deltawire.format import parts
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.container import Container, naming
 from deltawire.format.patches import Patch, check_known, decode_entry, decode_part, describe, encode_box, matching
-from deltawire.format.wire import DeltaInfo, Entry, part_bytes
+from deltawire.format.wire import DeltaInfo, Entry, check_stated, part_bytes
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_digest
 from deltawire.tensors.names import Ties, check_names, resolve_ties
@@ -184,7 +184,8 @@ def diff_into(
             tensor=name,
         )
     check_names(names)
-    if not 0 <= base_version < version:
+    check_stated(run, base_version, version)
+    if not base_version < version:
         raise ValueError(f"version must be larger than base_version, but {version} is not larger than {base_version}")
 
     def compare(name: str, workers: Workers) -> tuple[Entry | None, Digest, Digest, int]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -39,15 +38,13 @@ def grouped(items: Iterable[Item], num_bytes: Callable[[Item], int], max_file_by
 
 
 def split(entries: Iterable[Entry], max_file_bytes: float) -> list[list[Entry]]:
-    """Assign entries to files by a size limit. A file has one box of a tensor at most: its header has names as keys."""
-    rounds: list[list[Entry]] = [[]]
-    seen: Counter[str] = Counter()
+    """Assign entries to files by a size limit, in order. A file has one box of a tensor at most: names are its keys."""
+    runs: list[dict[str, Entry]] = [{}]
     for entry in entries:
-        if seen[entry.name] == len(rounds):
-            rounds.append([])
-        rounds[seen[entry.name]].append(entry)
-        seen[entry.name] += 1
-    return [group for some in rounds for group in grouped(some, lambda entry: entry.num_bytes, max_file_bytes)]
+        if entry.name in runs[-1]:
+            runs.append({})
+        runs[-1][entry.name] = entry
+    return [group for run in runs for group in grouped(run.values(), lambda entry: entry.num_bytes, max_file_bytes)]
 
 
 def part_names(stem: str, num_parts: int) -> list[str]:

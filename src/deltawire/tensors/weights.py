@@ -152,7 +152,9 @@ def place(value: Any) -> Place | None:
             return None
         return (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
     if isinstance(value, np.ndarray) and value.size:
-        return (value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+        # Several dtypes of ml_dtypes have the same `str`; the name says nothing of the byte order.
+        dtype = value.dtype.str, value.dtype.name
+        return (value.__array_interface__["data"][0], value.shape, value.strides, dtype)
     return None
 
 

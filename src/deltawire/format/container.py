@@ -75,13 +75,12 @@ class Container:
 
     def _check_same(self, file: IO[bytes]) -> None:
         """Refuse a file that is not the one whose header was read: its tensors lie elsewhere, or are of others."""
-        now = _identity(file)
+        now, where = _identity(file), str(self.source)
         if now == self._stat:
             return
         # Weights may be updated in place, as in a mirror.
-        if read_header(file, os.fstat(file.fileno()).st_size, str(self.source)) != self.header:
-            problem = f"{self.source} was replaced by another file after it was opened: open it again"
-            raise CorruptObject(problem, path=str(self.source))
+        if read_header(file, os.fstat(file.fileno()).st_size, where) != self.header:
+            raise CorruptObject(f"{where} was replaced by another file after it was opened: open it again", path=where)
         self._stat = now
 
 

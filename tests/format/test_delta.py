@@ -245,6 +245,23 @@ def test_shards_encoded_alone_make_one_delta():
         assert same_bits(weights, new)
 
 
+def test_boxes_of_one_tensor_are_saved_in_files_of_their_own(tmp_path):
+    old = {name: np.zeros((4, 4), np.float16) for name in "vw"}
+    new = {name: array + 1 for name, array in old.items()}
+    whole, entries = deltawire.diff(old, new), []
+    for rows in (0, 2):
+        box = Box((4, 4), (rows, 0), (2, 4))
+        for name in old:
+            before, after = (view(name, side[name][box.slices]) for side in (old, new))
+            entries.append(encode_box(name, before.dtype, before.bits, after.bits, box, ["coo"])[0])
+    delta = Delta(whole.info, entries)
+    assert len(delta.save(tmp_path / "d.safetensors")) == 2
+    deltawire.apply(Delta.load(tmp_path / "d.safetensors"), old)
+    assert same_bits(old, new)
+    with pytest.raises(ValueError, match=r"several boxes of a tensor, as sharded trainers publish: use save\(\)"):
+        delta.to_bytes()
+
+
 @pytest.mark.parametrize("encoding", ["gap", "coo", "dense", "mirrorless"])
 def test_a_reader_of_a_shard_takes_only_its_part(encoding):
     """Tensor-parallel readers: each has a slice of the old weights and no more."""
@@ -276,6 +293,30 @@ def test_a_shard_cannot_read_context():
         list(delta.patches(old, boxes={"w": Box.whole((60, 40))}))
     with pytest.raises(ShapeMismatch, match=r"is F16 \[40, 60\], expected F16 \[20, 60\]"):
         list(delta.patches(old, boxes={"w": box}))
+    with pytest.raises(UnknownParameter, match="the delta changes w, which the weights do not have"):
+        list(delta.patches({"v": old["w"]}, boxes={"w": box}))
+    with pytest.raises(TypeError, match=r"expected weights by name .* got list"):
+        list(delta.patches([old["w"]]))
+
+
+@pytest.mark.parametrize(
+    ("stated", "error", "said"),
+    [
+        ({"version": 1.5}, TypeError, r"a version must be a whole number, not 1.5 \(float\)"),
+        ({"version": True}, TypeError, "not True"),
+        ({"version": -1}, ValueError, "from 0 to 9999999999999999999, not -1"),
+        ({"version": 10**19}, ValueError, "from 0 to"),
+        ({"run": 5}, TypeError, "a run's id must be a string, not int"),
+        ({"run": "\ud800"}, ValueError, "not valid UTF-8"),
+    ],
+)
+def test_what_no_reader_would_accept_is_not_written(stated, error, said, tmp_path):
+    weights = {"w": np.zeros(4, np.float16)}
+    with pytest.raises(error, match=said):
+        deltawire.diff(weights, weights, **stated)
+    with pytest.raises(error, match=said):
+        deltawire.save_anchor(weights, tmp_path / "c.safetensors", **stated)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_diff_of_different_models_is_refused():

@@ -147,6 +147,58 @@ def test_a_delta_takes_the_place_of_one_of_other_parts(tmp_path):
     assert len(counts) == 3
 
 
+def test_a_delta_that_was_loaded_is_saved_over_its_own_files(tmp_path):
+    old = {name: np.zeros(500, np.float16) for name in "abcd"}
+    new = {name: np.where(np.arange(500) < size, 1, 0).astype(np.float16) for name, size in zip(
+        "abcd", (110, 100, 100, 300), strict=True)}  # fmt: skip
+    path, delta = tmp_path / "d.safetensors", deltawire.diff(old, new, encoding="coo")
+    first = delta.save(path, max_file_bytes=1300)
+    # The second tensor moves from the first of three files to the second.
+    assert Delta.load(path).save(path, max_file_bytes=1200) == first
+    deltawire.apply(Delta.load(path), old)
+    assert deltawire.digest(old) == delta.digest
+    assert sorted(tmp_path.iterdir()) == first
+
+
+def test_a_delta_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    path, delta = tmp_path / "d.safetensors", deltawire.diff(model(0), model(1), encoding="dense")
+    files = delta.save(path, max_file_bytes=5000)
+    (tmp_path / "other").mkdir()
+    deltawire.diff(model(0), model(2), encoding="dense").save(tmp_path / "other" / "d.safetensors")
+    broken = Delta.load(tmp_path / "other" / "d.safetensors")
+    broken.entries[-1].arrays.data["dense"] = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        broken.save(path, max_file_bytes=5000)
+    assert sorted(each for each in tmp_path.iterdir() if each.is_file()) == files
+    assert Delta.load(path).digest == delta.digest
+
+
+def test_a_file_that_was_replaced_after_it_was_opened_is_not_read(tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_anchor({"a": np.full(10, 1, np.float16), "b": np.full(10, 2, np.float16)}, path)
+    opened = Checkpoint(path)
+    bits = opened["b"].bits
+    os.utime(path, ns=(0, 0))  # as an update in place leaves it
+    assert np.array_equal(opened["b"].bits, bits)
+    save_anchor({"a": np.full(20, 3, np.float16), "b": np.full(10, 4, np.float16)}, path)
+    with pytest.raises(CorruptObject, match="was replaced by another file after it was opened: open it again"):
+        opened["b"]
+    assert np.array_equal(Checkpoint(path)["b"].bits.view(np.float16), np.full(10, 4, np.float16))
+
+
+def test_what_was_opened_by_a_relative_path_is_found_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_anchor(model(0), "c.safetensors")
+    delta = deltawire.diff(model(0), model(1))
+    delta.save("d.safetensors")
+    opened, loaded = Checkpoint("c.safetensors"), Delta.load("d.safetensors")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    weights = dict(opened)
+    deltawire.apply(loaded, weights)
+    assert deltawire.digest(weights) == delta.digest
+
+
 @pytest.mark.parametrize("encoding", ["auto", "mirrorless", "coo", "dense"])
 def test_diff_and_apply_between_checkpoints(folders, encoding):
     old, new = Checkpoint(folders / "old"), Checkpoint(folders / "new.safetensors")

@@ -72,9 +72,15 @@ def test_huge_files_of_a_mirror_and_a_checkpoint(tmp_path):
 
 def test_heartbeats_that_say_odd_things():
     url, _ = make_run(1)
-    for number, text in enumerate((b'{"error": true, "version": []}', b"[]", b"{", b'{"version": 1e400}')):
+    # Numbers that no float can hold, and that have a sum which no float can hold.
+    huge = b'{"pause_seconds": 1%s}' % (b"0" * 400)
+    many = b'{"last_pull": {"fetch_seconds": 1e308, "decode_seconds": 1e308, "apply_seconds": 1e308}}'
+    said = b'{"error": true, "version": []}', b"[]", b"{", b'{"version": 1e400}', huge, many
+    for number, text in enumerate(said):
         open_store(url).put(f"replicas/{number}.json", text)
-    assert [row["error"] for row in told("ls", url)["replicas"]] == ["True", None, None, None]
+    rows = told("ls", url)["replicas"]
+    assert [row["error"] for row in rows] == ["True", *[None] * 5]
+    assert {row["pause_seconds"] for row in rows} == {row["pull_seconds"] for row in rows} == {None}
     assert CliRunner().invoke(main, ["ls", url], catch_exceptions=False).exit_code == 0
 
 

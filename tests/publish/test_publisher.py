@@ -1,5 +1,8 @@
 """Publishing: what is committed is what the weights were, whatever fails on the way, and nothing is lost."""
 
+import subprocess
+import sys
+import textwrap
 import threading
 
 import numpy as np
@@ -284,8 +287,9 @@ def test_signed_runs(tmp_path, rng):
 
 def test_wrong_arguments():
     url, weights = fresh_url(), make_weights()
-    for options in ({"when_full": "drop"}, {"anchors": 0}, {"queue_size": -1}, {"encoding": "zip"}):
-        with pytest.raises(ValueError, match=r"when_full|anchors|encoding"):
+    late = {"threads": 0}, {"max_file_bytes": 0}, {"max_file_bytes": "5GB"}, {"scratch": "no such folder"}
+    for options in ({"when_full": "drop"}, {"anchors": 0}, {"queue_size": -1}, {"encoding": "zip"}, *late):
+        with pytest.raises(ValueError, match=r"when_full|anchors|encoding|threads|max_file_bytes|scratch"):
             Publisher(url, weights, **options)
     with pytest.raises(TypeError):
         Publisher(url, 3)
@@ -297,6 +301,23 @@ def test_wrong_arguments():
         publisher.publish()
     with pytest.raises(Conflict, match="holds run one"):
         Publisher(url, weights, run="two")
+
+
+def test_relative_paths_are_those_of_the_constructor(tmp_path, monkeypatch, rng):
+    url, weights = fresh_url(), make_weights()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    with Publisher(url, weights, files=["config.json"], scratch="scratch") as publisher:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        publisher.publish()
+        for _ in range(6):
+            step(weights, rng)
+            publisher.publish()
+        publisher.flush(PATIENCE)
+    assert (publisher._worker.error, publisher._leader.hops.error) == (None, None)
+    assert [each.file for each in publisher.run.manifest(0).hop.extra_files] == ["config.json"]
 
 
 def test_publish_says_how_to_call_it():
@@ -316,3 +337,43 @@ def test_repr_is_one_line():
         publication = publisher.publish(step=7).wait(PATIENCE)
         assert repr(publisher) == f"Publisher({url!r}, version=0, snapshot='host')"
         assert repr(publication) == "Publication(version=0, step=7, committed)"
+
+
+@pytest.mark.parametrize("call", ["publish", "flush", "close"])
+def test_after_commit_does_not_wait_for_itself(rng, call, caplog):
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights, skips=(2,)) as publisher:
+        publisher.after_commit = lambda version: getattr(publisher, call)()
+        for _ in range(4):
+            publisher.publish()
+            step(weights, rng)
+        publisher.flush(PATIENCE)
+        assert publisher.version == 3
+    assert caplog.text.count("ValueError: after_commit must not call the publisher, which would wait for it") == 4
+
+
+@pytest.mark.process
+def test_a_forked_process_is_refused():
+    program = """
+        import os, signal, threading
+        import numpy as np
+        from deltawire import Publisher
+        weights = {"w": np.zeros(4, np.float16)}
+        with Publisher("memory:", weights) as publisher:
+            publisher.publish().wait()
+            if os.fork():
+                assert os.wait()[1] == 0
+                weights["w"][0] = 1
+                print(publisher.publish().wait().version)
+            else:
+                signal.alarm(20)
+                threading.Thread(target=publisher._changed.acquire).start()  # as the other thread may have
+                for call in (publisher.publish, publisher.flush):
+                    try:
+                        call()
+                    except ValueError as error:
+                        print(error, flush=True)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    said = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
+    assert done.stdout.splitlines() == [said, said, "1"]

@@ -315,6 +315,26 @@ def test_a_store_that_stays_away_costs_no_more_and_more_memory(rng, monkeypatch)
     assert same(pulled(store.url), copy_of(weights))
 
 
+def test_a_run_goes_on_after_a_manifest_that_was_damaged(rng, caplog):
+    url, weights = fresh_url(), make_weights()
+    with Publisher(url, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        step(weights, rng)
+        publisher.publish().wait(PATIENCE)
+    store = publisher.run.store
+    data = bytearray(store.get("manifests/00000001.json"))
+    data[200] ^= 1
+    store.put("manifests/00000001.json", bytes(data))
+    with Publisher(url, weights) as publisher:
+        assert (publisher.version, publisher.resumed) == (1, False)
+        assert publisher.publish().wait(PATIENCE).version == 2
+        step(weights, rng)
+        publisher.publish()
+    assert "the manifest of version 1 is damaged, so the next version is an anchor" in caplog.text
+    assert [publisher.run.manifest(version).hop.base for version in (2, 3)] == [None, 2]
+    assert same(pulled(url), copy_of(weights))
+
+
 def test_upkeep_that_fails_does_no_harm(rng):
     store, weights = Hooked(fresh_url()), make_weights()
 
@@ -401,6 +421,19 @@ def test_a_failure_that_was_seen_is_not_raised_again():
                     publications[-1].wait()
             else:
                 assert publications[-1].error is not None
+
+
+def test_a_failure_after_one_that_was_seen_is_raised():
+    store, fail = broken_store(fresh_url())
+    publisher = Publisher(store, make_weights())
+    publisher.publish().wait(PATIENCE)
+    store.before = fail
+    with pytest.raises(StoreUnavailable):
+        publisher.publish().wait(PATIENCE)
+    publisher.publish()
+    with pytest.raises(StoreUnavailable, match="gone"):
+        publisher.close()
+    publisher.close()  # raised once
 
 
 def test_a_failure_that_a_later_version_covers_is_not_raised(rng):

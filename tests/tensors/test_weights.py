@@ -1,5 +1,6 @@
 """Numpy and torch seen as bits: what is viewed without a copy, what is refused, and in which words."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -286,6 +287,8 @@ def test_a_dtensor_is_known_by_its_object(mesh):
     "make",
     [
         lambda: np.zeros((2, 3), np.float32),
+        lambda: np.zeros((2, 3), np.float32).view(np.matrix),
+        lambda: np.ma.array(np.zeros((2, 3), np.float32), mask=True, hard_mask=True),
         lambda: torch.zeros(2, 3),
         lambda: torch.nn.Parameter(torch.zeros(2, 3)),
         lambda: Tensor(DTYPES["F32"], (2, 3), np.zeros(6, np.uint32)),
@@ -337,7 +340,8 @@ def test_what_tells_two_tensors_apart():
     others = [
         flat[1:], flat.view(2, 2), flat.view(2, 2).t(), flat.view(torch.int32), torch._neg_view(flat), flat.clone(),
         flat.numpy(), flat.numpy().reshape(2, 2), flat.numpy().reshape(2, 2).T, flat.numpy().view(np.int32),
-        flat.numpy()[1:],
+        flat.numpy()[1:], flat.numpy().view(np.dtype(np.float32).newbyteorder()),
+        flat.numpy().view(ml_dtypes.float8_e4m3fn), flat.numpy().view(ml_dtypes.float8_e8m0fnu),
     ]  # fmt: skip
     assert len({place(each) for each in same}) == 1
     assert len({place(each) for each in [flat, *others]}) == 1 + len(others)

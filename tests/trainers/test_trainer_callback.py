@@ -1,5 +1,6 @@
 """The callback in a real Trainer: a tiny Qwen3, real optimizer steps at an RL learning rate."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from deltawire import Publisher, Replica
-from deltawire.errors import StoreUnavailable, UnsupportedPlacement
+from deltawire.errors import ShapeMismatch, StoreUnavailable, UnsupportedPlacement
 from deltawire.publish.sources import check_whole, module_source
 from support.chains import Hooked
 from support.processes import gathered, once, run_ranks, same_bits
@@ -185,6 +186,22 @@ def test_training_that_starts_again_after_a_version_that_failed(tmp_path):
     assert callback.publisher.num_failed == 0
     with Replica(tmp_path / "run", {}) as replica:
         assert replica.pull().version == callback.publisher.version
+
+
+def test_a_last_version_that_is_refused_does_not_take_those_before_with_it(tmp_path):
+    from deltawire.trainers.transformers import DeltawireCallback
+
+    callback, model = DeltawireCallback(tmp_path / "run", every=10), make_model()
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, epoch=0.0, log_history=[])
+    callback.on_train_begin(None, state, None, model=model)
+    files = Path(callback._folder.name)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(3))
+    state.global_step = 1
+    with pytest.raises(ShapeMismatch, match="norm"):
+        callback.on_train_end(None, state, None)
+    assert callback.publisher.version == 0
+    assert not callback.publisher._thread.is_alive()
+    assert not files.exists()
 
 
 def test_a_restarted_training_takes_up_its_run(tmp_path):

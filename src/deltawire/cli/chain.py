@@ -40,7 +40,8 @@ def ls_command(url: str, limit: int, public_key: str | None) -> None:
     from deltawire.run.fleet import version_row
     from deltawire.run.uploads import find_uploads
 
-    store, log = places(url)
+    with terminal.speaking_errors(url):
+        store, log = places(url)
     with options.open_run(store, public_key) as run:
         now, extra, found = time.time(), extra_hops(run), find_uploads(run.store)
         versions = sorted(extra)
@@ -267,7 +268,8 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
     on a terminal; otherwise it is printed again on every change, or as one line of JSON with --format json.
     """
     options.only_with("--watch", watch, "poll")
-    store, log = places(url)
+    with terminal.speaking_errors(url):
+        store, log = places(url)
     with options.open_run(store, public_key) as run:
         data = {**fleet(run, url, log), "store": stored(run)}
         if not watch:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def verify_command(
     are checked; with --mirror, a folder is compared with the version that it holds, or with --version.
     """
     # The URL of a run, or a folder that holds one.
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target) or (Path(target) / "run.json").is_file():
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", target) or isfile(Path(target) / "run.json"):
         if base is not None or expected is not None:
             raise click.UsageError("--base and --digest need a file, but TARGET is a run")
         from deltawire.cli.upkeep import audit_run, compare_mirror

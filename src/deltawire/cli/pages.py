@@ -3,6 +3,7 @@
 import json
 import signal
 from contextlib import suppress
+from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -85,9 +86,10 @@ def places(url: str, events: Path | None = None) -> "tuple[str, EventLog | None]
     if parts.scheme in ("", "file"):
         folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
         found = folder.absolute().parent / "events.jsonl"
-        if (folder / "events.jsonl").is_file() and not (folder / "run.json").exists():
+        # Not with Path, which raises where a name is too long: the store will say so.
+        if isfile(folder / "events.jsonl") and not exists(folder / "run.json"):
             url, found = str(folder / "store"), folder / "events.jsonl"
-        events = events or (found if found.is_file() else None)
+        events = events or (found if isfile(found) else None)
     return url, None if events is None else EventLog(events)
 
 

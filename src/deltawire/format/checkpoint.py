@@ -10,7 +10,7 @@ from deltawire.disk import read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
 from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes, naming, replacing, temp_path
 from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
-from deltawire.format.wire import metadata_fields, read_number, read_tied
+from deltawire.format.wire import check_stated, metadata_fields, read_number, read_tied
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
 from deltawire.tensors.names import PREFIX, Ties, check_names, resolve_ties
@@ -161,6 +161,7 @@ def save_anchor(
     Raises:
         Conflict: The folder exists already and is not empty.
     """
+    check_stated(run, version)
     path, weights = Path(path), mapping_of(weights)
     tied = resolve_ties(tied or {}, weights)
     check_names(weights)

@@ -50,7 +50,10 @@ class Container:
     def __init__(self, source: Path | bytes) -> None:
         self.source = source
         if isinstance(source, Path):
+            # The program may change its folder before it reads.
+            self._path = source.absolute()
             with open_regular(source) as file:
+                self._stat = _identity(file)
                 self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
         else:
             self.header = read_header(BytesIO(source), len(source), "the bytes")
@@ -63,11 +66,27 @@ class Container:
         if not isinstance(self.source, Path):
             return np.frombuffer(self.source, np.uint8, slot.stop - slot.start, start).copy().view(kind)
         array = empty_bits(slot.shape, DTYPES[slot.dtype], name)
-        with open_regular(self.source) as file:
+        with open_regular(self._path) as file:
+            self._check_same(file)
             file.seek(start)
             if file.readinto(raw(array)) != array.nbytes:
                 raise CorruptObject(f"{self.source} became shorter while it was being read", path=str(self.source))
         return array
+
+    def _check_same(self, file: IO[bytes]) -> None:
+        """Refuse a file that is not the one whose header was read: its tensors lie elsewhere, or are of others."""
+        now, where = _identity(file), str(self.source)
+        if now == self._stat:
+            return
+        # Weights may be updated in place, as in a mirror.
+        if read_header(file, os.fstat(file.fileno()).st_size, where) != self.header:
+            raise CorruptObject(f"{where} was replaced by another file after it was opened: open it again", path=where)
+        self._stat = now
+
+
+def _identity(file: IO[bytes]) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read_header(file: IO[bytes], size: int, where: str) -> Header:
@@ -183,17 +202,24 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: it appears at `path`, synced to disk, if the block succeeds; otherwise nothing does."""
     temporary = temp_path(path)
     try:
-        # Opened like any new file, so that the umask applies.
-        with naming(path):
-            file = temporary.open("xb")
-        with file:
+        with writing(temporary, path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def writing(temporary: Path, path: Path) -> Iterator[BinaryIO]:
+    """Write a new file that is to replace `path`, and sync it to disk."""
+    # Opened like any new file, so that the umask applies.
+    with naming(path):
+        file = temporary.open("xb")
+    with file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format import parts
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.container import Container, naming
-from deltawire.format.patches import Patch, decode_entry, decode_part, describe, encode_box, matching
-from deltawire.format.wire import DeltaInfo, Entry, part_bytes
+from deltawire.format.patches import Patch, check_known, decode_entry, decode_part, describe, encode_box, matching
+from deltawire.format.wire import DeltaInfo, Entry, check_stated, part_bytes
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion, tensor_digest
 from deltawire.tensors.names import Ties, check_names, resolve_ties
@@ -77,10 +77,12 @@ class Delta:
             ShapeMismatch: A tensor has another shape or dtype than in the delta.
             ValueError: An encoding needs weights that were not given.
         """
-        base = None if weights is None else Viewed(weights, dtype)
+        base = None if weights is None else Viewed(mapping_of(weights), dtype)
 
         def decode_one(entry: Entry, workers: Workers) -> Patch | None:
             if boxes is not None and entry.name in boxes:
+                if base is not None:
+                    check_known(entry, base)
                 return decode_part(entry, boxes[entry.name], None if base is None else base[entry.name], workers)
             return decode_entry(entry, None if base is None else matching(entry, base), workers)
 
@@ -90,7 +92,7 @@ class Delta:
                     yield patch
 
     def to_bytes(self) -> bytes:
-        """The delta as one safetensors file."""
+        """The delta as one safetensors file; ValueError if it has several boxes of a tensor, which `save` can write."""
         return b"".join(part_bytes(self.info, self.entries))
 
     @classmethod
@@ -182,7 +184,8 @@ def diff_into(
             tensor=name,
         )
     check_names(names)
-    if not 0 <= base_version < version:
+    check_stated(run, base_version, version)
+    if not base_version < version:
         raise ValueError(f"version must be larger than base_version, but {version} is not larger than {base_version}")
 
     def compare(name: str, workers: Workers) -> tuple[Entry | None, Digest, Digest, int]:

@@ -12,7 +12,7 @@ from typing import IO, TypeVar
 import numpy as np
 
 from deltawire.errors import CorruptObject, FormatError, ObjectMissing
-from deltawire.format.container import Container, raw, replacing
+from deltawire.format.container import Container, raw, temp_path, writing
 from deltawire.format.wire import DeltaInfo, Entry, LazyArrays, part_bytes, read_part
 from deltawire.tensors.dtypes import Bits
 from deltawire.tensors.names import PREFIX
@@ -37,8 +37,14 @@ def grouped(items: Iterable[Item], num_bytes: Callable[[Item], int], max_file_by
     return groups
 
 
-def split(entries: list[Entry], max_file_bytes: float) -> list[list[Entry]]:
-    return grouped(entries, lambda entry: entry.num_bytes, max_file_bytes)
+def split(entries: Iterable[Entry], max_file_bytes: float) -> list[list[Entry]]:
+    """Assign entries to files by a size limit, in order. A file has one box of a tensor at most: names are its keys."""
+    runs: list[dict[str, Entry]] = [{}]
+    for entry in entries:
+        if entry.name in runs[-1]:
+            runs.append({})
+        runs[-1][entry.name] = entry
+    return [group for run in runs for group in grouped(run.values(), lambda entry: entry.num_bytes, max_file_bytes)]
 
 
 def part_names(stem: str, num_parts: int) -> list[str]:
@@ -48,14 +54,23 @@ def part_names(stem: str, num_parts: int) -> list[str]:
 
 
 def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int) -> list[Path]:
-    """Write the files of a delta, each atomically, in place of one that was saved there; returns their paths."""
+    """Write the files of a delta in place of one that was saved there, once all are written; returns their paths."""
     groups = split(entries, max_file_bytes)
     paths, stem = [path], path.name.removesuffix(".safetensors")
     if len(groups) > 1:
         paths = [path.with_name(name) for name in part_names(stem, len(groups))]
-    for number, (group, target) in enumerate(zip(groups, paths, strict=True), 1):
-        with replacing(target) as file:
-            file.writelines(part_bytes(info, group, number, len(groups)))
+    # Entries may be read from the very files that are replaced.
+    temporary = {target: temp_path(target) for target in paths}
+    try:
+        for number, (group, target) in enumerate(zip(groups, paths, strict=True), 1):
+            with writing(temporary[target], target) as file:
+                file.writelines(part_bytes(info, group, number, len(groups)))
+        for target, written in temporary.items():
+            written.replace(target)
+    except BaseException:
+        for written in temporary.values():
+            written.unlink(missing_ok=True)
+        raise
     # Of more or fewer parts, it would be loaded instead of this one, or together with it.
     for other in {path, *_parts_of(stem, path.parent)}.difference(paths):
         with suppress(FormatError):

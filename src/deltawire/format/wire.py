@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, SupportsIndex
 
 from deltawire.codec import DENSE, ENCODINGS
 from deltawire.codec.encoding import Arrays, Encoded
@@ -21,7 +21,7 @@ from deltawire.format.container import Container, file_bytes, no_duplicates
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.dtypes import DTYPES, Bits, DType, dtype_named
-from deltawire.tensors.names import PREFIX, Ties, check_names, check_ties
+from deltawire.tensors.names import PREFIX, Ties, check_names, check_ties, is_text
 
 FORMAT_VERSION = 1
 MOST_PARTS = 100_000
@@ -97,6 +97,8 @@ def part_bytes(
 ) -> Iterator[bytes | memoryview]:
     """The bytes of one part, piece by piece."""
     specs, owners = {}, {}
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError("one file cannot hold several boxes of a tensor, as sharded trainers publish: use save()")
     for entry in entries:
         for array, kind in entry.parts.items():
             name = f"{entry.name}.{array}"
@@ -145,6 +147,19 @@ class LazyArrays(UserDict[str, Any]):
 
     def __getitem__(self, part: str) -> Bits:
         return self.data[part]()  # type: ignore[no-any-return]
+
+
+def check_stated(run: Any, *versions: Any) -> None:
+    """Refuse an id of a run, and versions, that no reader of a header would accept."""
+    if not isinstance(run, str):
+        raise TypeError(f"a run's id must be a string, not {type(run).__name__}")
+    if not is_text(run):
+        raise ValueError(f"{run[:80]!r} cannot be a run's id, since it is not valid UTF-8")
+    for version in versions:
+        if isinstance(version, bool) or not isinstance(version, SupportsIndex):
+            raise TypeError(f"a version must be a whole number, not {version!r} ({type(version).__name__})")
+        if not _NUMBER.fullmatch(str(version)):
+            raise ValueError(f"a version must be a number from 0 to {10**19 - 1}, not {version}")
 
 
 def metadata_fields(kind: str, tied: Ties, **fields: str) -> dict[str, str]:

@@ -19,7 +19,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from deltawire.errors import BaseMismatch, ChainError, DeltawireError, RankFailed, ShapeMismatch, UnsupportedPlacement
+from deltawire.errors import (
+    BaseMismatch,
+    ChainError,
+    CorruptObject,
+    DeltawireError,
+    RankFailed,
+    ShapeMismatch,
+    UnsupportedPlacement,
+)
 from deltawire.format.checkpoint import anchor_info, group_specs, name_shards
 from deltawire.format.wire import DeltaInfo
 from deltawire.publish import upload
@@ -132,7 +140,14 @@ class Leader:
         answers = self._round("resume", has_version=self.version is not None)
         if self.version is None:
             return
-        manifest = self._run.manifest(self.version)
+        try:
+            manifest = self._run.manifest(self.version)
+        except CorruptObject as error:
+            # Nobody can read the version: the next one does without it.
+            said = "the manifest of version %s is damaged, so the next version is an anchor: %s"
+            log.warning(said, self.version, error)
+            self._worker.start_over()
+            return
         self.hops.note(*manifest.route, manifest.hop)
         self.take_files(self.hops.route(self.version))
         model, state = add_up(answers)

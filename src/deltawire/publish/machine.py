@@ -6,6 +6,7 @@ ranks each has a worker, rank 0 also the leader, and the others follow its comma
 """
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -41,6 +42,8 @@ MOST_TASKS = 8
 # Also calls that are still being staged.
 ALL_CALLS = sys.maxsize
 CLOSED = "this publisher is closed: create a new one to publish again"
+FORKED = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
+WAITS_FOR_ITSELF = "after_commit must not call the publisher, which would wait for it: do so in another thread"
 
 
 @dataclass(slots=True)
@@ -86,6 +89,8 @@ class BasePublisher:
         self._refused: DeltawireError | None = None
         self._resolved: tuple[int, BaseException | None] = 0, None
         self._closing = False
+        # Its thread does not survive a fork.
+        self._process = os.getpid()
         # Staging one call at a time; the queue has a lock of its own.
         self._turn = threading.Lock()
         self._changed = threading.Condition()
@@ -148,6 +153,7 @@ class BasePublisher:
         if unknown:
             wrong = min(unknown)
             raise TypeError(f"publish() has no option {wrong!r}: call publish(step=..., metadata=..., anchor=...)")
+        self._check_caller()
         with self._changed:
             merges = self._coalesces and self._queue_size > 0
             self._changed.wait_for(lambda: merges or len(self._pending) <= self._queue_size or self._closing)
@@ -171,6 +177,16 @@ class BasePublisher:
             finally:
                 self._add(job)
         return publication
+
+    def _check_caller(self) -> None:
+        """Refuse who would wait forever: a forked process, where nobody commits, and the thread that commits.
+
+        Before any lock: in a forked process, it may be held by a thread that is not there.
+        """
+        if self._process != os.getpid():
+            raise ValueError(FORKED)
+        if threading.current_thread() is self._thread:
+            raise ValueError(WAITS_FOR_ITSELF)
 
     def _check_open(self) -> None:
         if self._refused is not None:
@@ -385,6 +401,7 @@ class BasePublisher:
             TimeoutError: It took longer than `timeout`.
             Exception: Why a version failed, if that was not seen yet and no later version has covered it.
         """
+        self._check_caller()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_busy, timeout):
                 raise TimeoutError(f"publishing is not finished after {timeout} s: wait longer, or call close()")
@@ -393,8 +410,11 @@ class BasePublisher:
     def close(self) -> None:
         """Commit what is staged, finish skip deltas and anchors, and stop. With several ranks, all of them call this.
 
-        Raises what `flush` raises.
+        Raises what `flush` raises. In a forked process there is nothing to do.
         """
+        if self._process != os.getpid():
+            return
+        self._check_caller()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -408,9 +428,12 @@ class BasePublisher:
     def _raise_failure(self) -> None:
         """Raise a failure that nobody has seen, once."""
         with self._changed:
-            failures, self._failures = [each for _, each in self._failures], []
-        if failures and not any(each._is_seen for each in failures) and failures[0].error is not None:
-            raise failures[0].error
+            failures, self._failures = self._failures, []
+        # Who has seen that one failed knows it of those before, but not of later ones.
+        seen = max((call for call, each in failures if each._is_seen), default=-1)
+        for error in (each.error for call, each in failures if call > seen):
+            if error is not None:
+                raise error
 
     def attach(self, optimizer: Any, *, every: int = 1) -> Any:
         """Publish after every `every`-th step of a torch optimizer; steps are counted from 1.

@@ -55,8 +55,8 @@ class Publisher(BasePublisher):
             the anchor is written, using a copy of its weights in `scratch`. None: no such deltas, and no copy.
         sign_with: The file with the private key from `deltawire keygen`.
         snapshot: Where the snapshot is kept: `device`, `host`, or `None`: on the GPU if the weights are there.
-        scratch: A folder for the anchor's weights and the changed bits of recent versions; by default the system's
-            temporary folder.
+        scratch: An existing folder for the anchor's weights and the changed bits of recent versions; by default the
+            system's temporary folder.
         check_share: The share of time that may be spent on hashing live weights again, without the snapshot; 0: none.
         max_file_bytes: Deltas and checkpoints larger than this are split into several files.
         threads: Threads for one operation; all cores by default.
@@ -106,7 +106,7 @@ class Publisher(BasePublisher):
         own, alone = own_run(store, sign_with), Alone()
         first, reference = now if base is None or isinstance(base, str | Path) else base, None
         if isinstance(base, str | Path) and own.latest() is None:
-            reference = hold_reference(self, base, scratch)
+            reference = hold_reference(self, base, settings.scratch)
             first = base_weights(reference, source.take(None, now))
         worker = Worker(source, own.store, alone, settings, first)
         super().__init__(

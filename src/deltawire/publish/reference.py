@@ -48,7 +48,8 @@ def hold_reference(owner: Any, place: str | Path, scratch: Path | None) -> Refer
 
 def files_of(weights: Any) -> list[Path]:
     """The extra files next to a checkpoint that is published."""
-    return [file for file in weights.other_files() if is_worth_sending(file)] if isinstance(weights, Checkpoint) else []
+    others = weights.other_files() if isinstance(weights, Checkpoint) else []
+    return [file.absolute() for file in others if is_worth_sending(file)]
 
 
 def open_reference(place: str | Path, folder: Path) -> Reference:

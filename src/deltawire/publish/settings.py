@@ -36,6 +36,11 @@ class Settings:
         check_skips(self.skips, self.most_deltas)
         if self.snapshot not in SNAPSHOTS:
             raise ValueError(f"snapshot must be 'device', 'host' or None, not {self.snapshot!r}")
-        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
-            raise ValueError(f"max_file_bytes must be a number of bytes, not {self.max_file_bytes!r}")
+        if not isinstance(self.max_file_bytes, int | float) or not self.max_file_bytes > 0:
+            raise ValueError(f"max_file_bytes must be a number of bytes, more than 0, not {self.max_file_bytes!r}")
         check_threads(self.threads)
+        if self.scratch is not None:
+            # The program may change its folder before files are written there.
+            object.__setattr__(self, "scratch", Path(self.scratch).absolute())
+            if not self.scratch.is_dir():
+                raise ValueError(f"scratch must be a folder that exists, unlike {self.scratch}: create it first")

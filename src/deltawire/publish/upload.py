@@ -135,7 +135,8 @@ def check_files(files: Sequence[str | Path]) -> list[Path]:
             raise ValueError(f"two files are called {path.name}, and an anchor is one folder: rename one")
     if len(paths) > MOST_FILES:
         raise ValueError(f"{len(paths)} extra files are too many: list at most {MOST_FILES}")
-    return paths
+    # They are read when an anchor is written, and the program may change its folder before.
+    return [path.absolute() for path in paths]
 
 
 def is_worth_sending(file: Path) -> bool:

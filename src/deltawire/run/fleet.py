@@ -58,7 +58,7 @@ def replica_row(name: str, fields: Mapping[str, Any] | None, age_seconds: float,
         "lag": None if version is None or latest is None else max(latest - version, 0),
         "pause_seconds": number(beat.get("pause_seconds")),
         "served_seconds": number(pull.get("served_seconds")),
-        "pull_seconds": None if None in times else sum(filter(None, times)),
+        "pull_seconds": None if None in times else number(sum(filter(None, times))),
         "age_seconds": age_seconds,
         "error": str(beat["error"]) if beat.get("error") else None,
     }
@@ -86,7 +86,9 @@ def printable(value: Any) -> str:
 
 
 def number(value: Any) -> float | None:
-    return value if type(value) in (int, float) and isfinite(value) else None
+    # An int may be too large for a float.
+    is_number = type(value) is float or (type(value) is int and abs(value) < 1 << 63)
+    return value if is_number and isfinite(value) else None
 
 
 def count(value: Any) -> int | None:

@@ -28,22 +28,23 @@ class Heartbeat:
         self.name = name or f"{host}-{os.getpid()}-{token_hex(2)}"
         self._key = replica_key(self.name)
         self._run, self._every = run, every_seconds
-        self._last = 0.0
+        self._due = 0.0
         # Of a write in one thread and the removal in another, the removal comes last.
         self._lock = threading.RLock()
         self._written = False
 
     def beat(self, status: Mapping[str, Any], *, at_once: bool) -> None:
         """Write the status: at once, or only if the interval has elapsed."""
-        now = time.time()
-        if not at_once and self._every is not None and now - self._last < self._every:
+        # A clock that is set back must not silence a replica: clean-up would take it for dead.
+        now = time.monotonic()
+        if not at_once and now < self._due:
             return
-        self._last = now
+        self._due = now + (self._every or 0.0)
         with self._lock, suppress(DeltawireError):
             if self._every is None:
                 return
             sender = {"name": self.name, "run": self._run.id, "host": socket.gethostname(), "pid": os.getpid()}
-            self._run.store.put(self._key, json.dumps({**sender, "time": now, **status}).encode())
+            self._run.store.put(self._key, json.dumps({**sender, "time": time.time(), **status}).encode())
             self._written = True
 
     def remove(self) -> None:

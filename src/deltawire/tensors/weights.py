@@ -152,7 +152,9 @@ def place(value: Any) -> Place | None:
             return None
         return (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype, value.is_neg())
     if isinstance(value, np.ndarray) and value.size:
-        return (value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str)
+        # Several dtypes of ml_dtypes have the same `str`; the name says nothing of the byte order.
+        dtype = value.dtype.str, value.dtype.name
+        return (value.__array_interface__["data"][0], value.shape, value.strides, dtype)
     return None
 
 
@@ -190,7 +192,8 @@ def write(value: Any, positions: Positions | slice, bits: Bits) -> None:
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions).to(value.device)
         flat[where] = fresh
         return
-    array = torch_view(value.detach().view(-1)) if is_torch(value) else _array(value)
+    # A subclass may keep two dimensions (a matrix), or ignore what is written (a masked array).
+    array = torch_view(value.detach().view(-1)) if is_torch(value) else np.asarray(_array(value))
     array.reshape(-1).view(bits.dtype)[positions] = bits
 
 

@@ -91,8 +91,14 @@ class DeltawireCallback(NumbersCallback):
             self._publish(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.last is None or self.last.step != state.global_step:
-            self._publish(state)
+        try:
+            if self.last is None or self.last.step != state.global_step:
+                self._publish(state)
+        except BaseException:
+            # What was published before is committed; the error that ended it goes first.
+            with suppress(Exception):
+                self._close()
+            raise
         self._close()
 
     def _close(self) -> None:

@@ -51,7 +51,7 @@ class ShardedPublisher(BasePublisher):
             the anchor is written, using a copy of its weights in `scratch`. None: no such deltas, and no copy.
         sign_with: The file with the private key from `deltawire keygen`; only rank 0 reads it.
         snapshot: Where the snapshot is kept: `device`, `host`, or `None`: on the GPU if the module is there.
-        scratch: A folder for the changed bits of recent versions; by default the system's temporary folder.
+        scratch: An existing folder for the changed bits of recent versions; by default the system's temporary folder.
         check_share: The share of the time between two versions that may be spent on hashing live weights again.
         max_file_bytes: Deltas and checkpoints larger than this are split into several files.
         threads: Threads for one operation on a rank; all cores by default.
@@ -105,7 +105,7 @@ class ShardedPublisher(BasePublisher):
         own = own_run(store, sign_with if ranks.rank == 0 else None)
         read = sharded_source(model, has_plain=ranks.rank == 0, dtype=dtype, frozen=frozen)
         worker = ShardWorker(Source(read), own.store, ranks, settings)
-        reference = None if base is None else partial(hold_reference, self, base, scratch)
+        reference = None if base is None else partial(hold_reference, self, base, settings.scratch)
         super().__init__(own, run, ranks, worker, settings, partial(check_files, files), reference=reference)
 
     def _start(self, name: str | None) -> None:

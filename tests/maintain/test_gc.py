@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deltawire import Publisher, Replica
-from deltawire.errors import ObjectMissing
+from deltawire.errors import Conflict, ObjectMissing
 from deltawire.maintain.audit import audit
 from deltawire.maintain.compact import compact, missing_hops
 from deltawire.maintain.gc import collect, plan_gc
@@ -255,6 +255,24 @@ def test_a_kill_between_an_anchors_objects_and_its_document():
     assert [(each.key, each.why) for each in found.removals] == [(half, "abandoned upload")]
     collect(Run(url), found.removals)
     assert reachable_versions(url, states) == set(range(6))
+
+
+def test_a_clock_that_is_ahead_deletes_nothing(monkeypatch):
+    """By it, an upload in progress is older than its grace."""
+    url, states = make_run(12, anchors=4)
+    store, orphan = open_store(url), orphan_of(url, "deltas/")
+    before = {stat.key for stat in store.list()}
+    with monkeypatch.context() as ahead:
+        now = time.time
+        ahead.setattr(time, "time", lambda: now() + 7200)
+        found = plan_gc(Run(url), keep_anchors=1)
+        assert orphan in {each.key for each in found.removals}
+        with pytest.raises(Conflict, match="7200 s ahead"):
+            collect(Run(url), found.removals)
+    assert {stat.key for stat in store.list()} == before | {"latest.json"}
+    collect(Run(url), plan_gc(Run(url), keep_anchors=1).removals)
+    assert store.stat(orphan)
+    assert reachable_versions(url, states) == set(range(8, 12))
 
 
 @pytest.mark.parametrize("kind", ["deltas/", "anchors/"])

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from deltawire.errors import ChainError, FormatError, MismatchError, ObjectMissing
+from deltawire.errors import ChainError, Conflict, FormatError, MismatchError, ObjectMissing
 from deltawire.run.heartbeat import LIVE_SECONDS, read_heartbeats
-from deltawire.run.keys import ANCHORS, DELTAS, MANIFESTS, REPLICAS, read_document_key, read_object_key
+from deltawire.run.keys import ANCHORS, DELTAS, LATEST_KEY, MANIFESTS, REPLICAS, read_document_key, read_object_key
 from deltawire.run.manifest import StoredHop
 from deltawire.run.plain import json_fields
 from deltawire.run.planner import cheapest_route, entries
@@ -26,6 +26,8 @@ from deltawire.store import Stat
 # Objects without a document may belong to a publish in progress, if any of their version's is younger: a large anchor
 # is uploaded for hours.
 GRACE_SECONDS = 3600.0
+# Ages are the difference of two clocks.
+MOST_AHEAD_SECONDS = 600.0
 PARALLEL = 8
 
 GIVEN_UP = "abandoned upload"
@@ -109,13 +111,28 @@ def plan_gc(
 
 
 def collect(run: Run, removals: Iterable[Removal]) -> None:
-    """Delete what `plan_gc` found, documents first: after a crash the next plan finds the rest."""
+    """Delete what `plan_gc` found, documents first: after a crash the next plan finds the rest.
+
+    Raises Conflict, before anything is deleted, if this machine's clock is ahead of the store's.
+    """
     keys = [removal.key for removal in removals]
-    documents = [key for key in keys if key.startswith(MANIFESTS)]
-    if documents:
+    if keys and run.latest() is not None:
         run.write_hint()
+        _check_clock(run)
+    documents = [key for key in keys if key.startswith(MANIFESTS)]
     run.store.delete(documents)
     run.store.delete(key for key in keys if not key.startswith(MANIFESTS))
+
+
+def _check_clock(run: Run) -> None:
+    """Refuse a clock by which uploads in progress look abandoned, and live replicas dead."""
+    ahead = time.time() - run.store.stat(LATEST_KEY).modified
+    if ahead > MOST_AHEAD_SECONDS:
+        raise Conflict(
+            f"nothing was deleted: the clock of this machine is {ahead:.0f} s ahead of that of {run.store.url}, so "
+            "uploads in progress look abandoned: set the clock and try again",
+            url=run.store.url,
+        )
 
 
 def _read_hops(run: Run, documents: Sequence[Stat]) -> Hops:

@@ -36,7 +36,7 @@ class Settings:
         check_skips(self.skips, self.most_deltas)
         if self.snapshot not in SNAPSHOTS:
             raise ValueError(f"snapshot must be 'device', 'host' or None, not {self.snapshot!r}")
-        if not isinstance(self.max_file_bytes, int | float) or not self.max_file_bytes > 0:
+        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
             raise ValueError(f"max_file_bytes must be a number of bytes, more than 0, not {self.max_file_bytes!r}")
         check_threads(self.threads)
         if self.scratch is not None:

@@ -1,14 +1,17 @@
 """What a vLLM server computes with is what it says: nothing of it is left as it was, and no copy stays behind."""
 
 import re
+from contextlib import ExitStack
 from types import MethodType, SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
 from deltawire.engines.prove import ALIVE, DEAD, UNTOLD, prove
+from deltawire.engines.token import engine_token
 from deltawire.engines.vllm.probe import VllmProbe
-from deltawire.errors import EngineRejected
+from deltawire.errors import EngineBroken, EngineRejected
 from support.command_line import run, told
 from support.vllm_models import ARCHITECTURES
 from support.vllm_server import FAULTY, PROMPTS, Trainer, following, serving
@@ -38,6 +41,14 @@ def proven(server):
 
 def ask(server, method, *arguments):
     server.client.post("/collective_rpc", json={"method": method, "args": arguments}).raise_for_status()
+
+
+def held(server):
+    """What the processes of a server that answer requests say: each connection is to one of them."""
+    options = {"headers": {"Authorization": f"Bearer {engine_token()}"}, "timeout": 60, "trust_env": False}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client(base_url=server.url, **options)) for _ in range(32)]
+        return {client.post("/deltawire/status").raise_for_status().json()["held"] for client in clients}
 
 
 def test_a_run_that_lacks_what_the_server_has_is_refused(tmp_path, vllm_pool, fault):
@@ -236,6 +247,15 @@ def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool, fault):
             expected = trainer.expected[version]
             others = {name.replace("dp0:", "dp1:"): each for name, each in expected.items()}
             assert server.checksums() == {**expected, **others}
+        version = trainer.publish()
+        ask(server, "fail", {"rank": 1, "writes": 2, "undos": 2})
+        with pytest.raises(EngineBroken):
+            replica.pull()
+        assert held(server) == {True}
+        replica.pull()
+        assert held(server) == {False}
+        assert replica.version == version
+        assert not server.client.get("/is_paused").json()["is_paused"]
         ask(server, "mumble")
         with pytest.raises(EngineRejected, match="rank 0: TypeError: Object of type set is not JSON"):
             engine.digest()

@@ -58,6 +58,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._left_out: list[str] = []
         self._quantized: QuantizedModel | None = None
         self._disturbed = Disturbed(self.model, self.vllm_config)
+        self._held = False
+        """The server's scheduler is held because of an update that failed."""
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -116,6 +118,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             live.measure(self._counted)
         elif name == "mark":
             live.mark(WeightVersion.parse(arguments["state"]))
+        elif name == "hold":
+            self._held = arguments["held"]
         elif name != "status":
             raise ValueError(f"unknown command {name!r}")
         return None
@@ -218,7 +222,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return self._thread is not None and self._thread.is_alive()
 
     def answer(self, result: Any, error: Any) -> dict[str, Any]:
-        return {"rank": self.index, "error": error, "result": result, **self.live.status()}
+        return {"rank": self.index, "error": error, "result": result, "held": self._held, **self.live.status()}
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         known = copies.check(self.model, self.vllm_config)

@@ -1,16 +1,26 @@
 """What agents have with servers that are driven over HTTP: the connection, and the folder that both see."""
 
+import errno
 import json
 import socket
 import threading
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 
+from deltawire.engines.engine import EngineChange
+from deltawire.engines.layout import Layout
 from deltawire.engines.sglang.adapter import SglangEngine
+from deltawire.engines.shared_folder import SharedFolder
+from deltawire.engines.staged import StagedChange
 from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import EngineRejected, EngineUnavailable
+from deltawire.tensors.digest import Digest, WeightVersion
+from support.fused_model import whole
+
+BASE, STATE = WeightVersion("run", 3, Digest(1, 2)), WeightVersion("run", 4, Digest(3, 4))
 
 
 @contextmanager
@@ -99,3 +109,22 @@ def test_a_wrong_token_is_not_taken_for_missing_flags(tmp_path):
         engine.status()
     assert "--middleware" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOENT])
+def test_a_shared_folder_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch, number):
+    """In a container, shared memory has 64 MB if nobody asks for more."""
+
+    def fail(*_, **__):
+        raise OSError(number, "as the system says it")
+
+    monkeypatch.setattr(StagedChange, "save", fail)
+    monkeypatch.setattr("deltawire.engines.shared_folder.save_anchor", fail)
+    layout = Layout({"a": ("U8", (4,))}, [[whole("a", "s", 4)]])
+    with closing(SharedFolder(tmp_path, "http://server")) as folder:
+        said = "no room left" if number == errno.ENOSPC else "as the system says it"
+        with pytest.raises(EngineRejected, match=f"nothing was changed.*{said}.*--shared-folder"):
+            folder.change(EngineChange(BASE, STATE, [], {}), layout, "t").__enter__()
+        with pytest.raises(EngineRejected, match=f"nothing was changed.*{said}.*--shared-folder"):
+            folder.checkpoint({"a": np.zeros(4, np.uint8)}, None, STATE).__enter__()
+        assert [path.name for path in folder.folder.iterdir()] == ["lock"]

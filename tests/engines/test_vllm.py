@@ -7,10 +7,15 @@ from importlib.util import find_spec
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from deltawire import Replica
 from deltawire.engines.engine import EngineDelta
+from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
+from deltawire.run.run import Run
 from deltawire.store import open_store
 from support.servers import BUCKET
 from support.vllm_server import EXTENSION, FAULTY, PATIENCE, PROMPTS, Trainer, following, serving
@@ -309,6 +314,24 @@ def test_a_request_that_is_wrong_leaves_the_server_serving_or_known_to_be_held(s
             assert not server.client.get("/is_paused").json()["is_paused"]
     finally:
         engine._running_requests = "recompute"
+
+
+def test_a_base_that_has_the_weights_in_another_format_too(tmp_path, vllm_pool):
+    """As checkpoints of Mistral have: only the files that the checkpoint consists of are loaded."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, tied=True)
+    trainer.publish(density=0)
+    version = trainer.publish()
+    save_file({"tok_embeddings.weight": torch.zeros(3)}, tmp_path / "base/consolidated.safetensors")
+    with vllm_pool.server(tied=True) as server:
+        server.zero_weights()
+        target = EngineTarget(VllmEngine(server.url), False)
+        own = {"run": Run(store).id, "base": tmp_path / "base", "heartbeat_seconds": None}
+        with Replica(store, target, **own) as replica:
+            replica.pull()
+            assert replica.version == version
+        assert server.checksums() == trainer.expected[version]
+        assert not server.client.get("/is_paused").json()["is_paused"]
 
 
 def test_packed_weights_are_refused(tmp_path, vllm_pool):

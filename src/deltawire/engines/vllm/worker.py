@@ -31,6 +31,7 @@ from deltawire.engines.trace import flat_storages, trace
 from deltawire.engines.vllm import copies, quantized
 from deltawire.engines.vllm.disturbed import Disturbed
 from deltawire.errors import EngineRejected
+from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.container import Container
 from deltawire.format.delta import Delta
 from deltawire.format.parts import merge
@@ -262,7 +263,8 @@ class WorkerExtension:
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+    # A folder may have other files of weights that are no part of the checkpoint.
+    for file in Checkpoint(folder).shards:
+        with safe_open(folder / file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 yield name, opened.get_tensor(name)

@@ -195,6 +195,20 @@ def test_absorbed_copies_in_another_order_are_refused_by_name(attribute):
     assert caught.value.tensor == "attention"
 
 
+@pytest.mark.parametrize(("of_model", "of_ranks", "option"), [
+    ({"enable_sleep_mode": True}, {"enable_eplb": False}, "--enable-sleep-mode"),
+    ({"enable_sleep_mode": False}, {"enable_eplb": True}, "--enable-eplb"),
+])  # fmt: skip
+def test_a_server_that_moves_or_drops_weights_itself_is_refused(of_model, of_ranks, option):
+    from deltawire.engines.vllm.copies import check
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=None, **of_model), parallel_config=SimpleNamespace(**of_ranks)
+    )
+    with pytest.raises(EngineRejected, match=f"start it without {option}"):
+        check(torch.nn.Module(), config)
+
+
 def test_a_planted_copy_is_found(tmp_path, vllm_pool, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = f"memory:{tmp_path}"

@@ -291,22 +291,24 @@ def test_a_change_that_another_agent_has_dropped_is_refused(shared, monkeypatch,
 def test_a_request_that_is_wrong_leaves_the_server_serving_or_known_to_be_held(shared):
     trainer, server, replica = shared
     engine = replica.target.engine
-    right = dict.fromkeys(("token", "before", "after", "version"), "") | {"running_requests": "keep", "num_workers": 1}
+    right = dict.fromkeys(("token", "before", "after", "version"), "")
     for wrong in ({"token": "x"}, right | {"running_requests": "wait"}):
         with pytest.raises(EngineRejected, match=r"commit needs|one of recompute"):
             engine._ask("commit", **wrong)
         assert not server.client.get("/is_paused").json()["is_paused"]
         replica.target.refresh()
         assert replica.version == 0
-    # Something that nobody has thought of, in the middle of an update; also where nothing is held for the next one.
+    # Something that nobody has thought of, in the middle of an update.
     try:
         for running_requests in ("recompute", "keep"):
             engine._running_requests = running_requests
-            with pytest.raises(EngineRejected):
-                engine._ask("commit", **right | {"num_workers": "one"})
+            version = trainer.publish()
+            server.client.post("/collective_rpc", json={"method": "stammer"}).raise_for_status()
+            with pytest.raises(EngineRejected, match="the workers answered"):
+                replica.pull()
             replica.target.refresh()
             assert replica.version is None
-            version = trainer.publish()
+            assert server.client.get("/is_paused").json()["is_paused"]
             replica.pull()
             replica.target.refresh()
             assert replica.version == version

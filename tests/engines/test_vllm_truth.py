@@ -1,6 +1,8 @@
 """What a vLLM server computes with is what it says: nothing of it is left as it was, and no copy stays behind."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import MethodType, SimpleNamespace
 
@@ -274,6 +276,46 @@ def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool, fault):
         with pytest.raises(EngineRejected, match="rank 0: TypeError: Object of type set is not JSON"):
             engine.digest()
         assert all(server.complete([number, 2, 3])[2] == "length" for number in range(1, 5))
+
+
+def test_each_token_is_named_after_the_weights_that_it_was_computed_with(tmp_path, vllm_pool):
+    """In the middle of a request that goes on as it is: each version has a token of its own, whatever came before."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store)
+    for name, value in trainer.weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+            value.zero_()
+    trainer.weights["model.embed_tokens.weight"][:, 0] = 1
+    trainer.weights["model.norm.weight"].fill_(1)
+    first, body = trainer.weights["lm_head.weight"][:, 0], {"max_tokens": 240, "temperature": 0, "ignore_eos": True}
+    body = {"model": "tiny", "token_ids": [1, 2, 3], "sampling_params": body}
+
+    def publish(version):
+        first.zero_()[10 + version] = 1
+        assert trainer.publisher.publish().wait().version == version
+
+    own = {"arguments": ["--enable-scale-out"], "log": tmp_path / "log", "nursery": vllm_pool.nursery}
+    publish(0)
+    with (
+        serving(tmp_path / "base", **own) as server,
+        following(store, server, running_requests="keep") as replica,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        replica.pull()
+        found = set()
+        for version in range(1, 40):
+            publish(version)
+            asked = pool.submit(server.client.post, "/inference/v1/generate", json=body)
+            # When it has begun.
+            time.sleep(0.05 + 0.01 * (version % 10))
+            replica.pull()
+            (choice,) = asked.result().raise_for_status().json()["choices"]
+            for span in choice["weight_versions"]:
+                assert set(choice["token_ids"][span["start"] : span["end"]]) == {10 + int(span["version"])}
+            found.add(len(choice["weight_versions"]))
+            if found >= {2} and version > 3:
+                break
+        assert 2 in found
 
 
 @pytest.mark.slow

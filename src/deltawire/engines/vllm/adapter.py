@@ -161,8 +161,7 @@ class VllmEngine(HttpEngine):
             before, after = before - beside[0], after - beside[1]
         answer = self._ask(
             "commit", token=self._take_token(change), running_requests=self._running_requests,
-            num_workers=len(layout.ranks), before=layout.partial(before), after=layout.partial(after),
-            version=str(change.state.version),
+            before=layout.partial(before), after=layout.partial(after), version=str(change.state.version),
         )  # fmt: skip
         if answer.get("failed"):
             raise self._broken(

@@ -30,7 +30,7 @@ COMMANDS = (
 )  # fmt: skip
 # What requests that change weights must have.
 FIELDS = {
-    "commit": {"token", "running_requests", "num_workers", "before", "after", "version"},
+    "commit": {"token", "running_requests", "before", "after", "version"},
     "load": {"folder", "running_requests", "after", "state", "version"},
 }
 
@@ -118,10 +118,8 @@ class Route:
 
     async def _commit(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
         """Write what is staged in all workers, or in none."""
-        mode, clears = HOLDS[body["running_requests"]]
-        # One worker writes between two steps, and there is nothing to hold if requests go on as they are.
-        holds = clears or body["num_workers"] > 1
-        resumes = await self._hold(client, mode, clears) if holds else False
+        # Also where requests go on as they are: the first tokens after the write have to be named after it.
+        resumes = await self._hold(client, *HOLDS[body["running_requests"]])
         started = time.perf_counter()
         workers = await _ask(client, "write", {"token": body["token"]})
         held = _are_held(workers)
@@ -136,9 +134,6 @@ class Route:
             await client.update_weight_version(body["version"])
         await self._resume(client, resumes=resumes or held, held=held)
         seconds = time.perf_counter() - started
-        if not holds and problem is None:
-            # All else went on between steps.
-            seconds = max(each["result"] for each in workers)
         # Nobody has to wait until memory is given back.
         self._dropping = asyncio.create_task(_ask(client, "drop", {}))
         return {"problem": problem, "seconds": seconds, "workers": workers}

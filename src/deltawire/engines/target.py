@@ -154,7 +154,8 @@ class EngineTarget(Target):
             self.engine.mark(state)
             self.refresh()
             return
-        is_there = self._open(self.mirror) and self._is_at(base, state)
+        # In the middle of an update, the mirror does not have the weights of the base, which a change needs.
+        is_there = self.mirror.state() is not None and self._open(self.mirror) and self._is_at(base, state)
         if is_there and (patches or self.served() != state):
             is_there = self._switch(EngineChange(base, state, patches, self.mirror.weights()))
         self.mirror.apply(patches, base, state, tied)

@@ -318,6 +318,25 @@ def test_a_request_that_is_wrong_leaves_the_server_serving_or_known_to_be_held(s
         engine._running_requests = "recompute"
 
 
+@both_ways
+def test_a_run_that_was_refused_is_refused_again_for_the_same_reason(shared, tmp_path):
+    """What the server knows of tensors is of one run, also after an attempt to bind it to another."""
+    trainer, server, replica = shared
+    replica.close()
+    mirror = False if replica.target.decodes else None
+    (tmp_path / "other").mkdir()
+    other = Trainer(tmp_path / "other", f"memory:{tmp_path}-other", tied=True, without=["model.norm.weight"])
+    other.publish(density=0)
+    with following(f"memory:{tmp_path}-other", server, mirror) as refused:
+        for _ in range(3):
+            with pytest.raises(EngineRejected, match=r"the run fills 0 of the \d+ elements of model.norm.weight"):
+                refused.pull()
+    version = trainer.publish()
+    with following(f"memory:{tmp_path}", server, mirror) as again:
+        again.pull()
+    assert server.checksums() == trainer.expected[version]
+
+
 def test_a_base_that_has_the_weights_in_another_format_too(tmp_path, vllm_pool):
     """As checkpoints of Mistral have: only the files that the checkpoint consists of are loaded."""
     store = f"memory:{tmp_path}"

@@ -103,6 +103,8 @@ class LiveModel:
         """Find the pieces. Afterwards the digest must be computed and the version set again."""
         self.partial, self.derived, self._counted = None, None, []
         self.mark(None)
+        # If it is refused, nothing is known of any tensor.
+        self.pieces = []
         pieces, self._storages, self._derived, self._fills, quantized = self._find(specs)
         self._quantized = quantized or QuantizedModel([])
         storages = {**self._storages, **self._quantized.storages}

@@ -98,8 +98,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if name == "layout":
             return None if not live.pieces else self._layout()
         if name == "bind":
-            self._specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
-            live.bind(self._specs)
+            specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
+            live.bind(specs)
+            self._specs = specs
             return self._layout()
         if name == "measure":
             self._counted, *copies = arguments["numbers"][self.index]

@@ -104,6 +104,8 @@ class Rollouts(Generic[E]):
             self._places.release()
             taken += 1
             yield group
+            # Others may have been waited for before, and much may have been done with this one.
+            patience = time.monotonic() + PATIENCE_SECONDS
 
     def _work(self, url: str) -> None:
         player = self._player_of(url)
@@ -166,12 +168,14 @@ def episodes_at(
     for number in range(2 * rounds):
         todo.put((number, halves[number % 2]))
     done: dict[int, Sequence[E]] = {}
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    last = time.monotonic()
+    """When an episode was last finished."""
 
     def work(url: str) -> None:
+        nonlocal last
         player = player_of(url)
         try:
-            while len(done) < 2 * rounds and time.monotonic() < deadline:
+            while len(done) < 2 * rounds and time.monotonic() < last + PATIENCE_SECONDS:
                 if player.version() != version:
                     time.sleep(0.1)
                     continue
@@ -183,7 +187,7 @@ def episodes_at(
                     episodes = player.play(tasks, temperature=temperature, seed=1000 * number)
                     if {each for episode in episodes for each in episode.versions} != {version}:
                         raise EngineUnavailable(f"{url} changed its weights during an evaluation")
-                    done[number] = episodes
+                    done[number], last = episodes, time.monotonic()
                     progress(sum(map(len, list(done.values()))))
                 except FAULTS as error:
                     todo.put((number, tasks))

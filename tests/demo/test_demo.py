@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import time
 import tomllib
 from importlib.metadata import packages_distributions
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from deltawire.cli.demo import options_of
 from deltawire.engines.agent import Agent
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import CorruptObject, EngineUnavailable
+from deltawire_demo import rollout
 from deltawire_demo.checkpoint import Progress, load_progress, save_progress
 from deltawire_demo.games import Episode, boards
 from deltawire_demo.orchestrate import NEEDED
@@ -288,6 +291,36 @@ def test_a_replica_tells_the_version_of_what_it_sampled():
         assert client.get("/health").status_code == 200
         refused = client.post("/v1/completions", content=b"{")
         assert (refused.status_code, "error" in refused.json()) == (400, True)
+
+
+class SlowPlayer:
+    """Takes a fifth of the patience that there is."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def version(self):
+        return 7
+
+    def play(self, tasks, *, temperature, seed):
+        time.sleep(0.2)
+        return [SimpleNamespace(versions=[7]) for _ in tasks]
+
+    def close(self):
+        pass
+
+
+def test_slow_replicas_are_waited_for_as_long_as_they_get_on(monkeypatch):
+    monkeypatch.setattr(rollout, "PATIENCE_SECONDS", 1.0)
+    told = {"num_tasks": 4, "on_fault": lambda *_: None}
+    rollouts = rollout.Rollouts(SlowPlayer, ["x"], group_size=1, groups_per_batch=1, num_ahead=4, seed=0, **told)
+    rollouts.start()
+    assert len(list(rollouts.take(8, lambda: False))) == 8
+    rollouts.stop()
+    found = rollout.episodes_at(SlowPlayer, ["x"], 7, temperature=1.0, rounds=4, progress=lambda _: None, **told)
+    assert len(found) == 16
+    with pytest.raises(EngineUnavailable, match="within 1 s"):
+        rollout.episodes_at(SlowPlayer, ["x"], 8, temperature=1.0, rounds=2, progress=lambda _: None, **told)
 
 
 def test_a_story_is_read_again(tmp_path):

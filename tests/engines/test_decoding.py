@@ -221,6 +221,17 @@ def test_tensors_of_all_sizes_that_a_gpu_does_not_decode(monkeypatch):
     assert all(np.array_equal(bits, new[name].bits) for name, bits in process.bits().items())
 
 
+@pytest.mark.interpreter
+def test_the_first_storage_may_have_any_elements():
+    rng = np.random.default_rng(3)
+    old = weights_of(rng, {"bytes": (7, 1)}, "U8") | weights_of(rng, {"weights": (40, 30)})
+    new = changed(rng, old, 0.2)
+    process = Process(old, "device")
+    process.live.stage_delta("t", deltawire.diff(old, new, run="run"), version(0, old), version(1, new))
+    process.live.write("t")
+    assert all(np.array_equal(bits, new[name].bits) for name, bits in process.bits().items())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @examples(4)
 @given(seed=st.integers(0, 1 << 32), density=st.sampled_from([0.001, 0.05, 0.6, 1.0]))

@@ -12,7 +12,9 @@ from safetensors.numpy import load_file, save_file
 from deltawire import digest
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout
+from deltawire.engines.live_weights import Found, LiveModel, Ready
 from deltawire.engines.memory import memory_of
+from deltawire.engines.quantized.derive import Plan
 from deltawire.engines.staged import PieceChange, StagedChange, changed_elements, split
 from deltawire.errors import BaseMismatch, CorruptObject, DigestMismatch, EngineRejected, UnknownParameter
 from deltawire.format.patches import Patch
@@ -296,6 +298,26 @@ def test_a_write_that_breaks_off_leaves_a_right_digest(monkeypatch):
     model.write("t", undo=True)
     assert pair.total() == pair.base.digest
     assert pair.holds(pair.old)
+
+
+def test_a_status_while_another_thread_drops_what_is_staged():
+    """A worker of a server may not raise, and is asked how things are while it decodes or drops a change."""
+
+    class Dropped(LiveModel):
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name in ("state", "partial", "derived", "staged"):
+                # As if the other thread came at each look.
+                setattr(self, name, None)
+            return found
+
+    live = Dropped(lambda _: Found([], {}))
+    live.staged = Ready("t", BASE, STATE, [], Digest(1, 2), Plan(), [], [], [])
+    live.state, live.partial = BASE, Digest(1, 2)
+    told = live.status()
+    assert [told[name] for name in ("staged", "planned", "partial")] == ["t", str(Digest(1, 2)), str(Digest(1, 2))]
+    assert told["state"] == BASE.as_dict()
+    assert live.status()["staged"] is None
 
 
 def test_only_what_is_needed_must_be_on_one_device():

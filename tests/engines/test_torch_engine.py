@@ -1,6 +1,7 @@
 """A torch module as an engine: exact at every version, between forward passes, whatever fails on the way."""
 
 import threading
+from errno import ENOSPC
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from deltawire.engines.engine import EngineChange
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import EngineBroken, EngineRejected, ShapeMismatch, StoreUnavailable, UnknownParameter
+from deltawire.follow.mirror import Mirror
 from deltawire.format.patches import Patch
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, WeightVersion
@@ -261,6 +263,27 @@ def test_the_mirror_fails_after_the_engine(monkeypatch):
             run.publish()
             replica.pull()
             assert equal(engine.model, run.states[2])
+
+
+@pytest.mark.parametrize("starts_anew", [False, True])
+def test_the_mirror_fails_in_the_middle_and_the_engine_comes_back_with_old_weights(tmp_path, monkeypatch, starts_anew):
+    """The mirror has new bits then, so what the engine should have had before is not known from it."""
+    with Run() as run:
+        run.publish()
+        with follow(run, Watched(Model()), tmp_path / "mirror") as replica:
+            replica.pull()
+            run.publish()
+            with monkeypatch.context() as patched:
+                patched.setattr(Mirror, "_write_marker", lambda *_: (_ for _ in ()).throw(OSError(ENOSPC, "full")))
+                with pytest.raises(EngineRejected, match="the next attempt will finish"):
+                    replica.pull()
+            assert replica.target.mirror.state() is None
+            if starts_anew:
+                replica.target.engine = Watched(Model())
+            replica.pull()
+            assert replica.version == 1
+            assert equal(replica.target.engine.model, run.states[1])
+            assert ("load" in replica.target.engine.calls) == starts_anew
 
 
 def test_readers_never_see_a_mix():

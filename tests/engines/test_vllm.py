@@ -7,10 +7,15 @@ from importlib.util import find_spec
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from deltawire import Replica
 from deltawire.engines.engine import EngineDelta
+from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import DeltawireError, EngineRejected, EngineUnavailable
+from deltawire.run.run import Run
 from deltawire.store import open_store
 from support.servers import BUCKET
 from support.vllm_server import EXTENSION, FAULTY, PATIENCE, PROMPTS, Trainer, following, serving
@@ -286,7 +291,7 @@ def test_a_change_that_another_agent_has_dropped_is_refused(shared, monkeypatch,
 def test_a_request_that_is_wrong_leaves_the_server_serving_or_known_to_be_held(shared):
     trainer, server, replica = shared
     engine = replica.target.engine
-    right = dict.fromkeys(("token", "before", "after", "version"), "") | {"running_requests": "keep", "num_workers": 1}
+    right = dict.fromkeys(("token", "before", "after", "version"), "")
     for wrong in ({"token": "x"}, right | {"running_requests": "wait"}):
         with pytest.raises(EngineRejected, match=r"commit needs|one of recompute"):
             engine._ask("commit", **wrong)
@@ -294,15 +299,60 @@ def test_a_request_that_is_wrong_leaves_the_server_serving_or_known_to_be_held(s
         replica.target.refresh()
         assert replica.version == 0
     # Something that nobody has thought of, in the middle of an update.
-    with pytest.raises(EngineRejected):
-        engine._ask("commit", **right | {"num_workers": "one"})
-    replica.target.refresh()
-    assert replica.version is None
+    try:
+        for running_requests in ("recompute", "keep"):
+            engine._running_requests = running_requests
+            version = trainer.publish()
+            server.client.post("/collective_rpc", json={"method": "stammer"}).raise_for_status()
+            with pytest.raises(EngineRejected, match="the workers answered"):
+                replica.pull()
+            replica.target.refresh()
+            assert replica.version is None
+            assert server.client.get("/is_paused").json()["is_paused"]
+            replica.pull()
+            replica.target.refresh()
+            assert replica.version == version
+            assert server.checksums() == trainer.expected[version]
+            assert not server.client.get("/is_paused").json()["is_paused"]
+    finally:
+        engine._running_requests = "recompute"
+
+
+@both_ways
+def test_a_run_that_was_refused_is_refused_again_for_the_same_reason(shared, tmp_path):
+    """What the server knows of tensors is of one run, also after an attempt to bind it to another."""
+    trainer, server, replica = shared
+    replica.close()
+    mirror = False if replica.target.decodes else None
+    (tmp_path / "other").mkdir()
+    other = Trainer(tmp_path / "other", f"memory:{tmp_path}-other", tied=True, without=["model.norm.weight"])
+    other.publish(density=0)
+    with following(f"memory:{tmp_path}-other", server, mirror) as refused:
+        for _ in range(3):
+            with pytest.raises(EngineRejected, match=r"the run fills 0 of the \d+ elements of model.norm.weight"):
+                refused.pull()
     version = trainer.publish()
-    replica.pull()
-    assert replica.version == version
+    with following(f"memory:{tmp_path}", server, mirror) as again:
+        again.pull()
     assert server.checksums() == trainer.expected[version]
-    assert not server.client.get("/is_paused").json()["is_paused"]
+
+
+def test_a_base_that_has_the_weights_in_another_format_too(tmp_path, vllm_pool):
+    """As checkpoints of Mistral have: only the files that the checkpoint consists of are loaded."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, tied=True)
+    trainer.publish(density=0)
+    version = trainer.publish()
+    save_file({"tok_embeddings.weight": torch.zeros(3)}, tmp_path / "base/consolidated.safetensors")
+    with vllm_pool.server(tied=True) as server:
+        server.zero_weights()
+        target = EngineTarget(VllmEngine(server.url), False)
+        own = {"run": Run(store).id, "base": tmp_path / "base", "heartbeat_seconds": None}
+        with Replica(store, target, **own) as replica:
+            replica.pull()
+            assert replica.version == version
+        assert server.checksums() == trainer.expected[version]
+        assert not server.client.get("/is_paused").json()["is_paused"]
 
 
 def test_packed_weights_are_refused(tmp_path, vllm_pool):

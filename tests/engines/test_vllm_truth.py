@@ -1,14 +1,19 @@
 """What a vLLM server computes with is what it says: nothing of it is left as it was, and no copy stays behind."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import MethodType, SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
 from deltawire.engines.prove import ALIVE, DEAD, UNTOLD, prove
+from deltawire.engines.token import engine_token
 from deltawire.engines.vllm.probe import VllmProbe
-from deltawire.errors import EngineRejected
+from deltawire.errors import EngineBroken, EngineRejected
 from support.command_line import run, told
 from support.vllm_models import ARCHITECTURES
 from support.vllm_server import FAULTY, PROMPTS, Trainer, following, serving
@@ -38,6 +43,14 @@ def proven(server):
 
 def ask(server, method, *arguments):
     server.client.post("/collective_rpc", json={"method": method, "args": arguments}).raise_for_status()
+
+
+def held(server):
+    """What the processes of a server that answer requests say: each connection is to one of them."""
+    options = {"headers": {"Authorization": f"Bearer {engine_token()}"}, "timeout": 60, "trust_env": False}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client(base_url=server.url, **options)) for _ in range(32)]
+        return {client.post("/deltawire/status").raise_for_status().json()["held"] for client in clients}
 
 
 def test_a_run_that_lacks_what_the_server_has_is_refused(tmp_path, vllm_pool, fault):
@@ -184,6 +197,20 @@ def test_absorbed_copies_in_another_order_are_refused_by_name(attribute):
     assert caught.value.tensor == "attention"
 
 
+@pytest.mark.parametrize(("of_model", "of_ranks", "option"), [
+    ({"enable_sleep_mode": True}, {"enable_eplb": False}, "--enable-sleep-mode"),
+    ({"enable_sleep_mode": False}, {"enable_eplb": True}, "--enable-eplb"),
+])  # fmt: skip
+def test_a_server_that_moves_or_drops_weights_itself_is_refused(of_model, of_ranks, option):
+    from deltawire.engines.vllm.copies import check
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=None, **of_model), parallel_config=SimpleNamespace(**of_ranks)
+    )
+    with pytest.raises(EngineRejected, match=f"start it without {option}"):
+        check(torch.nn.Module(), config)
+
+
 def test_a_planted_copy_is_found(tmp_path, vllm_pool, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = f"memory:{tmp_path}"
@@ -236,10 +263,59 @@ def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool, fault):
             expected = trainer.expected[version]
             others = {name.replace("dp0:", "dp1:"): each for name, each in expected.items()}
             assert server.checksums() == {**expected, **others}
+        version = trainer.publish()
+        ask(server, "fail", {"rank": 1, "writes": 2, "undos": 2})
+        with pytest.raises(EngineBroken):
+            replica.pull()
+        assert held(server) == {True}
+        replica.pull()
+        assert held(server) == {False}
+        assert replica.version == version
+        assert not server.client.get("/is_paused").json()["is_paused"]
         ask(server, "mumble")
         with pytest.raises(EngineRejected, match="rank 0: TypeError: Object of type set is not JSON"):
             engine.digest()
         assert all(server.complete([number, 2, 3])[2] == "length" for number in range(1, 5))
+
+
+def test_each_token_is_named_after_the_weights_that_it_was_computed_with(tmp_path, vllm_pool):
+    """In the middle of a request that goes on as it is: each version has a token of its own, whatever came before."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store)
+    for name, value in trainer.weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+            value.zero_()
+    trainer.weights["model.embed_tokens.weight"][:, 0] = 1
+    trainer.weights["model.norm.weight"].fill_(1)
+    first, body = trainer.weights["lm_head.weight"][:, 0], {"max_tokens": 240, "temperature": 0, "ignore_eos": True}
+    body = {"model": "tiny", "token_ids": [1, 2, 3], "sampling_params": body}
+
+    def publish(version):
+        first.zero_()[10 + version] = 1
+        assert trainer.publisher.publish().wait().version == version
+
+    own = {"arguments": ["--enable-scale-out"], "log": tmp_path / "log", "nursery": vllm_pool.nursery}
+    publish(0)
+    with (
+        serving(tmp_path / "base", **own) as server,
+        following(store, server, running_requests="keep") as replica,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        replica.pull()
+        found = set()
+        for version in range(1, 40):
+            publish(version)
+            asked = pool.submit(server.client.post, "/inference/v1/generate", json=body)
+            # When it has begun.
+            time.sleep(0.05 + 0.01 * (version % 10))
+            replica.pull()
+            (choice,) = asked.result().raise_for_status().json()["choices"]
+            for span in choice["weight_versions"]:
+                assert set(choice["token_ids"][span["start"] : span["end"]]) == {10 + int(span["version"])}
+            found.add(len(choice["weight_versions"]))
+            if found >= {2} and version > 3:
+                break
+        assert 2 in found
 
 
 @pytest.mark.slow

@@ -92,6 +92,26 @@ def test_by_default_there_is_a_mirror_where_a_gpu_could_not_decode_all_deltas(is
                 assert equal(trained, served)
 
 
+def test_an_agent_that_comes_after_another_asks_once_where_tensors_are(monkeypatch):
+    """A server has to stop for the answer, which is long, and agents look every second."""
+    trained, served = models()
+    engine, asked = TorchEngine(served), []
+    specs = engine.specs
+    with Publisher(url := fresh_url(), trained, anchors=None, skips=()) as publisher:
+        publisher.publish().wait()
+        with Replica(url, EngineTarget(engine), heartbeat_seconds=None) as replica:
+            replica.pull()
+        monkeypatch.setattr(engine, "specs", lambda: asked.append(1) or specs())
+        with Replica(url, EngineTarget(engine), heartbeat_seconds=None) as replica:
+            for _ in range(3):
+                replica.target.refresh()
+                assert replica.version == 0
+            assert len(asked) == 1
+            advance(trained, publisher)
+            replica.pull()
+            assert equal(trained, served)
+
+
 def test_joins_late(run):
     url, trained, served, publisher = run
     advance(trained, publisher, 3)

@@ -136,6 +136,16 @@ def test_nothing_changed():
     assert [len(found.positions), len(found.new), len(found.statuses)] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("most", "kind"), [(1 << 31, torch.int32), ((1 << 31) + 1, torch.int64)])
+def test_positions_have_32_bits_as_long_as_the_last_one_fits(most, kind):
+    """What writes changes takes 32 bits, and a piece has up to 2^31 elements."""
+    old, new = pair(np.random.default_rng(1), 300, 0.2, "weights")
+    payload = encode_payload(old, new, BF16, False, SERIAL).payload
+    found = decoded(payload, old, BF16, False, most_positions=most)
+    assert found.positions.dtype == kind
+    assert found.positions.tolist() == np.flatnonzero(old != new).tolist()
+
+
 def test_only_16_bit_floats():
     with pytest.raises(ValueError, match="16-bit floats"):
         decoded(np.zeros(4, np.uint8), np.zeros(0, np.uint16), DTYPES["U16"], True)

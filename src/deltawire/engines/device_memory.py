@@ -92,7 +92,7 @@ class DeviceMemory(Memory):
             else:
                 others.setdefault(entry.dtype.itemsize, []).append(i)
         for (dtype, encoding, _, part), numbers in batches.items():
-            near = next(iter(self._bits.values()))
+            near = self._bits[entries[numbers[0]][1].storage]
             found = decode_boxes([boxes[i] for i in numbers], near, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
             for i, (status, positions, old, new) in zip(numbers, found, strict=True):
                 entry = entries[i][0]

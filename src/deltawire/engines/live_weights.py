@@ -103,6 +103,8 @@ class LiveModel:
         """Find the pieces. Afterwards the digest must be computed and the version set again."""
         self.partial, self.derived, self._counted = None, None, []
         self.mark(None)
+        # If it is refused, nothing is known of any tensor.
+        self.pieces = []
         pieces, self._storages, self._derived, self._fills, quantized = self._find(specs)
         self._quantized = quantized or QuantizedModel([])
         storages = {**self._storages, **self._quantized.storages}
@@ -294,16 +296,22 @@ class LiveModel:
             each.refresh(tensors)
 
     def status(self) -> dict[str, Any]:
-        """The state of this process, as JSON."""
-        derived = None if self.derived is None else str(self.derived)
+        """The state of this process, as JSON. May be called while another call is under way in a thread."""
+        # Each is read once: the other thread may set it to None.
+        state, partial, derived, staged = self.state, self.partial, self.derived, self.staged
+        planned = None if staged is None else staged.partial
         return {
             "boot": self.boot,
-            "state": None if self.state is None else self.state.as_dict(),
-            "partial": None if self.partial is None else str(self.partial),
-            "staged": None if self.staged is None else self.staged.token,
-            "planned": None if self.staged is None or self.staged.partial is None else str(self.staged.partial),
+            "state": None if state is None else state.as_dict(),
+            "partial": None if partial is None else str(partial),
+            "staged": None if staged is None else staged.token,
+            "planned": None if planned is None else str(planned),
             "num_pieces": len(self.pieces),
-            **({"quantized": self._quantized.recipes, "derived": derived} if self._quantized.tensors else {}),
+            **(
+                {"quantized": self._quantized.recipes, "derived": None if derived is None else str(derived)}
+                if self._quantized.tensors
+                else {}
+            ),
         }
 
 

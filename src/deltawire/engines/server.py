@@ -40,9 +40,14 @@ class Server:
     def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         answer = self._send(method, path, body, timeout)
         try:
-            return answer.json() if answer.content else {}
-        except ValueError as error:
-            raise EngineUnavailable(f"{self.url} answered {path} with something other than JSON") from error
+            found = answer.json() if answer.content else {}
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise EngineUnavailable(
+                f"{self.url} answered {path} with something other than a JSON object: check its URL"
+            )
+        return found
 
     def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         try:
@@ -58,7 +63,8 @@ class Server:
         if answer.status_code in (502, 503, 504):
             raise EngineUnavailable(f"{self.url} is not ready: {answer.status_code}", url=self.url)
         if answer.is_error:
-            raise EngineRejected(f"{self.url} refused {path}: {answer.status_code} {answer.text[:500]}")
+            said = f"{self.url} refused {path}: {answer.status_code} {answer.text[:500]}"
+            raise EngineRejected(said, status=answer.status_code)
         return answer
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """A folder that an agent and a server on the same machine both see: how changes get from one to the other."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout
 from deltawire.engines.staged import split
 from deltawire.engines.token import shared_memory
-from deltawire.errors import Conflict
+from deltawire.errors import Conflict, EngineRejected
 from deltawire.format.checkpoint import save_anchor
 from deltawire.format.container import temp_path
 from deltawire.tensors.digest import WeightVersion
@@ -50,7 +51,8 @@ class SharedFolder:
         try:
             for rank, staged in enumerate(split(change, layout, token)):
                 paths.append(self.path(f"{token}-{rank}.safetensors"))
-                staged.save(paths[-1])
+                with self._writing():
+                    staged.save(paths[-1])
             yield paths
         finally:
             for path in paths:
@@ -64,10 +66,24 @@ class SharedFolder:
             return
         made = self.path(f"checkpoint-{token_hex(4)}")
         try:
-            save_anchor(weights, made, run=state.run, version=state.version)
+            with self._writing():
+                save_anchor(weights, made, run=state.run, version=state.version)
             yield made
         finally:
             self.remove(made)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            problem = "there is no room left" if full else error.strerror or str(error)
+            raise EngineRejected(
+                f"nothing was changed: {self.folder} cannot be written: {problem}. Choose a folder with more room that "
+                "the server sees too (--shared-folder), or restart the agent if it was removed",
+                path=str(self.folder),
+            ) from error
 
     def remove(self, path: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -53,6 +53,8 @@ class EngineTarget(Target):
         self._now: Served | None = None
         self._opened: tuple[str, dict[str, TensorSpec]] | None = None
         self._error: str | None = None
+        self._asked: str | None = None
+        """The start of the engine that was asked whether it can be adopted."""
 
     def state(self) -> WeightVersion | None:
         """The version of the mirror; without one, of the engine's weights, also while an update is under way."""
@@ -76,10 +78,13 @@ class EngineTarget(Target):
 
     def _adopt(self, boot: str) -> None:
         """Do without a mirror if an agent before this one has, and the engine is as that one left it."""
+        if self._asked == boot:
+            return
         specs = self.engine.specs() if self.engine.in_place else None
         if specs is not None and self._needs_no_mirror():
             self._opened = boot, dict(specs)
             self._drop_mirror()
+        self._asked = boot
 
     def _needs_no_mirror(self) -> bool:
         return self.engine.decodes and self.engine.on_gpu and not self.engine.is_divided
@@ -154,7 +159,8 @@ class EngineTarget(Target):
             self.engine.mark(state)
             self.refresh()
             return
-        is_there = self._open(self.mirror) and self._is_at(base, state)
+        # In the middle of an update, the mirror does not have the weights of the base, which a change needs.
+        is_there = self.mirror.state() is not None and self._open(self.mirror) and self._is_at(base, state)
         if is_there and (patches or self.served() != state):
             is_there = self._switch(EngineChange(base, state, patches, self.mirror.weights()))
         self.mirror.apply(patches, base, state, tied)

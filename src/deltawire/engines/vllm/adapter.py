@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from deltawire.engines.engine import EngineChange, EngineDelta, Served
 from deltawire.engines.http_engine import Answers, HttpEngine, refuse, spec_fields
 from deltawire.engines.staged import left_out_digests
-from deltawire.engines.token import engine_token
+from deltawire.engines.token import VARIABLE, engine_token
 from deltawire.errors import BaseMismatch, CorruptObject, DeltawireError, EngineRejected, UnsupportedFormat
 from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.weights import TensorSpec, Weights
@@ -25,6 +25,11 @@ FLAGS = (
     '--weight-transfer-config \'{"backend": "deltawire"}\' '
     f"--worker-extension-cls {EXTENSION} --middleware {ROUTE}"
 )  # fmt: skip
+
+SAME_TOKEN = (
+    f"run agent and server as the same user on one machine, or give both the same {VARIABLE}; if the file of this "
+    "user's token was removed since the server started, restart the server"
+)
 
 # What a delta may have that is no fault of the server's.
 FAULTS: dict[str, type[DeltawireError]] = {
@@ -51,6 +56,8 @@ class VllmEngine(HttpEngine):
 
     def status(self) -> Served:
         answer = self._ask("status")
+        if not answer.keys() >= {"weight_version", "held", "workers"}:
+            raise EngineRejected(f"{self.address} does not answer as deltawire's route in vLLM does: check the URL")
         refuse(answer["workers"], "the server cannot be driven")
         return self._served(answer["workers"], answer["weight_version"], answer["held"])
 
@@ -154,8 +161,7 @@ class VllmEngine(HttpEngine):
             before, after = before - beside[0], after - beside[1]
         answer = self._ask(
             "commit", token=self._take_token(change), running_requests=self._running_requests,
-            num_workers=len(layout.ranks), before=layout.partial(before), after=layout.partial(after),
-            version=str(change.state.version),
+            before=layout.partial(before), after=layout.partial(after), version=str(change.state.version),
         )  # fmt: skip
         if answer.get("failed"):
             raise self._broken(
@@ -185,8 +191,12 @@ class VllmEngine(HttpEngine):
         self._ask("name", version=str(state.version))
 
     def _ask(self, name: str, **arguments: Any) -> dict[str, Any]:
+        # How things are is told at once, by a server that is alive.
+        timeout = None if name == "status" else self._load_timeout
         try:
-            answer: dict[str, Any] = self._server.post(f"/deltawire/{name}", arguments, self._load_timeout)
+            answer: dict[str, Any] = self._server.post(f"/deltawire/{name}", arguments, timeout)
         except EngineRejected as error:
+            if getattr(error, "status", None) == 401:
+                raise EngineRejected(f"{error}; {SAME_TOKEN}") from error
             raise EngineRejected(f"{error}; the server must be started with {FLAGS}") from error
         return answer

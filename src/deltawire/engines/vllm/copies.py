@@ -28,6 +28,9 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
     """Refuse what cannot be changed in place, by name. Returns parameters and buffers that no run fills."""
     if config.parallel_config.enable_eplb:
         raise EngineRejected("the server moves experts between its workers: start it without --enable-eplb")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        # Asleep, their memory is gone; after a sleep of level 2 it has anything, and nothing here would show that.
+        raise EngineRejected("the server may drop its weights when it sleeps: start it without --enable-sleep-mode")
     packed = cpu.packed_layer(model)
     if packed is not None:
         raise EngineRejected(

@@ -12,6 +12,7 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from deltawire.engines.token import engine_token
@@ -29,7 +30,7 @@ COMMANDS = (
 )  # fmt: skip
 # What requests that change weights must have.
 FIELDS = {
-    "commit": {"token", "running_requests", "num_workers", "before", "after", "version"},
+    "commit": {"token", "running_requests", "before", "after", "version"},
     "load": {"folder", "running_requests", "after", "state", "version"},
 }
 
@@ -47,8 +48,6 @@ class Route:
         self.app = app
         self._token = engine_token()
         self._lock: asyncio.Lock | None = None
-        self._held = False
-        """The scheduler is held because of an update that failed."""
         self._dropping: asyncio.Task[Any] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -88,7 +87,7 @@ class Route:
         if name == "status":
             # Each would wait for a step to end; together they wait for one.
             version, answers = await asyncio.gather(client.get_weight_version(), _ask(client, "status", {}))
-            return {"weight_version": version, "held": self._held, "workers": answers}
+            return {"weight_version": version, "held": _are_held(answers), "workers": answers}
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if name in COMMANDS:
@@ -96,8 +95,9 @@ class Route:
             if name in ("commit", "load"):
                 return await self._change(client, name, body)
             if name == "name":
+                held = _are_held(await _ask(client, "status", {}))
                 await client.update_weight_version(body["version"])
-                await self._resume(client, self._held)
+                await self._resume(client, resumes=held, held=held)
                 return {}
         raise Refused(f"there is no {PREFIX}{name}")
 
@@ -110,18 +110,19 @@ class Route:
         try:
             return await (self._commit if name == "commit" else self._load)(client, body)
         except BaseException:
-            # The scheduler may be held, and what the workers have is unknown, until others were loaded.
-            self._held = True
+            # The scheduler may be held, and what the workers have is unknown, until others were loaded. If they cannot
+            # be told, the server ends.
+            with suppress(Exception):
+                await _ask(client, "hold", {"held": True})
             raise
 
     async def _commit(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
         """Write what is staged in all workers, or in none."""
-        mode, clears = HOLDS[body["running_requests"]]
-        # One worker writes between two steps, and there is nothing to hold if requests go on as they are.
-        holds = clears or body["num_workers"] > 1
-        resumes = await self._hold(client, mode, clears) if holds else False
+        # Also where requests go on as they are: the first tokens after the write have to be named after it.
+        resumes = await self._hold(client, *HOLDS[body["running_requests"]])
         started = time.perf_counter()
         workers = await _ask(client, "write", {"token": body["token"]})
+        held = _are_held(workers)
         problem = _problem(workers, body["after"])
         failed = None
         if problem is not None:
@@ -131,11 +132,8 @@ class Route:
             return {"problem": problem, "failed": failed}
         if problem is None:
             await client.update_weight_version(body["version"])
-        await self._resume(client, resumes)
+        await self._resume(client, resumes=resumes or held, held=held)
         seconds = time.perf_counter() - started
-        if not holds and problem is None:
-            # All else went on between steps.
-            seconds = max(each["result"] for each in workers)
         # Nobody has to wait until memory is given back.
         self._dropping = asyncio.create_task(_ask(client, "drop", {}))
         return {"problem": problem, "seconds": seconds, "workers": workers}
@@ -144,13 +142,15 @@ class Route:
         """Load all weights from a folder, with vLLM's own code."""
         resumes = await self._hold(client, *HOLDS[body["running_requests"]])
         started = time.perf_counter()
-        problem = _problem(await _ask(client, "load", {"folder": body["folder"]}), body["after"])
+        workers = await _ask(client, "load", {"folder": body["folder"]})
+        held = _are_held(workers)
+        problem = _problem(workers, body["after"])
         if problem is not None:
             await self._keep_held(client)
             return {"problem": problem}
         await _ask(client, "mark", {"state": body["state"]})
         await client.update_weight_version(body["version"])
-        await self._resume(client, resumes)
+        await self._resume(client, resumes=resumes or held, held=held)
         return {"problem": None, "seconds": time.perf_counter() - started}
 
     async def _hold(self, client: Any, mode: str, clears: bool) -> bool:
@@ -161,17 +161,18 @@ class Route:
             await client.renderer.clear_mm_cache_async()
         # Both are sent at once, and in this order: waiting for each would be waiting for a step to end.
         held = _call(client, "is_scheduler_paused"), _call(client, "pause_scheduler", mode, clears)
-        return self._held or not any((await asyncio.gather(*held))[0])
+        return not any((await asyncio.gather(*held))[0])
 
     async def _keep_held(self, client: Any) -> None:
         """The weights are a mix: nothing is computed from them until others were loaded."""
         await client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        self._held = True
+        await _ask(client, "hold", {"held": True})
 
-    async def _resume(self, client: Any, resumes: bool) -> None:
+    async def _resume(self, client: Any, *, resumes: bool, held: bool) -> None:
         if resumes:
             await client.engine_core.resume_scheduler_async()
-            self._held = False
+        if held:
+            await _ask(client, "hold", {"held": False})
 
 
 async def _call(client: Any, method: str, *arguments: Any) -> list[Any]:
@@ -191,6 +192,13 @@ async def _ask(client: Any, name: str, arguments: dict[str, Any]) -> list[dict[s
     if any(not isinstance(each, dict) or "rank" not in each for each in answers):
         raise Refused(f"the workers answered {answers}: start the server as in the guide")
     return sorted(answers, key=lambda each: int(each["rank"]))
+
+
+def _are_held(answers: Answers) -> bool:
+    """Whether the scheduler is held because of an update that failed. Workers keep this: a server may have several
+    processes that answer requests, with a route each.
+    """
+    return any(each["held"] for each in answers)
 
 
 def _problem(answers: Answers, expected: str) -> str | None:

@@ -31,6 +31,7 @@ from deltawire.engines.trace import flat_storages, trace
 from deltawire.engines.vllm import copies, quantized
 from deltawire.engines.vllm.disturbed import Disturbed
 from deltawire.errors import EngineRejected
+from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.container import Container
 from deltawire.format.delta import Delta
 from deltawire.format.parts import merge
@@ -58,6 +59,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._left_out: list[str] = []
         self._quantized: QuantizedModel | None = None
         self._disturbed = Disturbed(self.model, self.vllm_config)
+        self._held = False
+        """The server's scheduler is held because of an update that failed."""
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -95,8 +98,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if name == "layout":
             return None if not live.pieces else self._layout()
         if name == "bind":
-            self._specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
-            live.bind(self._specs)
+            specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
+            live.bind(specs)
+            self._specs = specs
             return self._layout()
         if name == "measure":
             self._counted, *copies = arguments["numbers"][self.index]
@@ -116,6 +120,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             live.measure(self._counted)
         elif name == "mark":
             live.mark(WeightVersion.parse(arguments["state"]))
+        elif name == "hold":
+            self._held = arguments["held"]
         elif name != "status":
             raise ValueError(f"unknown command {name!r}")
         return None
@@ -218,7 +224,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return self._thread is not None and self._thread.is_alive()
 
     def answer(self, result: Any, error: Any) -> dict[str, Any]:
-        return {"rank": self.index, "error": error, "result": result, **self.live.status()}
+        return {"rank": self.index, "error": error, "result": result, "held": self._held, **self.live.status()}
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         known = copies.check(self.model, self.vllm_config)
@@ -258,7 +264,8 @@ class WorkerExtension:
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+    # A folder may have other files of weights that are no part of the checkpoint.
+    for file in Checkpoint(folder).shards:
+        with safe_open(folder / file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 yield name, opened.get_tensor(name)

@@ -79,7 +79,8 @@ GRID_FIELDS = tl.constexpr(7)
 
 # A remainder is read from three words.
 SPARE_WORDS = 4
-MOST_INT32 = (1 << 31) - 1
+# Positions of so many elements, which begin at 0, fit 32 bits with a sign.
+MOST_INT32 = 1 << 31
 BLOCK = place.BLOCK.value
 BITMAP_WORDS = place.BLOCK_BITMAP_WORDS.value
 

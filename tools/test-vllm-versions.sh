@@ -12,7 +12,7 @@ scripts=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["scripts"]
 
 run() {
   "$1" -c 'from importlib.metadata import version as v; print("vLLM", v("vllm"), "torch", v("torch"), "transformers", v("transformers"))'
-  "$1" -m pytest -p no:cacheprovider -vv --tb=short -m "not slow" tests/engines/test_vllm.py tests/engines/test_vllm_ranks.py 2>&1
+  "$1" -m pytest -p no:cacheprovider -vv --tb=short -m "not slow" tests/engines/test_vllm.py tests/engines/test_vllm_decoding.py tests/engines/test_vllm_ranks.py 2>&1
 }
 
 failed=0

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deltawire import open_store
 from deltawire.engines.agent import Agent
+from deltawire.engines.target import EngineTarget
 from deltawire.errors import (
     AddressUnavailable,
     Conflict,
@@ -303,6 +304,36 @@ def test_metrics_are_for_prometheus(url, trainer, server):
         assert samples["deltawire_replica_version"] == (1, {"run": "demo", "replica": "one"})
         assert samples["deltawire_replica_lag"][0] == 0
         assert samples["deltawire_replica_pause_seconds"][0] > 0
+
+
+def test_what_other_threads_ask_while_the_engine_goes_away(url, trainer, server):
+    """`/health` and `wait` look at what the polling thread has just forgotten."""
+
+    class Forgetting(EngineTarget):
+        forgets = False
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name == "_now" and self.forgets:
+                # As if the poll came between two looks.
+                self._now = None
+            return found
+
+    class Recovering(replica.Replica):
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name == "error":
+                self.error = None
+            return found
+
+    with Recovering(url, Forgetting(server), heartbeat_seconds=None) as asked:
+        asked.pull()
+        asked.target.forgets = True
+        assert asked.version == 0
+        assert asked.version is None
+        asked.error = EngineUnavailable("away")
+        assert asked.status()["error"] == "away"
+        assert asked.status()["error"] is None
 
 
 def test_run_blocks_until_stop(url, trainer, server):

@@ -101,6 +101,13 @@ def test_follows_and_serves_what_a_fresh_server_does(tmp_path, vllm_pool):
                 with pytest.raises(EngineRejected, match=problem):
                     replica.pull()
                 assert (server.checksums(), server.weight_version) == (kept, version)
+                # Also where all weights would be loaded, as after training has diverged.
+                trainer.publish(density=0.9, anchor=True)
+                with pytest.raises(EngineRejected, match=problem):
+                    replica.pull()
+                assert (server.checksums(), server.weight_version) == (kept, version)
+                assert not server.client.get("/is_paused").json()["is_paused"]
+                assert replica.version == int(version)
             trainer.weights["model.layers.0.mlp.up_proj.weight"][0, 0] = 0.5
             trainer.weights["lm_head.weight"][0, 0] = 0.5
             trainer.publish(density=0.01)

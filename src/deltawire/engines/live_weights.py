@@ -13,7 +13,8 @@ import torch
 from deltawire.codec import ENCODINGS
 from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, Written, memory_of
-from deltawire.engines.quantized.derive import Plan, QuantizedModel
+from deltawire.engines.quantized.derive import Plan, QuantizedModel, not_finite
+from deltawire.engines.quantized.recipes import is_finite
 from deltawire.engines.staged import PieceChange, StagedChange
 from deltawire.engines.trace import Fill, torch_dtype
 from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected, UnsupportedFormat
@@ -137,6 +138,13 @@ class LiveModel:
         """The contribution of some pieces to the digest."""
         chosen = map(self.pieces.__getitem__, numbers)
         return sum((self._memory.digest(piece, self._keys[piece.tensor]) for piece in chosen), Digest())
+
+    def check(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Refuse tensors that `load` could not make codes of, while there are still others. Nothing is written."""
+        quantized = {piece.tensor for piece in self.pieces if piece.storage in self._quantized.tensors}
+        for name, value in tensors if quantized else ():
+            if name in quantized and not is_finite(value):
+                raise not_finite(name)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write all tensors of a checkpoint to their places. Afterwards the version must be set again."""

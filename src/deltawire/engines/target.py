@@ -64,7 +64,8 @@ class EngineTarget(Target):
         return states[0] if states and all(each == states[0] for each in states) else None
 
     def served(self) -> WeightVersion | None:
-        return None if self._now is None else self._now.state
+        now = self._now  # read once: the polling thread may forget it meanwhile
+        return None if now is None else now.state
 
     def refresh(self) -> None:
         try:

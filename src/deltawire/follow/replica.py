@@ -426,14 +426,14 @@ class Replica(AbstractContextManager["Replica"]):
 
     def status(self) -> dict[str, Any]:
         """The status of the replica, as in its heartbeat: version, digest, lag, timings, the last fault."""
-        state = self._served()
+        state, error, last = self._served(), self.error, self.last_pull  # `watch` may change them meanwhile
         return {
             "version": None if state is None else state.version,
             "digest": None if state is None else str(state.digest),
             "latest": self.latest,
             "lag": self.lag,
-            "last_pull": None if self.last_pull is None else asdict(self.last_pull),
-            "error": None if self.error is None else str(self.error),
+            "last_pull": None if last is None else asdict(last),
+            "error": None if error is None else str(error),
             **self.target.about(),
         }
 

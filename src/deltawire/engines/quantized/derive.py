@@ -91,7 +91,7 @@ class QuantizedTensor:
 
     def check_finite(self) -> None:
         if not all(is_finite(each.to(self.codes.device)) for each in self._matrices()):
-            raise _not_finite(self.name)
+            raise not_finite(self.name)
 
     def made(self, agreed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The codes and the scales of each matrix, and what they should be."""
@@ -154,7 +154,7 @@ class Alike:
             old, new = new, old
         if not is_finite(new):
             where = zip(self.tensors, new.split(numbers), strict=True)
-            raise _not_finite(next(tensor.name for tensor, own in where if not is_finite(own)))
+            raise not_finite(next(tensor.name for tensor, own in where if not is_finite(own)))
         start, base, *sizes = self._spread(self._table, numbers, 8)
         touched, which = torch.unique(group_of(positions - start, *sizes) + base, return_inverse=True)
         before = self.maxima[touched]
@@ -460,7 +460,5 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def _not_finite(name: str) -> EngineRejected:
-    return EngineRejected(
-        f"{name} has infinities or NaN, which have no codes: nothing was changed. Publish finite weights", tensor=name
-    )
+def not_finite(name: str) -> EngineRejected:
+    return EngineRejected(f"{name} has infinities or NaN, which have no codes: publish finite weights", tensor=name)

@@ -177,6 +177,7 @@ class VllmEngine(HttpEngine):
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         with self._shared.checkpoint(weights, folder, state) as source:
+            refuse(self._work("check", folder=str(source)), "nothing was changed")
             after = self._bound.partial(state.digest - digest({name: weights[name] for name in self.left_out}))
             answer = self._ask(
                 "load", folder=str(source), running_requests=self._running_requests, after=after,

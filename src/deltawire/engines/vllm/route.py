@@ -26,7 +26,7 @@ MOST_BYTES = 256 << 20
 HOLDS = {"recompute": ("keep", True), "keep": ("keep", False), "abort": ("abort", True)}
 # Commands that workers take as they are.
 COMMANDS = (
-    "bind", "layout", "measure", "stage", "decode", "mark", "parameters", "disturb", "steer", "restore",
+    "bind", "layout", "measure", "stage", "decode", "check", "mark", "parameters", "disturb", "steer", "restore",
 )  # fmt: skip
 # What requests that change weights must have.
 FIELDS = {

@@ -40,7 +40,7 @@ from deltawire.tensors.dtypes import ALIASES
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import short_turns
 
-THREADED = ("stage", "decode", "drop")
+THREADED = ("stage", "decode", "check", "drop")
 
 
 class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -165,7 +165,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             raise EngineRejected("after the write, the weights do not have the digest computed before it")
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
-        works: dict[str, Callable[[Any], None]] = {"stage": self._stage, "decode": self._decode, "drop": self._drop}
+        works: dict[str, Callable[[Any], None]] = {
+            "stage": self._stage, "decode": self._decode, "check": self._check, "drop": self._drop
+        }  # fmt: skip
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
         before = self._thread
 
@@ -197,6 +199,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def _drop(self, _: Any = None) -> None:
         self.live.drop_staged()
         self._pool = None
+
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        self.live.check(_tensors(Path(arguments["folder"])))
 
     def _stage(self, arguments: Mapping[str, Any]) -> None:
         with self._together(), self._aside():

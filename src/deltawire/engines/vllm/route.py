@@ -130,9 +130,9 @@ class Route:
         if failed is not None:
             await self._keep_held(client)
             return {"problem": problem, "failed": failed}
-        if problem is None:
-            await client.update_weight_version(body["version"])
-        await self._resume(client, resumes=resumes or held, held=held)
+        # Both are sent at once, and in this order, like those of `_hold`.
+        naming = [] if problem is not None else [client.update_weight_version(body["version"])]
+        await asyncio.gather(*naming, self._resume(client, resumes=resumes or held, held=held))
         seconds = time.perf_counter() - started
         # Nobody has to wait until memory is given back.
         self._dropping = asyncio.create_task(_ask(client, "drop", {}))

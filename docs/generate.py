@@ -188,8 +188,8 @@ to the one computed from the trainer's tensors. Times are in milliseconds:
   updates.
 - "Recompute" computes the context of running requests again; "keep" does not.
 - The pauses of "keep" are the write alone, as it was when they were measured. Since then requests are held around it,
-  as with "recompute", until the version is named, so that no token is named after other weights. With "recompute" at
-  0.6 B this took about 4 ms.
+  as with "recompute", until the version is named, so that no token is named after other weights. With that hold,
+  "keep" was not measured on a GPU.
 
 Below each shape are vLLM's own methods in the same server: `pause` and resume with nothing in between, its patch API
 (which `sparse_nccl` uses) and its reload, both from files in shared memory. There, "blocked" is the time to make the

@@ -160,6 +160,7 @@ class Route:
         if clears:
             await client.renderer.clear_mm_cache_async()
         # Both are sent at once, and in this order: waiting for each would be waiting for a step to end.
+        # A write sent with them would be made at once, before the steps under way have ended.
         held = _call(client, "is_scheduler_paused"), _call(client, "pause_scheduler", mode, clears)
         return not any((await asyncio.gather(*held))[0])
 

@@ -1,4 +1,4 @@
-"""Open untrusted files safely: never block on a pipe or device, never read a file before its size is checked; locks."""
+"""Open untrusted files safely: never block on a pipe or device, check sizes before reading; locks; syncs."""
 
 import fcntl
 import os
@@ -50,3 +50,12 @@ def read_small(path: Path, limit: int) -> bytes:
         if size > limit:
             raise LimitExceeded(f"{path} has {size} bytes, more than the limit of {limit}", path=str(path), actual=size)
         return file.read(size)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names of the files in a folder on the disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -185,6 +185,28 @@ def test_an_unfinished_update_of_files_that_others_replaced(run, tmp_path, monke
     check(folder, states, 6)
 
 
+def test_the_journal_is_on_the_disk_before_the_first_write(run, tmp_path, monkeypatch):
+    url, _ = run
+    folder = tmp_path / "mirror"
+    synced, seen = {}, []
+    finish = Mirror._finish_apply
+
+    def sync(path):
+        synced[path] = sorted(file.name for file in path.iterdir())
+
+    def finishing(*args):
+        seen.append(dict(synced))
+        finish(*args)
+
+    with Replica(url, folder) as replica:
+        replica.pull(5)
+        monkeypatch.setattr("deltawire.follow.mirror.sync_folder", sync)
+        monkeypatch.setattr(Mirror, "_finish_apply", finishing)
+        replica.pull(6)
+    assert "journal.safetensors" in seen[0][folder / ".deltawire"]
+    assert "deltawire.json" not in seen[0][folder]
+
+
 POINTS = {
     "journal saved": "deltawire.follow.mirror.Mirror._finish_apply",
     "before telling": "deltawire.follow.mirror.Mirror._write_marker",

@@ -25,7 +25,7 @@ import numpy as np
 
 from deltawire.codec import COO
 from deltawire.codec.encoding import Encoded
-from deltawire.disk import locked, read_small
+from deltawire.disk import locked, read_small, sync_folder
 from deltawire.errors import BaseMismatch, Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.follow.target import Target
 from deltawire.format.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint
@@ -87,6 +87,9 @@ class Mirror(Target):
         with self._writing():
             save(info, [_entry(patch) for patch in patches], self._journal, max_file_bytes=1 << 62)
             self._remove_marker()
+            # A loss of power must not leave new weights without these.
+            for folder in (self._own, self.folder):
+                sync_folder(folder)
             self._finish_apply(patches, state)
 
     def _check_untouched(self, base: WeightVersion) -> None:

@@ -268,7 +268,8 @@ class Double:
                 outputs.append(float(output.sum()))
                 tokens.append(int(output.argmax()))
         finally:
-            self.running.remove(request)
+            # By identity: their tensors cannot be compared.
+            self.running = [each for each in self.running if each is not request]
         reason = "abort" if request["aborted"] else "length"
         meta = {"weight_version": self.version, "finish_reason": {"type": reason}}
         return JSONResponse({"outputs": outputs, "meta_info": meta})

@@ -49,8 +49,8 @@ from support.recorded import DATA
 SIDE = 2048
 MOMENTUM, STEP, DENSITY = 0.9, 2.8e-7, 0.011
 SPANS = (2, 4, 8)
-# Steps that change about 0.1, 1.1, 1.25, 1.6, 3.5 and 10 % of the weights.
-SIZES = (2e-8, STEP, 3.26e-7, 4.35e-7, 1.13e-6, 4e-6)
+# Steps that change about 0.1, 1.1, 1.25, 1.6, 3.5 and 10 % of the weights. From 1.13 % on, a second anchor pays.
+SIZES = (2e-8, STEP, 2.83e-7, 2.9e-7, 3.26e-7, 4.35e-7, 1.13e-6, 4e-6)
 CHOICES = {
     "before": {"skips": (4, 16, 64), "most_deltas": None},
     "now": {},

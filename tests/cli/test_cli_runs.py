@@ -177,7 +177,10 @@ def test_plan_fetches_nothing(tmp_path, store):
 def test_compact_adds_what_the_chain_lacks(tmp_path, store, steps):
     assert [(row["version"], row["base"]) for row in told("compact", store)["added"]] == [(4, 0)]
     assert "nothing to add" in run("compact", store).stdout
+    assert told("compact", store, "--anchor", "--dry-run")["would_add"] == [{"version": 5, "base": None}]
     assert [(row["version"], row["base"]) for row in told("compact", store, "--anchor")["added"]] == [(5, None)]
+    assert told("compact", store, "--anchor", "--dry-run")["would_add"] == told("compact", store, "--anchor")["added"]
+    assert len(list(store.glob("anchors/00000005-*"))) == 1
     assert told("route", store, "--version", 4)["want"] == 4
     assert told("verify", store)["num_skips"] == 1
     told("pull", store, "--to", tmp_path / "mirror")

@@ -42,7 +42,7 @@ _FILE_HINTS: Hints = [
 ]
 _RUN_HINTS: Hints = [
     (errors.BaseMismatch, "leave --base out to have the weights fetched, or publish all weights with --anchor"),
-    (errors.SignatureMismatch, "pass what deltawire keygen printed for this run as --public-key; nothing was changed"),
+    (errors.SignatureMismatch, "pass the run's key: --public-key to read, --sign-key to write; nothing was changed"),
     (errors.DigestMismatch, "list everything that is damaged with: deltawire verify {url}"),
     (errors.CorruptObject, "list everything that is damaged with: deltawire verify {url}"),
     (errors.Fenced, "see what the other writer published with: deltawire ls {url}; then publish again"),

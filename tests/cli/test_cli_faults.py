@@ -133,7 +133,14 @@ def test_wrong_key(tmp_path, signed, steps):
     assert "SignatureMismatch" in result.stdout
     told("keygen", "-o", tmp_path / "other.pem")
     result = run("publish", steps / "step-2", "--to", url, "--sign-key", tmp_path / "other.pem")
-    says(result, 3, "not signed with the given key")
+    says(result, 3, "not signed with the given key", "--sign-key")
+
+
+def test_what_writes_to_a_signed_run_needs_its_key(signed, steps):
+    url, public = signed
+    for command in (["publish", steps / "step-2", "--to", url], ["compact", url, "--anchor"]):
+        says(run(*command), 3, "holds a signed run", "--sign-key")
+    assert told("verify", url, "--public-key", public)["num_versions"] == 2
 
 
 def test_unsigned_run_with_a_key(tmp_path, store, signed):

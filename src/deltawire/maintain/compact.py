@@ -82,6 +82,7 @@ def compact(
     hops, missing, latest = _look(run, anchor)
     if latest is None and not missing:
         return []
+    run.check_key()
     last = max(version for version, _ in missing) if latest is None else latest
     first = min((base for _, base in missing), default=last)
     target, alone, made = MemoryTarget({}), Alone(), []

@@ -6,11 +6,13 @@ through `say` or a drawing, which remove terminal control characters; JSON has i
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -152,6 +154,30 @@ def say(text: str, *, err: bool = False) -> None:
 def _echo(text: str, *, err: bool = False) -> None:
     with nullcontext() if err else writing():
         click.echo(text, err=err)
+
+
+class Notices(logging.Handler):
+    """Shows what the library logs, on lines of its own: a bar that is being drawn has not ended its line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_terminal(sys.stderr):
+            click.echo("\r\x1b[K", nl=False, err=True)
+        say(self.format(record), err=True)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """What every command runs in. On SIGTERM, as on Ctrl-C, it removes its temporary files before it ends."""
+    logger, notices = logging.getLogger("deltawire"), Notices(logging.WARNING)
+    logger.addHandler(notices)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)) if is_main else None
+    try:
+        yield
+    finally:
+        logger.removeHandler(notices)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

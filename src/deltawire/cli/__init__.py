@@ -20,7 +20,7 @@ from deltawire.cli.prove import prove_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
 from deltawire.cli.upkeep import compact_command, gc_command
 from deltawire.cli.watch import watch_command
-from deltawire.terminal import writing
+from deltawire.terminal import running, writing
 
 SECTIONS = {
     "Runs": [
@@ -40,7 +40,7 @@ class Sections(click.Group):
     """Lists its commands in sections."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        with writing():  # click itself prints help and versions
+        with running(), writing():  # click itself prints help and versions
             return super().main(*args, **options)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -102,6 +102,22 @@ def test_missing_checkpoint(tmp_path, store):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["publish", "no.txt", "--to", "STORE"], 1, "safetensors file: it has 2 bytes\nhint: fetch or create"),
+    (["publish", "step-6", "--to", "STORE", "--as", "fp8_per_block"], 1, "there is nothing to quantize\n"),
+    (["publish", "step-6", "--to", "new", "--base", "nothing"], 1, "it has no model.safetensors: check base=\n"),
+    (["publish", "step-6", "--to", "memory:x"], 2, "other processes cannot see this store; use a folder or a bucket\n"),
+    (["pull", "STORE", "--to", "m", "--layout", "trl"], 1, "as TRL's layout has: check the URL\n"),
+    (["export", "STORE", "--to", "m", "--layout", "trl", "--version", 9], 1, "or was removed\nhint: list the versions"),
+])  # fmt: skip
+def test_hints_are_about_what_is_wrong(tmp_path, store, steps, monkeypatch, arguments, code, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no.txt").write_text("no")
+    (tmp_path / "step-6").symlink_to(steps / "step-6")
+    result = says(run(*[store if each == "STORE" else each for each in arguments]), code, said)
+    assert result.stderr.count("hint: ") == said.count("hint: ")
+
+
 def test_usage(tmp_path, store, steps):
     assert run("publish", steps / "step-0").exit_code == 2
     assert run("publish", steps / "step-0", "--to", store, "--metadata", "nothing").exit_code == 2

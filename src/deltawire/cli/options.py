@@ -67,6 +67,11 @@ def only_with(condition: str, holds: bool, *names: str) -> None:
             raise click.UsageError(f"{parameter.opts[0]} only works with {condition}: leave it out")
 
 
+def check_shared(url: str) -> None:
+    if url.startswith("memory:"):
+        raise click.UsageError(f"--to {url}: other processes cannot see this store; use a folder or a bucket")
+
+
 @contextmanager
 def open_run(url: str, public_key: str | None = None, sign_key: Path | None = None) -> "Iterator[Run]":
     """The run at a URL, which must exist. Errors in the block are shown, and end the command."""

@@ -62,6 +62,7 @@ def publish_command(
     and the next version holds what differs from it. Later versions are deltas from the version before, whose weights
     are read from --base or fetched. Returns when the version is committed.
     """
+    options.check_shared(url)
     started = time.perf_counter()
     with terminal.speaking_errors(url), terminal.ByteBar("publish") as bar, ExitStack() as stack:
         if recipe is not None:
@@ -246,7 +247,7 @@ def pull_command(
 
         options.only_with("a pull, and --dry-run fetches nothing", False, "base", "run_id")
         return show_route(url, None, folder, version, public_key)
-    with terminal.speaking_errors(url):
+    with terminal.speaking_errors(url if ours else None):
         if not ours:
             return pull_from_trl(url, folder, version)
         run = Run(url, public_key=public_key, expected=run_id)
@@ -343,6 +344,7 @@ def export_command(
 def export_to_trl(run: "Run", destination: str, last: int | None, branch: str, threads: int | None) -> None:
     from deltawire.interop.trl import export_trl
 
+    _ = None if last is None else run.manifest(last)
     with terminal.progress_bar("export", len(run.versions())) as bar:
         keys = export_trl(
             run, destination, last=last, branch=branch, threads=threads, progress=lambda _done, _total: bar("", 1)

@@ -54,7 +54,7 @@ def gc_command(
             collect(run, found.removals)
     terminal.show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan))
     if only_plan and found.removals:
-        terminal.hint(f"remove them with: deltawire gc {url} --yes")
+        terminal.hint("remove them with the same command, with --yes instead of --plan")
 
 
 def gc_text(found: "GcPlan", only_plan: bool) -> str:

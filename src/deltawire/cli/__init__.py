@@ -67,7 +67,8 @@ def main() -> None:
         deltawire apply old/ step1.safetensors -o rebuilt/
 
     A URL is a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
-    hf://buckets/owner/name/prefix. Credentials come from the environment, as for each cloud's own tools.
+    hf://buckets/owner/name/prefix; to read only, also https://host/run. Credentials come from the environment, as for
+    each cloud's own tools.
     """
     # If colorama is installed, numba makes it write to the terminal when the program ends.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")

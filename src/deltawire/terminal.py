@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -299,6 +300,11 @@ class Drawing:
         up = f"\x1b[{self._height}A" if self._height else ""
         click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
         self._height = len(lines)
+
+
+def fault_text(label: str, fault: object) -> str:
+    """What went wrong, in whole: a drawing would cut a line, and what to do comes last."""
+    return "\n".join(textwrap.wrap(f"{label}: {plain(fault)}", max(shutil.get_terminal_size().columns - 1, 1)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -182,6 +182,17 @@ def test_the_table_shows_the_pause(url, trainer, server):
     assert " ms " in rows[1]
 
 
+def test_a_long_fault_is_shown_whole(url, trainer, server, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    said = "the server refuses the update, for a reason " + "that has many words " * 5 + "and says what to do"
+    server.failing["bind"] = EngineRejected(said)
+    with Agent(server, url, poll_seconds=0.05) as agent, agent.running():
+        eventually(lambda: agent.replica.error, "the refusal")
+        *_, first, second, last = Screen(agent.replica, "a server").text().splitlines()
+    assert " ".join((first, second, last)) == f"last fault: {said}"
+    assert len(first) < 60
+
+
 @pytest.mark.process
 def test_attach_on_a_terminal_ends_on_a_signal(url, trainer):
     with program_in_terminal(

@@ -287,7 +287,7 @@ def follow(run: "Run", data: dict[str, Any], log: "EventLog | None", poll_second
     due = time.monotonic() + STORE_SECONDS
     while True:
         if terminal.is_live():
-            drawing.draw(fleet_text(data) + (f"\n\nfault: {terminal.plain(fault)}" if fault else ""))
+            drawing.draw(fleet_text(data) + (f"\n\n{terminal.fault_text('fault', fault)}" if fault else ""))
         elif (lasting := without_ages(data)) != shown:
             if terminal.wants_json():
                 click.echo(json.dumps(data))

@@ -101,7 +101,7 @@ class Screen:
         head = f"version {version}  {state}  faults {replica.num_faults}  {terminal.plain(self._title)}"
         pause = ["pause"] if self._pauses else []
         header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", *pause, "faults", "ago"]
-        fault = f"\nlast fault: {terminal.plain(replica.error)}" if replica.error else ""
+        fault = f"\n{terminal.fault_text('last fault', replica.error)}" if replica.error else ""
         return f"{head}\n{terminal.table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
 
     def _row(self, when: float, data: dict[str, Any]) -> list[str]:

@@ -107,7 +107,8 @@ def _hint(error: Exception, url: str | None) -> str | None:
     if isinstance(error, errors.ObjectMissing) and "path" in error.fields:
         return None
     if isinstance(error, errors.ObjectMissing) and "url" in error.fields and "key" not in error.fields:
-        return f"start it with: deltawire publish CHECKPOINT --to {url}"
+        # Nobody can publish to a web server.
+        return None if str(url).startswith("http") else f"start it with: deltawire publish CHECKPOINT --to {url}"
     is_file = isinstance(error, errors.FormatError) and "path" in error.fields
     hints = _FILE_HINTS if url is None or is_file else _RUN_HINTS
     return next((text.format(url=url) for kind, text in hints if isinstance(error, kind)), None)

@@ -118,6 +118,12 @@ def test_hints_are_about_what_is_wrong(tmp_path, store, steps, monkeypatch, argu
     assert result.stderr.count("hint: ") == said.count("hint: ")
 
 
+def test_nobody_is_told_to_publish_to_a_web_server(tmp_path, web_server):
+    url = f"http://127.0.0.1:{web_server.port}/nothing"
+    result = says(run("pull", url, "--to", tmp_path / "m"), 1, f"there is no run at {url}")
+    assert "hint: " not in result.stderr
+
+
 def test_usage(tmp_path, store, steps):
     assert run("publish", steps / "step-0").exit_code == 2
     assert run("publish", steps / "step-0", "--to", store, "--metadata", "nothing").exit_code == 2

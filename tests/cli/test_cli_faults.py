@@ -118,6 +118,15 @@ def test_hints_are_about_what_is_wrong(tmp_path, store, steps, monkeypatch, argu
     assert result.stderr.count("hint: ") == said.count("hint: ")
 
 
+def test_a_folder_that_cannot_be_read(tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    if os.access(locked, os.R_OK):
+        pytest.skip("this user may read everything")
+    says(run("verify", locked), 1, f"error: {locked}: Permission denied")
+    locked.chmod(0o700)
+
+
 def test_nobody_is_told_to_publish_to_a_web_server(tmp_path, web_server):
     url = f"http://127.0.0.1:{web_server.port}/nothing"
     result = says(run("pull", url, "--to", tmp_path / "m"), 1, f"there is no run at {url}")

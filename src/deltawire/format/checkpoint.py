@@ -51,16 +51,18 @@ class Checkpoint(Mapping[str, Tensor]):
             self.metadata |= _read_state(self.path / STATE_NAME)
 
     def _open_folder(self) -> dict[str, Container]:
-        indexes = sorted(file for file in self.path.glob("*.safetensors.index.json") if file.is_file())
-        files = sorted(file.name for file in self.path.glob("*.safetensors") if file.is_file())
+        # Not with glob, which finds nothing in a folder that cannot be read.
+        found = [file for file in self.path.iterdir() if file.is_file()]
+        indexes = sorted(file for file in found if file.name.endswith(".safetensors.index.json"))
+        files = sorted(file.name for file in found if file.suffix == ".safetensors")
         if len(indexes) == 1:
             files = _index_files(indexes[0])
         elif SINGLE_NAME in files:
             files = [SINGLE_NAME]
         elif len(files) != 1:
             counts = f"{len(files)} safetensors files and {len(indexes)} indexes"
-            found = counts if files or indexes else "no safetensors file"
-            raise ObjectMissing(f"{self.path} is not a checkpoint: it has {found}", path=str(self.path))
+            counts = counts if files or indexes else "no safetensors file"
+            raise ObjectMissing(f"{self.path} is not a checkpoint: it has {counts}", path=str(self.path))
         return {file: Container(self.path / file) for file in files}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -118,6 +118,18 @@ def test_hints_are_about_what_is_wrong(tmp_path, store, steps, monkeypatch, argu
     assert result.stderr.count("hint: ") == said.count("hint: ")
 
 
+@pytest.mark.parametrize("command", [
+    ["pull", "STORE", "--to", "URL"], ["watch", "STORE", "--to", "URL", "--until", 0],
+    ["export", "STORE", "--to", "URL"],
+    ["diff", "A", "B", "-o", "URL"], ["keygen", "-o", "URL"], ["publish", "URL", "--to", "STORE"], ["inspect", "URL"],
+])  # fmt: skip
+def test_a_url_is_no_path(tmp_path, store, steps, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    given = {"STORE": store, "URL": "s3://bucket/out", "A": steps / "step-0", "B": steps / "step-1"}
+    says(run(*[given.get(word, word) for word in command]), 2, "s3://bucket/out is a URL, but this must be a file or")
+    assert not (tmp_path / "s3:").exists()
+
+
 def test_a_folder_that_cannot_be_read(tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0)

@@ -9,14 +9,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from deltawire.terminal import FORMAT, QUIET, say, speaking_errors
+from deltawire.disk import local_path
+from deltawire.terminal import FORMAT, QUIET, plain, say, speaking_errors
 
 if TYPE_CHECKING:
     from deltawire.run.run import Run
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-PATH = click.Path(path_type=Path)
+
+class LocalPath(click.Path):
+    """A file or folder on this machine, not a URL."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            local_path(value)
+        except ValueError as error:
+            self.fail(plain(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = LocalPath(path_type=Path)
 ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
 
 threads_option = click.option("--threads", type=click.IntRange(1),

@@ -14,6 +14,7 @@ import click
 import deltawire
 from deltawire import errors, terminal
 from deltawire.cli import options
+from deltawire.disk import local_path
 from deltawire.run.plain import json_fields
 
 if TYPE_CHECKING:
@@ -331,7 +332,7 @@ def export_command(
         if layout == "trl":
             return export_to_trl(run, destination, version, branch, threads)
         with (
-            deltawire.Replica(run, Export(Path(destination)), threads=threads) as replica,
+            deltawire.Replica(run, Export(local_path(destination)), threads=threads) as replica,
             terminal.ByteBar("export", "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)

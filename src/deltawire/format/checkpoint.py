@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, prod
 from pathlib import Path
 
-from deltawire.disk import read_small
+from deltawire.disk import local_path, read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
 from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes, naming, replacing, temp_path
 from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
@@ -164,7 +164,7 @@ def save_anchor(
         Conflict: The folder exists already and is not empty.
     """
     check_stated(run, version)
-    path, weights = Path(path), mapping_of(weights)
+    path, weights = local_path(path), mapping_of(weights)
     tied = resolve_ties(tied or {}, weights)
     check_names(weights)
     state = digest(weights, dtype=dtype, tied=tied, threads=threads)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -108,10 +109,15 @@ def _hint(error: Exception, url: str | None) -> str | None:
         return None
     if isinstance(error, errors.ObjectMissing) and "url" in error.fields and "key" not in error.fields:
         # Nobody can publish to a web server.
-        return None if str(url).startswith("http") else f"start it with: deltawire publish CHECKPOINT --to {url}"
+        return None if str(url).startswith("http") else f"start it with: deltawire publish CHECKPOINT --to {quote(url)}"
     is_file = isinstance(error, errors.FormatError) and "path" in error.fields
     hints = _FILE_HINTS if url is None or is_file else _RUN_HINTS
-    return next((text.format(url=url) for kind, text in hints if isinstance(error, kind)), None)
+    return next((text.format(url=quote(url)) for kind, text in hints if isinstance(error, kind)), None)
+
+
+def quote(text: object) -> str:
+    """An argument as a shell takes it, for a command that is shown to be copied."""
+    return shlex.quote(str(text))
 
 
 def plain(text: object) -> str:

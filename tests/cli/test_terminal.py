@@ -96,6 +96,11 @@ def test_hints_name_the_next_command(tmp_path):
     pulled = at_a_terminal("pull", tmp_path / "run", "--to", tmp_path / "mirror", columns=400)
     assert f"next: keep it current with: deltawire watch {tmp_path / 'run'} --to {tmp_path / 'mirror'}" in pulled
     assert "next:" not in at_a_terminal("pull", tmp_path / "run", "--to", tmp_path / "mirror", "--quiet")
+    (tmp_path / "run").rename(tmp_path / "my run")
+    pulled = at_a_terminal("pull", tmp_path / "my run", "--to", tmp_path / "my mirror", columns=400)
+    assert f"deltawire watch '{tmp_path / 'my run'}' --to '{tmp_path / 'my mirror'}'" in pulled
+    missing = CliRunner().invoke(main, ["ls", "no run"])
+    assert missing.stderr.endswith("deltawire publish CHECKPOINT --to 'no run'\n")
 
 
 @pytest.mark.process

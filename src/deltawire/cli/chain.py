@@ -275,7 +275,7 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
         if not watch:
             terminal.show(data, lambda: fleet_text(data))
             if not data["replicas"]:
-                terminal.hint(f"start a replica with: deltawire watch {url} --to mirror/")
+                terminal.hint(f"start a replica with: deltawire watch {terminal.quote(url)} --to mirror/")
             return
         with terminal.handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
             follow(run, data, log, poll)

@@ -104,7 +104,7 @@ def publish_command(
     if dry_run:
         terminal.hint("nothing was written; publish it with the same command without --dry-run")
     elif manifest.version == 0:
-        terminal.hint(f"follow it with: deltawire watch {url} --to mirror/")
+        terminal.hint(f"follow it with: deltawire watch {terminal.quote(url)} --to mirror/")
 
 
 @contextmanager
@@ -262,9 +262,11 @@ def pull_command(
             data = {"to": str(folder), "run": run.id, **pull_fields(done, replica)}
     if data["faults"]:
         faults = terminal.count_text(data["faults"], "fault")
-        terminal.say(f"warning: took another route after {faults}; see: deltawire verify {url}", err=True)
+        seen = f"see: deltawire verify {terminal.quote(url)}"
+        terminal.say(f"warning: took another route after {faults}; {seen}", err=True)
     terminal.show(data, lambda: pulled_text(data))
-    return terminal.hint(f"keep it current with: deltawire watch {url} --to {folder}")
+    given = f"{terminal.quote(url)} --to {terminal.quote(folder)}"
+    return terminal.hint(f"keep it current with: deltawire watch {given}")
 
 
 def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
@@ -369,4 +371,4 @@ def keygen_command(output: Path) -> None:
         public = generate_key(output)
     data = {"private_key": str(output), "public_key": public}
     terminal.show(data, lambda: f"private key  {output}\npublic key   {public}")
-    terminal.hint(f"sign with: deltawire publish CHECKPOINT --to URL --sign-key {output}")
+    terminal.hint(f"sign with: deltawire publish CHECKPOINT --to URL --sign-key {terminal.quote(output)}")

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm2": {"engine": "vllm", "num_steps": 60, "num_replicas": 1, "warmup_steps": 5, "rounds": 3,
                 "time_limit": 1800.0},
 }  # fmt: skip
-NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
+NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn", "prometheus_client")
 
 
 @click.command("demo")

@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltawire import Checkpoint, save_anchor
+from deltawire import Checkpoint, open_store, save_anchor
+from deltawire.cli import runs
+from deltawire.run.run import Run
 from support.command_line import bits, program, run, told
+from support.waiting import eventually
 
 
 def test_publish_starts_with_an_anchor_and_goes_on_with_deltas(tmp_path, steps):
@@ -35,6 +38,28 @@ def test_publish_starts_with_an_anchor_and_goes_on_with_deltas(tmp_path, steps):
     assert told("publish", steps / "step-3", "--to", url, "--anchor")["kind"] == "anchor"
     info = told("info", url, "--version", "0")["version"]
     assert info["metadata"] == {"reward": 0.5, "note": "first"}
+
+
+def test_a_publish_that_is_interrupted_publishes_nothing(tmp_path, store, steps, monkeypatch):
+    """Closing its publisher would commit the version."""
+    kind, waiting, wait_for = type(open_store(store)), [], runs.wait_for
+    put = kind.put
+
+    def interrupted(self, key, data):
+        if key.startswith("deltas/"):
+            eventually(lambda: waiting, "the command to wait")
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+            eventually(lambda: waiting[0].is_stopped, "the command to notice")
+        put(self, key, data)
+
+    monkeypatch.setattr(kind, "put", interrupted)
+    monkeypatch.setattr(runs, "wait_for", lambda publication, own: (waiting.append(own), wait_for(publication, own)))
+    result = run("publish", steps / "step-6", "--to", store)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "publishing version 6 failed: it was interrupted" in result.stderr
+    assert "Aborted!" in result.stderr
+    assert Run(store).latest() == 5
 
 
 def test_publish_takes_a_mirror_as_the_base(tmp_path, store, steps):

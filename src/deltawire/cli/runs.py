@@ -82,7 +82,8 @@ def publish_command(
         ):  # fmt: skip
             check_resumed(publisher, base, anchor)
             bar.note("finding what has changed")
-            publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor).wait()
+            publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor)
+            wait_for(publication, counting)
             manifest = publisher.run.manifest(publication.version)
     # With skip deltas and anchors, which were finished when the publisher was closed.
     all_bytes = publisher.run.uploaded.bytes.total()
@@ -105,6 +106,17 @@ def publish_command(
         terminal.hint("nothing was written; publish it with the same command without --dry-run")
     elif manifest.version == 0:
         terminal.hint(f"follow it with: deltawire watch {terminal.quote(url)} --to mirror/")
+
+
+def wait_for(publication: "deltawire.Publication", store: "CountingStore") -> None:
+    """Wait for the commit. If that is interrupted, nothing more is sent: closing the publisher would finish it."""
+    try:
+        publication.wait()
+    except (KeyboardInterrupt, SystemExit):
+        store.is_stopped = True
+        if publication.join():
+            terminal.say(f"version {publication.version} was committed already", err=True)
+        raise
 
 
 @contextmanager
@@ -145,21 +157,31 @@ def check_resumed(publisher: "deltawire.Publisher", base: str | None, anchor: bo
 
 
 class CountingStore:
-    """A store that shows on a bar how many bytes were sent."""
+    """A store that shows on a bar how many bytes were sent, and sends nothing more once it is stopped."""
 
     def __init__(self, store: "Store", bar: terminal.ByteBar) -> None:
         self._store, self._bar = store, bar
-        self._sent = 0
+        self._sent, self.is_stopped = 0, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def put(self, key: str, data: "Buffer | Pieces") -> None:
+        self._check()
         self._store.put(key, data if isinstance(data, bytes | memoryview) else _Counted(data, self._count))
 
+    def create(self, key: str, data: bytes) -> None:
+        self._check()
+        self._store.create(key, data)
+
     def _count(self, num_bytes: int) -> None:
+        self._check()
         self._sent += num_bytes
         self._bar(self._sent)
+
+    def _check(self) -> None:
+        if self.is_stopped:
+            raise errors.StoreUnavailable("it was interrupted", url=self._store.url, refused=True, uncertain=False)
 
 
 class DryStore(CountingStore):

@@ -86,6 +86,15 @@ def test_what_is_no_store(store):
             use(store)
 
 
+def test_a_url_where_a_path_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = diff(weights(), weights())
+    for use in (lambda it: Replica(fresh_url(), it), lambda it: save_anchor(weights(), it), saved.save):
+        with pytest.raises(ValueError, match="s3://bucket/out is a URL"):
+            use("s3://bucket/out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_module_where_weights_by_name_are_taken(tmp_path):
     module, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     assert digest(module) == digest(module.state_dict())

@@ -1,13 +1,24 @@
-"""Open untrusted files safely: never block on a pipe or device, check sizes before reading; locks; syncs."""
+"""Paths of files, locks and syncs. Untrusted files are opened safely: never block on a pipe or device, never read a file
+before its size is checked.
+"""
 
 import fcntl
 import os
+import re
 import stat
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
 from deltawire.errors import LimitExceeded, ObjectMissing
+from deltawire.redact import redacted
+
+
+def local_path(path: str | Path) -> Path:
+    """A path on this machine. A URL is refused: it would be taken for a folder that is named after its scheme."""
+    if re.match("[A-Za-z][A-Za-z0-9+.-]+://", str(path)):
+        raise ValueError(f"{redacted(str(path))} is a URL, but this must be a file or folder on this machine")
+    return Path(path)
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -6,11 +6,15 @@ through `say` or a drawing, which remove terminal control characters; JSON has i
 
 import errno
 import json
+import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,7 +46,7 @@ _FILE_HINTS: Hints = [
 ]
 _RUN_HINTS: Hints = [
     (errors.BaseMismatch, "leave --base out to have the weights fetched, or publish all weights with --anchor"),
-    (errors.SignatureMismatch, "pass what deltawire keygen printed for this run as --public-key; nothing was changed"),
+    (errors.SignatureMismatch, "pass the run's key: --public-key to read, --sign-key to write; nothing was changed"),
     (errors.DigestMismatch, "list everything that is damaged with: deltawire verify {url}"),
     (errors.CorruptObject, "list everything that is damaged with: deltawire verify {url}"),
     (errors.Fenced, "see what the other writer published with: deltawire ls {url}; then publish again"),
@@ -104,9 +108,16 @@ def _hint(error: Exception, url: str | None) -> str | None:
     if isinstance(error, errors.ObjectMissing) and "path" in error.fields:
         return None
     if isinstance(error, errors.ObjectMissing) and "url" in error.fields and "key" not in error.fields:
-        return f"start it with: deltawire publish CHECKPOINT --to {url}"
-    hints = _FILE_HINTS if url is None else _RUN_HINTS
-    return next((text.format(url=url) for kind, text in hints if isinstance(error, kind)), None)
+        # Nobody can publish to a web server.
+        return None if str(url).startswith("http") else f"start it with: deltawire publish CHECKPOINT --to {quote(url)}"
+    is_file = isinstance(error, errors.FormatError) and "path" in error.fields
+    hints = _FILE_HINTS if url is None or is_file else _RUN_HINTS
+    return next((text.format(url=quote(url)) for kind, text in hints if isinstance(error, kind)), None)
+
+
+def quote(text: object) -> str:
+    """An argument as a shell takes it, for a command that is shown to be copied."""
+    return shlex.quote(str(text))
 
 
 def plain(text: object) -> str:
@@ -152,6 +163,30 @@ def say(text: str, *, err: bool = False) -> None:
 def _echo(text: str, *, err: bool = False) -> None:
     with nullcontext() if err else writing():
         click.echo(text, err=err)
+
+
+class Notices(logging.Handler):
+    """Shows what the library logs, on lines of its own: a bar that is being drawn has not ended its line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_terminal(sys.stderr):
+            click.echo("\r\x1b[K", nl=False, err=True)
+        say(self.format(record), err=True)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """What every command runs in. On SIGTERM, as on Ctrl-C, it removes its temporary files before it ends."""
+    logger, notices = logging.getLogger("deltawire"), Notices(logging.WARNING)
+    logger.addHandler(notices)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)) if is_main else None
+    try:
+        yield
+    finally:
+        logger.removeHandler(notices)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -272,6 +307,11 @@ class Drawing:
         up = f"\x1b[{self._height}A" if self._height else ""
         click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
         self._height = len(lines)
+
+
+def fault_text(label: str, fault: object) -> str:
+    """What went wrong, in whole: a drawing would cut a line, and what to do comes last."""
+    return "\n".join(textwrap.wrap(f"{label}: {plain(fault)}", max(shutil.get_terminal_size().columns - 1, 1)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

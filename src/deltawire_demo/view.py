@@ -62,11 +62,12 @@ class Screen:
     def __init__(self) -> None:
         self._drawing, self._drawn = Drawing(), 0.0
         self._story: Story | None = None
+        self._phase = ""
 
     def refresh(self, story: "Story") -> None:
         self._story = story
-        if time.monotonic() - self._drawn > REDRAW_SECONDS or story.phase == "done":
-            self._drawn = time.monotonic()
+        if time.monotonic() - self._drawn > REDRAW_SECONDS or story.phase != self._phase:
+            self._drawn, self._phase = time.monotonic(), story.phase
             self._drawing.draw(screen_text(story))
 
     def close(self) -> None:

@@ -111,6 +111,10 @@ def test_errors_name_what_was_asked_for(folder, delta, command, output):
     given = (folder / "old", folder / "new") if command == "diff" else (folder / "old", delta)
     result = run(command, *given, "-o", asked)
     assert (result.exit_code, result.stderr) == (1, f"error: {asked}: No such file or directory\n")
+    taken = folder / "taken.safetensors"
+    taken.mkdir()
+    result = run(command, *given, "-o", taken)
+    assert (result.exit_code, result.stderr) == (1, f"error: {taken}: Is a directory\n")
 
 
 @pytest.mark.process

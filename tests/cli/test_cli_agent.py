@@ -174,12 +174,23 @@ def test_the_table_shows_the_pause(url, trainer, server):
             trainer.step()
     head, header, _, *rows = screen.text().splitlines()
     assert head.startswith("version 1  current  faults 0  vllm at http://server")
-    assert header.split() == [
-        "version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", "pause", "faults", "ago",
-    ]  # fmt: skip
+    names = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", "pause", "ago"]
+    assert header.split() == names
+    assert max(map(len, rows)) < 80
     assert rows[0].split()[:3] == ["0", "anchor", "0"]
     assert rows[1].split()[:4] == ["1", "0", "0", "12"]
     assert " ms " in rows[1]
+
+
+def test_a_long_fault_is_shown_whole(url, trainer, server, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    said = "the server refuses the update, for a reason " + "that has many words " * 5 + "and says what to do"
+    server.failing["bind"] = EngineRejected(said)
+    with Agent(server, url, poll_seconds=0.05) as agent, agent.running():
+        eventually(lambda: agent.replica.error, "the refusal")
+        *_, first, second, last = Screen(agent.replica, "a server").text().splitlines()
+    assert " ".join((first, second, last)) == f"last fault: {said}"
+    assert len(first) < 60
 
 
 @pytest.mark.process

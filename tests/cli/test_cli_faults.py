@@ -102,6 +102,49 @@ def test_missing_checkpoint(tmp_path, store):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(("arguments", "code", "said"), [
+    (["publish", "no.txt", "--to", "STORE"], 1, "safetensors file: it has 2 bytes\nhint: fetch or create"),
+    (["publish", "step-6", "--to", "STORE", "--as", "fp8_per_block"], 1, "there is nothing to quantize\n"),
+    (["publish", "step-6", "--to", "new", "--base", "nothing"], 1, "it has no model.safetensors: check base=\n"),
+    (["publish", "step-6", "--to", "memory:x"], 2, "other processes cannot see this store; use a folder or a bucket\n"),
+    (["pull", "STORE", "--to", "m", "--layout", "trl"], 1, "as TRL's layout has: check the URL\n"),
+    (["export", "STORE", "--to", "m", "--layout", "trl", "--version", 9], 1, "or was removed\nhint: list the versions"),
+])  # fmt: skip
+def test_hints_are_about_what_is_wrong(tmp_path, store, steps, monkeypatch, arguments, code, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no.txt").write_text("no")
+    (tmp_path / "step-6").symlink_to(steps / "step-6")
+    result = says(run(*[store if each == "STORE" else each for each in arguments]), code, said)
+    assert result.stderr.count("hint: ") == said.count("hint: ")
+
+
+@pytest.mark.parametrize("command", [
+    ["pull", "STORE", "--to", "URL"], ["watch", "STORE", "--to", "URL", "--until", 0],
+    ["export", "STORE", "--to", "URL"],
+    ["diff", "A", "B", "-o", "URL"], ["keygen", "-o", "URL"], ["publish", "URL", "--to", "STORE"], ["inspect", "URL"],
+])  # fmt: skip
+def test_a_url_is_no_path(tmp_path, store, steps, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    given = {"STORE": store, "URL": "s3://bucket/out", "A": steps / "step-0", "B": steps / "step-1"}
+    says(run(*[given.get(word, word) for word in command]), 2, "s3://bucket/out is a URL, but this must be a file or")
+    assert not (tmp_path / "s3:").exists()
+
+
+def test_a_folder_that_cannot_be_read(tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    if os.access(locked, os.R_OK):
+        pytest.skip("this user may read everything")
+    says(run("verify", locked), 1, f"error: {locked}: Permission denied")
+    locked.chmod(0o700)
+
+
+def test_nobody_is_told_to_publish_to_a_web_server(tmp_path, web_server):
+    url = f"http://127.0.0.1:{web_server.port}/nothing"
+    result = says(run("pull", url, "--to", tmp_path / "m"), 1, f"there is no run at {url}")
+    assert "hint: " not in result.stderr
+
+
 def test_usage(tmp_path, store, steps):
     assert run("publish", steps / "step-0").exit_code == 2
     assert run("publish", steps / "step-0", "--to", store, "--metadata", "nothing").exit_code == 2
@@ -133,7 +176,14 @@ def test_wrong_key(tmp_path, signed, steps):
     assert "SignatureMismatch" in result.stdout
     told("keygen", "-o", tmp_path / "other.pem")
     result = run("publish", steps / "step-2", "--to", url, "--sign-key", tmp_path / "other.pem")
-    says(result, 3, "not signed with the given key")
+    says(result, 3, "not signed with the given key", "--sign-key")
+
+
+def test_what_writes_to_a_signed_run_needs_its_key(signed, steps):
+    url, public = signed
+    for command in (["publish", steps / "step-2", "--to", url], ["compact", url, "--anchor"]):
+        says(run(*command), 3, "holds a signed run", "--sign-key")
+    assert told("verify", url, "--public-key", public)["num_versions"] == 2
 
 
 def test_unsigned_run_with_a_key(tmp_path, store, signed):

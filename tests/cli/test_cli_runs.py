@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltawire import Checkpoint, save_anchor
+from deltawire import Checkpoint, open_store, save_anchor
+from deltawire.cli import runs
+from deltawire.run.run import Run
 from support.command_line import bits, program, run, told
+from support.waiting import eventually
 
 
 def test_publish_starts_with_an_anchor_and_goes_on_with_deltas(tmp_path, steps):
@@ -35,6 +38,28 @@ def test_publish_starts_with_an_anchor_and_goes_on_with_deltas(tmp_path, steps):
     assert told("publish", steps / "step-3", "--to", url, "--anchor")["kind"] == "anchor"
     info = told("info", url, "--version", "0")["version"]
     assert info["metadata"] == {"reward": 0.5, "note": "first"}
+
+
+def test_a_publish_that_is_interrupted_publishes_nothing(tmp_path, store, steps, monkeypatch):
+    """Closing its publisher would commit the version."""
+    kind, waiting, wait_for = type(open_store(store)), [], runs.wait_for
+    put = kind.put
+
+    def interrupted(self, key, data):
+        if key.startswith("deltas/"):
+            eventually(lambda: waiting, "the command to wait")
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+            eventually(lambda: waiting[0].is_stopped, "the command to notice")
+        put(self, key, data)
+
+    monkeypatch.setattr(kind, "put", interrupted)
+    monkeypatch.setattr(runs, "wait_for", lambda publication, own: (waiting.append(own), wait_for(publication, own)))
+    result = run("publish", steps / "step-6", "--to", store)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "publishing version 6 failed: it was interrupted" in result.stderr
+    assert "Aborted!" in result.stderr
+    assert Run(store).latest() == 5
 
 
 def test_publish_takes_a_mirror_as_the_base(tmp_path, store, steps):
@@ -177,7 +202,10 @@ def test_plan_fetches_nothing(tmp_path, store):
 def test_compact_adds_what_the_chain_lacks(tmp_path, store, steps):
     assert [(row["version"], row["base"]) for row in told("compact", store)["added"]] == [(4, 0)]
     assert "nothing to add" in run("compact", store).stdout
+    assert told("compact", store, "--anchor", "--dry-run")["would_add"] == [{"version": 5, "base": None}]
     assert [(row["version"], row["base"]) for row in told("compact", store, "--anchor")["added"]] == [(5, None)]
+    assert told("compact", store, "--anchor", "--dry-run")["would_add"] == told("compact", store, "--anchor")["added"]
+    assert len(list(store.glob("anchors/00000005-*"))) == 1
     assert told("route", store, "--version", 4)["want"] == 4
     assert told("verify", store)["num_skips"] == 1
     told("pull", store, "--to", tmp_path / "mirror")

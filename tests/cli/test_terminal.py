@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -95,6 +96,29 @@ def test_hints_name_the_next_command(tmp_path):
     pulled = at_a_terminal("pull", tmp_path / "run", "--to", tmp_path / "mirror", columns=400)
     assert f"next: keep it current with: deltawire watch {tmp_path / 'run'} --to {tmp_path / 'mirror'}" in pulled
     assert "next:" not in at_a_terminal("pull", tmp_path / "run", "--to", tmp_path / "mirror", "--quiet")
+    (tmp_path / "run").rename(tmp_path / "my run")
+    pulled = at_a_terminal("pull", tmp_path / "my run", "--to", tmp_path / "my mirror", columns=400)
+    assert f"deltawire watch '{tmp_path / 'my run'}' --to '{tmp_path / 'my mirror'}'" in pulled
+    missing = CliRunner().invoke(main, ["ls", "no run"])
+    assert missing.stderr.endswith("deltawire publish CHECKPOINT --to 'no run'\n")
+
+
+@pytest.mark.process
+def test_what_is_logged_has_a_line_of_its_own(tmp_path):
+    drawn = at_a_terminal("warmup", "--bits", 8, NUMBA_CACHE_DIR=str(tmp_path))
+    assert re.search(r"  0%\r\x1b\[Kdeltawire: compiling kernels .*\n\r", drawn)
+
+
+@pytest.mark.process
+def test_a_command_that_is_ended_removes_its_temporary_files(tmp_path):
+    command = [sys.executable, "-m", "deltawire.cli", "hello"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("trainer ") for line in process.stderr)
+        assert list(tmp_path.iterdir())
+        process.terminate()
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def told(*arguments):

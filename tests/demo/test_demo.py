@@ -17,14 +17,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deltawire import Publisher, digest
-from deltawire.cli.demo import options_of
+from deltawire.cli.demo import NEEDED, options_of
 from deltawire.engines.agent import Agent
 from deltawire.engines.torch import TorchEngine
 from deltawire.errors import CorruptObject, EngineUnavailable
 from deltawire_demo import rollout
 from deltawire_demo.checkpoint import Progress, load_progress, save_progress
 from deltawire_demo.games import Episode, boards
-from deltawire_demo.orchestrate import NEEDED
 from deltawire_demo.policy import Policy, Sampler, load, save
 from deltawire_demo.replica import Completions, Wanted, application
 from deltawire_demo.shape import START, Shape
@@ -475,6 +474,7 @@ def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path):
         out, err = demo.communicate(timeout=PATIENCE)
         assert demo.returncode == 130, out + err
         assert f"--folder {folder}" in err
+        assert "stopping; press Ctrl-C again" in out
         assert processes(folder) == {}
     done = step_of(folder)
     with started(folder, "--steps", str(done + 1), "--evaluate", "0", "--format", "json") as demo:

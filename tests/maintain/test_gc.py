@@ -10,7 +10,7 @@ import pytest
 from deltawire import Publisher, Replica
 from deltawire.errors import Conflict, ObjectMissing
 from deltawire.maintain.audit import audit
-from deltawire.maintain.compact import compact, missing_hops
+from deltawire.maintain.compact import compact, missing_hops, planned_hops
 from deltawire.maintain.gc import collect, plan_gc
 from deltawire.run.run import Run
 from deltawire.store import open_store
@@ -209,6 +209,7 @@ def test_compact_goes_on_across_what_was_removed():
 def test_compact_makes_what_was_uploaded_and_not_committed():
     url, states = make_run(10, anchors=None)
     open_store(url).delete(["manifests/00000008.from-00000004.json"])
+    assert planned_hops(Run(url)) == [(8, 4)]
     assert [(hop.version, hop.base) for hop in compact(Run(url))] == [(8, 4)]
     assert compact(Run(url)) == []
     assert reachable_versions(url, states) == set(range(10))

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
 import pytest
 from click.testing import CliRunner
 from generate import read
 
 from deltawire.cli import main
+from deltawire.errors import AddressUnavailable
 from deltawire.pages.explain import PAGE, PageServer, content_policy, single_file
 from support import ROOT
 from support.pages import in_a_thread
@@ -58,6 +60,8 @@ def test_the_page_is_in_the_package():
 def test_server_serves_its_files_and_nothing_else():
     with in_a_thread(PageServer()) as server:
         check_server(server.url)
+        with pytest.raises(AddressUnavailable, match="0 for a free port"):
+            PageServer(urlsplit(server.url).port)
 
 
 def check_server(url):

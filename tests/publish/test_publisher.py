@@ -283,6 +283,9 @@ def test_signed_runs(tmp_path, rng):
         pulled(url, public_key=other)
     with pytest.raises(SignatureMismatch):
         Publisher(url, weights, sign_with=tmp_path / "b.pem")
+    with pytest.raises(SignatureMismatch, match="sign_with="):
+        Publisher(url, weights)
+    assert pulled(url, public_key=public).keys() == weights.keys()
 
 
 def test_wrong_arguments():

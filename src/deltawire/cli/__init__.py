@@ -20,7 +20,7 @@ from deltawire.cli.prove import prove_command
 from deltawire.cli.runs import export_command, keygen_command, publish_command, pull_command
 from deltawire.cli.upkeep import compact_command, gc_command
 from deltawire.cli.watch import watch_command
-from deltawire.terminal import writing
+from deltawire.terminal import running, writing
 
 SECTIONS = {
     "Runs": [
@@ -40,7 +40,7 @@ class Sections(click.Group):
     """Lists its commands in sections."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        with writing():  # click itself prints help and versions
+        with running(), writing():  # click itself prints help and versions
             return super().main(*args, **options)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -67,7 +67,8 @@ def main() -> None:
         deltawire apply old/ step1.safetensors -o rebuilt/
 
     A URL is a folder, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
-    hf://buckets/owner/name/prefix. Credentials come from the environment, as for each cloud's own tools.
+    hf://buckets/owner/name/prefix; to read only, also https://host/run. Credentials come from the environment, as for
+    each cloud's own tools.
     """
     # If colorama is installed, numba makes it write to the terminal when the program ends.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")

@@ -275,7 +275,7 @@ def status_command(url: str, watch: bool, poll: float, public_key: str | None) -
         if not watch:
             terminal.show(data, lambda: fleet_text(data))
             if not data["replicas"]:
-                terminal.hint(f"start a replica with: deltawire watch {url} --to mirror/")
+                terminal.hint(f"start a replica with: deltawire watch {terminal.quote(url)} --to mirror/")
             return
         with terminal.handling_signals(signal.default_int_handler), suppress(KeyboardInterrupt):
             follow(run, data, log, poll)
@@ -287,7 +287,7 @@ def follow(run: "Run", data: dict[str, Any], log: "EventLog | None", poll_second
     due = time.monotonic() + STORE_SECONDS
     while True:
         if terminal.is_live():
-            drawing.draw(fleet_text(data) + (f"\n\nfault: {terminal.plain(fault)}" if fault else ""))
+            drawing.draw(fleet_text(data) + (f"\n\n{terminal.fault_text('fault', fault)}" if fault else ""))
         elif (lasting := without_ages(data)) != shown:
             if terminal.wants_json():
                 click.echo(json.dumps(data))

@@ -12,7 +12,7 @@ import click
 
 from deltawire.cli.options import PATH, output_options
 from deltawire.errors import MissingDependency
-from deltawire.terminal import FAILURE, MISMATCH, is_quiet, say, show, speaking_errors, wants_json
+from deltawire.terminal import FAILURE, MISMATCH, is_quiet, quote, say, show, speaking_errors, wants_json
 
 if TYPE_CHECKING:
     from deltawire_demo.orchestrate import Options
@@ -27,7 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm2": {"engine": "vllm", "num_steps": 60, "num_replicas": 1, "warmup_steps": 5, "rounds": 3,
                 "time_limit": 1800.0},
 }  # fmt: skip
-NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn")
+NEEDED = ("torch", "openenv", "httpx", "pydantic", "starlette", "uvicorn", "prometheus_client")
 
 
 @click.command("demo")
@@ -93,7 +93,7 @@ def demo_command(model: str, quick: bool, no_publish: bool, **given: Any) -> Non
             demo.run()
         except Interrupted:
             view.close()
-            say(f"stopped; resume with: deltawire demo --folder {options.folder}", err=True)
+            say(f"stopped; resume with: deltawire demo --folder {quote(options.folder)}", err=True)
             sys.exit(130)
         finally:
             view.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import get_completion_class
 
-from deltawire.cli.options import output_options
+from deltawire.cli.options import check_shared, output_options
 from deltawire.terminal import MISMATCH, is_quiet, pairs_text, progress_bar, show, size_text, speaking_errors
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def hello_command(url: str | None, steps: int) -> None:
     with speaking_errors(url), ExitStack() as stack:
         if url is None:
             url = stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-hello-")) + "/run"
-        elif url.startswith("memory:"):
-            raise ValueError(f"--to {url}: other processes cannot see this store; use a folder or a bucket")
-        elif next(iter(open_store(url).list("")), None) is not None:
+        check_shared(url)
+        if next(iter(open_store(url).list("")), None) is not None:
             raise ValueError(f"--to {url}: the store is not empty; use an empty one")
         _warm_up(COMMON_BITS)
         hello = say_hello(url, steps, (lambda *_: None) if is_quiet() else _print)

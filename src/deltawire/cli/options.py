@@ -9,14 +9,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from deltawire.terminal import FORMAT, QUIET, say, speaking_errors
+from deltawire.disk import local_path
+from deltawire.terminal import FORMAT, QUIET, plain, say, speaking_errors
 
 if TYPE_CHECKING:
     from deltawire.run.run import Run
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-PATH = click.Path(path_type=Path)
+
+class LocalPath(click.Path):
+    """A file or folder on this machine, not a URL."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            local_path(value)
+        except ValueError as error:
+            self.fail(plain(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = LocalPath(path_type=Path)
 ENCODING_NAMES = ("auto", "mirrorless", "coo", "gap", "context", "dense")
 
 threads_option = click.option("--threads", type=click.IntRange(1),
@@ -65,6 +78,11 @@ def only_with(condition: str, holds: bool, *names: str) -> None:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in names and not holds and source is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{parameter.opts[0]} only works with {condition}: leave it out")
+
+
+def check_shared(url: str) -> None:
+    if url.startswith("memory:"):
+        raise click.UsageError(f"--to {url}: other processes cannot see this store; use a folder or a bucket")
 
 
 @contextmanager

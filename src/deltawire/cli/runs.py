@@ -14,6 +14,7 @@ import click
 import deltawire
 from deltawire import errors, terminal
 from deltawire.cli import options
+from deltawire.disk import local_path
 from deltawire.run.plain import json_fields
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def publish_command(
     and the next version holds what differs from it. Later versions are deltas from the version before, whose weights
     are read from --base or fetched. Returns when the version is committed.
     """
+    options.check_shared(url)
     started = time.perf_counter()
     with terminal.speaking_errors(url), terminal.ByteBar("publish") as bar, ExitStack() as stack:
         if recipe is not None:
@@ -80,7 +82,8 @@ def publish_command(
         ):  # fmt: skip
             check_resumed(publisher, base, anchor)
             bar.note("finding what has changed")
-            publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor).wait()
+            publication = publisher.publish(step=step, metadata=dict(metadata), anchor=anchor)
+            wait_for(publication, counting)
             manifest = publisher.run.manifest(publication.version)
     # With skip deltas and anchors, which were finished when the publisher was closed.
     all_bytes = publisher.run.uploaded.bytes.total()
@@ -102,7 +105,18 @@ def publish_command(
     if dry_run:
         terminal.hint("nothing was written; publish it with the same command without --dry-run")
     elif manifest.version == 0:
-        terminal.hint(f"follow it with: deltawire watch {url} --to mirror/")
+        terminal.hint(f"follow it with: deltawire watch {terminal.quote(url)} --to mirror/")
+
+
+def wait_for(publication: "deltawire.Publication", store: "CountingStore") -> None:
+    """Wait for the commit. If that is interrupted, nothing more is sent: closing the publisher would finish it."""
+    try:
+        publication.wait()
+    except (KeyboardInterrupt, SystemExit):
+        store.is_stopped = True
+        if publication.join():
+            terminal.say(f"version {publication.version} was committed already", err=True)
+        raise
 
 
 @contextmanager
@@ -143,21 +157,31 @@ def check_resumed(publisher: "deltawire.Publisher", base: str | None, anchor: bo
 
 
 class CountingStore:
-    """A store that shows on a bar how many bytes were sent."""
+    """A store that shows on a bar how many bytes were sent, and sends nothing more once it is stopped."""
 
     def __init__(self, store: "Store", bar: terminal.ByteBar) -> None:
         self._store, self._bar = store, bar
-        self._sent = 0
+        self._sent, self.is_stopped = 0, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def put(self, key: str, data: "Buffer | Pieces") -> None:
+        self._check()
         self._store.put(key, data if isinstance(data, bytes | memoryview) else _Counted(data, self._count))
 
+    def create(self, key: str, data: bytes) -> None:
+        self._check()
+        self._store.create(key, data)
+
     def _count(self, num_bytes: int) -> None:
+        self._check()
         self._sent += num_bytes
         self._bar(self._sent)
+
+    def _check(self) -> None:
+        if self.is_stopped:
+            raise errors.StoreUnavailable("it was interrupted", url=self._store.url, refused=True, uncertain=False)
 
 
 class DryStore(CountingStore):
@@ -246,7 +270,7 @@ def pull_command(
 
         options.only_with("a pull, and --dry-run fetches nothing", False, "base", "run_id")
         return show_route(url, None, folder, version, public_key)
-    with terminal.speaking_errors(url):
+    with terminal.speaking_errors(url if ours else None):
         if not ours:
             return pull_from_trl(url, folder, version)
         run = Run(url, public_key=public_key, expected=run_id)
@@ -260,9 +284,11 @@ def pull_command(
             data = {"to": str(folder), "run": run.id, **pull_fields(done, replica)}
     if data["faults"]:
         faults = terminal.count_text(data["faults"], "fault")
-        terminal.say(f"warning: took another route after {faults}; see: deltawire verify {url}", err=True)
+        seen = f"see: deltawire verify {terminal.quote(url)}"
+        terminal.say(f"warning: took another route after {faults}; {seen}", err=True)
     terminal.show(data, lambda: pulled_text(data))
-    return terminal.hint(f"keep it current with: deltawire watch {url} --to {folder}")
+    given = f"{terminal.quote(url)} --to {terminal.quote(folder)}"
+    return terminal.hint(f"keep it current with: deltawire watch {given}")
 
 
 def pull_from_trl(url: str, folder: Path, step: int | None) -> None:
@@ -330,7 +356,7 @@ def export_command(
         if layout == "trl":
             return export_to_trl(run, destination, version, branch, threads)
         with (
-            deltawire.Replica(run, Export(Path(destination)), threads=threads) as replica,
+            deltawire.Replica(run, Export(local_path(destination)), threads=threads) as replica,
             terminal.ByteBar("export", "checking and writing") as bar,
         ):
             done = replica.pull(version, progress=bar)
@@ -343,6 +369,7 @@ def export_command(
 def export_to_trl(run: "Run", destination: str, last: int | None, branch: str, threads: int | None) -> None:
     from deltawire.interop.trl import export_trl
 
+    _ = None if last is None else run.manifest(last)
     with terminal.progress_bar("export", len(run.versions())) as bar:
         keys = export_trl(
             run, destination, last=last, branch=branch, threads=threads, progress=lambda _done, _total: bar("", 1)
@@ -366,4 +393,4 @@ def keygen_command(output: Path) -> None:
         public = generate_key(output)
     data = {"private_key": str(output), "public_key": public}
     terminal.show(data, lambda: f"private key  {output}\npublic key   {public}")
-    terminal.hint(f"sign with: deltawire publish CHECKPOINT --to URL --sign-key {output}")
+    terminal.hint(f"sign with: deltawire publish CHECKPOINT --to URL --sign-key {terminal.quote(output)}")

@@ -54,7 +54,7 @@ def gc_command(
             collect(run, found.removals)
     terminal.show({**found.as_dict(), "removed": removes}, lambda: gc_text(found, only_plan))
     if only_plan and found.removals:
-        terminal.hint(f"remove them with: deltawire gc {url} --yes")
+        terminal.hint("remove them with the same command, with --yes instead of --plan")
 
 
 def gc_text(found: "GcPlan", only_plan: bool) -> str:
@@ -73,7 +73,7 @@ def gc_text(found: "GcPlan", only_plan: bool) -> str:
 @click.command("compact")
 @click.argument("url")
 @click.option("--anchor", is_flag=True, help="Also add an anchor at the newest version.")
-@click.option("--dry-run", is_flag=True, help="Only list the deltas that are missing.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be added.")
 @options.sign_key_option
 @options.threads_option
 @options.output_options
@@ -84,13 +84,14 @@ def compact_command(url: str, anchor: bool, dry_run: bool, sign_key: Path | None
     published one version at a time, or with single deltas only, lack them. Needs twice the model's size in memory, and
     its size on disk.
     """
-    from deltawire.maintain.compact import compact, missing_hops
+    from deltawire.maintain.compact import compact, planned_hops
 
     if dry_run:
         with options.open_run(url) as run:
-            pairs = missing_hops(run.hops())
+            pairs = planned_hops(run, anchor=anchor)
         wanted = [{"version": version, "base": base} for version, base in pairs]
-        would = terminal.table(["would add", "to version"], [[f"delta from {base}", str(to)] for to, base in pairs])
+        cells = [["anchor" if base is None else f"delta from {base}", str(to)] for to, base in pairs]
+        would = terminal.table(["would add", "to version"], cells)
         return terminal.show({"run": run.id, "would_add": wanted}, lambda: would if pairs else NOTHING)
     with options.open_run(url, sign_key=sign_key) as run, terminal.progress_bar("compact", run.latest() or 0) as bar:
         made = compact(run, anchor=anchor, threads=threads, progress=lambda done, _: bar(f"{done} versions", 1))

@@ -100,8 +100,8 @@ class Screen:
         state = "waiting" if replica.lag is None else "current" if replica.lag == 0 else f"{replica.lag} behind"
         head = f"version {version}  {state}  faults {replica.num_faults}  {terminal.plain(self._title)}"
         pause = ["pause"] if self._pauses else []
-        header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", *pause, "faults", "ago"]
-        fault = f"\nlast fault: {terminal.plain(replica.error)}" if replica.error else ""
+        header = ["version", "from", "lag", "changed", "bytes", "fetch", "decode", "apply", *pause, "ago"]
+        fault = f"\n{terminal.fault_text('last fault', replica.error)}" if replica.error else ""
         return f"{head}\n{terminal.table(header, [self._row(*each) for each in list(self._pulls)])}{fault}"
 
     def _row(self, when: float, data: dict[str, Any]) -> list[str]:
@@ -110,7 +110,7 @@ class Screen:
             f"{data['changed']:,}", terminal.size_text(data["bytes"]),
             *(f"{data[f'{name}_seconds']:.2f} s" for name in ("fetch", "decode", "apply")),
             *([terminal.pause_text(data["pause_seconds"])] if self._pauses else []),
-            str(data["faults"]), terminal.age_text(time.monotonic() - when),
+            terminal.age_text(time.monotonic() - when),
         ]  # fmt: skip
 
 

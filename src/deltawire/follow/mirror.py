@@ -25,7 +25,7 @@ import numpy as np
 
 from deltawire.codec import COO
 from deltawire.codec.encoding import Encoded
-from deltawire.disk import locked, read_small, sync_folder
+from deltawire.disk import local_path, locked, read_small, sync_folder
 from deltawire.errors import BaseMismatch, Conflict, CorruptObject, EngineRejected, FormatError, ObjectMissing
 from deltawire.follow.target import Target
 from deltawire.format.checkpoint import MOST_STATE_BYTES, STATE_NAME, Checkpoint
@@ -46,7 +46,7 @@ class Mirror(Target):
     """A checkpoint folder as the target of a replica, for one process at a time."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = folder = Path(folder)
+        self.folder = folder = local_path(folder)
         self._own = self.folder / ".deltawire"
         self._journal = self._own / "journal.safetensors"
         self._incoming = self._own / "incoming"

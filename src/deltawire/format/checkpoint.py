@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, prod
 from pathlib import Path
 
-from deltawire.disk import read_small
+from deltawire.disk import local_path, read_small
 from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissing
 from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes, naming, replacing, temp_path
 from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
@@ -51,16 +51,18 @@ class Checkpoint(Mapping[str, Tensor]):
             self.metadata |= _read_state(self.path / STATE_NAME)
 
     def _open_folder(self) -> dict[str, Container]:
-        indexes = sorted(file for file in self.path.glob("*.safetensors.index.json") if file.is_file())
-        files = sorted(file.name for file in self.path.glob("*.safetensors") if file.is_file())
+        # Not with glob, which finds nothing in a folder that cannot be read.
+        found = [file for file in self.path.iterdir() if file.is_file()]
+        indexes = sorted(file for file in found if file.name.endswith(".safetensors.index.json"))
+        files = sorted(file.name for file in found if file.suffix == ".safetensors")
         if len(indexes) == 1:
             files = _index_files(indexes[0])
         elif SINGLE_NAME in files:
             files = [SINGLE_NAME]
         elif len(files) != 1:
             counts = f"{len(files)} safetensors files and {len(indexes)} indexes"
-            found = counts if files or indexes else "no safetensors file"
-            raise ObjectMissing(f"{self.path} is not a checkpoint: it has {found}", path=str(self.path))
+            counts = counts if files or indexes else "no safetensors file"
+            raise ObjectMissing(f"{self.path} is not a checkpoint: it has {counts}", path=str(self.path))
         return {file: Container(self.path / file) for file in files}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -162,7 +164,7 @@ def save_anchor(
         Conflict: The folder exists already and is not empty.
     """
     check_stated(run, version)
-    path, weights = Path(path), mapping_of(weights)
+    path, weights = local_path(path), mapping_of(weights)
     tied = resolve_ties(tied or {}, weights)
     check_names(weights)
     state = digest(weights, dtype=dtype, tied=tied, threads=threads)

@@ -6,6 +6,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from deltawire.codec import EncodingChoice, allowed_encodings
+from deltawire.disk import local_path
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.format import parts
 from deltawire.format.checkpoint import Checkpoint
@@ -105,7 +106,7 @@ class Delta:
 
         Above `max_file_bytes` there are several files, named `STEM-00001-of-0000N.safetensors`.
         """
-        return parts.save(self.info, self.entries, Path(path), max_file_bytes)
+        return parts.save(self.info, self.entries, local_path(path), max_file_bytes)
 
     @classmethod
     def load(cls, path: str | Path) -> "Delta":

@@ -77,7 +77,8 @@ class TrlBucket:
         files = self.steps()
         if not files:
             raise MissingAnchor(
-                f"{self.store.url} has no anchors/step_*.safetensors: check the URL", url=self.store.url
+                f"{self.store.url} has no anchors/step_*.safetensors, as TRL's layout has: check the URL",
+                url=self.store.url,
             )
         return files[-1].step
 

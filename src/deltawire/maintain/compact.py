@@ -53,6 +53,24 @@ def missing_hops(hops: Sequence[ListedHop]) -> list[tuple[int, int]]:
     return missing
 
 
+def planned_hops(run: Run, *, anchor: bool = False) -> list[tuple[int, int | None]]:
+    """What `compact` would add, as (version, base); without a base it is an anchor."""
+    _, missing, latest = _look(run, anchor)
+    return [*missing, *([] if latest is None else [(latest, None)])]
+
+
+def _look(run: Run, anchor: bool) -> tuple[list[ListedHop], list[tuple[int, int]], int | None]:
+    """The hops of a run, those that it lacks, and the newest version if an anchor is to be added there."""
+    documents = set(run.documents().values())
+    # Who died between the upload of an extra hop and its document has left no hop.
+    committed = {about[:2] for about in documents}
+    hops = [hop for hop in run.hops() if hop.base in (None, hop.version - 1) or (hop.version, hop.base) in committed]
+    latest = run.latest() if anchor else None
+    if latest is not None and ((latest, None, False) in documents or run.manifest(latest).hop.base is None):
+        latest = None
+    return hops, missing_hops(hops), latest
+
+
 def compact(
     run: Run, *, anchor: bool = False, threads: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[StoredHop]:
@@ -61,16 +79,12 @@ def compact(
     Safe to run next to a publisher: each hop is committed only if nobody else has. Takes twice the model's memory, and
     its size on disk where deltas from an anchor are missing.
     """
-    latest = run.latest()
-    # Who died between the upload of an extra hop and its document has left no hop.
-    committed = {about[:2] for about in run.documents().values()}
-    hops = [hop for hop in run.hops() if hop.base in (None, hop.version - 1) or (hop.version, hop.base) in committed]
-    missing = missing_hops(hops)
-    wants_anchor = anchor and latest is not None and run.manifest(latest).hop.base is not None
-    if latest is None or not (missing or wants_anchor):
+    hops, missing, latest = _look(run, anchor)
+    if latest is None and not missing:
         return []
-    first = min([base for _, base in missing], default=latest)
-    last = latest if wants_anchor else max(version for version, _ in missing)
+    run.check_key()
+    last = max(version for version, _ in missing) if latest is None else latest
+    first = min((base for _, base in missing), default=last)
     target, alone, made = MemoryTarget({}), Alone(), []
     settings = Settings(allowed_encodings(AUTO), 0, None, SKIPS, None, "host", None, 0, MAX_FILE_BYTES, threads)
     with Replica(run, target, heartbeat_seconds=None, threads=threads) as replica:
@@ -101,7 +115,7 @@ def compact(
             worker.committed(call, call - max(SKIPS))
             if progress is not None:
                 progress(version - first, last - first)
-        if wants_anchor:
+        if latest is not None:
             leader.take_files(manifest.route)
             made.append(leader.write_hop(Task(staged[last], None, model), threads))
     return made

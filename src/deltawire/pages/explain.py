@@ -14,6 +14,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from deltawire.hosts import listen
+
 STATIC = Path(__file__).parent / "static"
 PAGE = STATIC / "explain" / "index.html"
 HOST = "127.0.0.1"
@@ -89,5 +91,7 @@ class PageServer(ThreadingHTTPServer):
     """A server of a page on this machine, bound but not yet running; port 0 takes a free one."""
 
     def __init__(self, port: int = 0, handler: type[PageHandler] = PageHandler) -> None:
-        super().__init__((HOST, port), partial(handler, directory=str(STATIC)))
-        self.url = f"http://{HOST}:{self.server_address[1]}{handler.entry}"
+        super().__init__((HOST, port), partial(handler, directory=str(STATIC)), bind_and_activate=False)
+        self.socket.close()
+        self.socket = listen(HOST, port)
+        self.url = f"http://{HOST}:{self.socket.getsockname()[1]}{handler.entry}"

@@ -83,9 +83,8 @@ def _files(store: Store) -> Iterator[str]:
         try:
             store.stat(file)
         except ObjectMissing:
-            raise ObjectMissing(
-                f"{store.url} is not a checkpoint to start from, it has no {file}: check base=", url=store.url, key=file
-            ) from None
+            problem = f"{store.url} is not a checkpoint to start from, it has no {file}: check base="
+            raise ObjectMissing(problem, path=store.url, key=file) from None
         yield file
     listable = getattr(store, "listable", True)
     names = [stat.key for stat in store.list() if is_file_name(stat.key)] if listable else USUAL_FILES

@@ -156,6 +156,11 @@ def read_hop(data: bytes, verify: Verify | None = None) -> tuple[str, StoredHop]
         return _run_id(fields["run"]), _read_hop(fields["hop"])
 
 
+def is_signed(data: bytes) -> bool:
+    """Whether a document has a signature; with which key is not checked."""
+    return _SIGNATURE.match(data) is not None
+
+
 def read_run(data: bytes, verify: Verify | None = None) -> str:
     fields = _read(data, "run", verify)
     with _reading("run.json"):

@@ -105,6 +105,15 @@ class Run:
             if name is not None and self.id != name:
                 problem = f"{self.store.url} holds run {self.id}, not {name}: check the URL, or leave the id out"
                 raise errors.Conflict(problem, expected=name, actual=self.id) from None
+            self.check_key()
+
+    def check_key(self) -> None:
+        """Refuse to write unsigned documents to a signed run: readers would refuse them, and what builds on them."""
+        if self._sign is None and documents.is_signed(self.store.get(keys.RUN_KEY, limit=MOST_BYTES)):
+            raise errors.SignatureMismatch(
+                f"{self.store.url} holds a signed run, but no key to sign with was given: "
+                "pass its private key as sign_with= (--sign-key)"
+            )
 
     def versions(self, after: int = -1) -> list[int]:
         """All versions later than `after`, in order."""

@@ -75,7 +75,8 @@ def quantize_checkpoint(source: str | Path, to: Path, recipe: str = "fp8_per_blo
         save_file({name: value.contiguous() for name, value in made.items()}, to / file, {"format": "pt"})
         where |= dict.fromkeys(made, file)
     if not any(is_quantized(name) for name in where):
-        raise ObjectMissing(f"{source} has no tensor named ..._proj.weight: there is nothing to quantize")
+        problem = f"{source} has no tensor named ..._proj.weight: there is nothing to quantize"
+        raise ObjectMissing(problem, path=str(source))
     if len(opened.shards) > 1:
         index = {"metadata": {}, "weight_map": where}
         (to / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -1,5 +1,5 @@
-"""Paths of files, locks and syncs. Untrusted files are opened safely: never block on a pipe or device, never read a file
-before its size is checked.
+"""Paths of files, locks and syncs. Untrusted files are opened safely: never block on a pipe or device, never read a
+file before its size is checked.
 """
 
 import fcntl

@@ -23,7 +23,8 @@ MARGIN = 1.1
 # The changes of many blocks go into each pool, so that there are about as many in all.
 MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
-SPARE = BLOCK // 2
+# A pool that is empty has room for any block: so each look finds some of the rest, and there is a last one.
+SPARE = BLOCK
 
 # Of weights that come one by one, so large a share may have changed altogether without a wait for how many did.
 SLACK = 1 / 32

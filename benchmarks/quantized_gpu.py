@@ -385,8 +385,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")
-    # For the workers' extension.
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+    options.out.mkdir(parents=True, exist_ok=True)
     rows, problems = [], []
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as logs:

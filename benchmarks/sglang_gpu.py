@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -113,16 +112,11 @@ class Server(vllm_gpu.Server):
         self.start()
 
     def start(self):
-        command = [
-            sys.executable, "-m", self.module, "--model-path", str(self.folder), "--served-model-name", "m", "--host",
-            "127.0.0.1", "--port", str(self.port), *FLAGS, "--custom-weight-loader", LOADER,
-            "sglang_extension.checksums",
+        arguments = [
+            "--model-path", str(self.folder), "--served-model-name", "m", "--host", "127.0.0.1", "--port",
+            str(self.port), *FLAGS, "--custom-weight-loader", LOADER, "sglang_extension.checksums",
         ]  # fmt: skip
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+        self.process = vllm_gpu.launch(self.module, arguments, self.log)
 
     def kill(self):
         os.killpg(self.process.pid, 9)

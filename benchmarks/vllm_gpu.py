@@ -54,6 +54,8 @@ SHAPES = {
     "8b": (4096, 36, 32, 8, 128, 151_936, 12_288, False),
 }
 HASHERS = ThreadPoolExecutor(8)
+# Whatever ends a benchmark, its servers do not keep the GPU: the kernel tells them.
+END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 FIELDS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "intermediate_size", "tie_word_embeddings",
@@ -154,6 +156,17 @@ def checksums(weights):
     return {name: each.result() for name, each in found.items()}
 
 
+def launch(module, arguments, log, **environment):
+    """A server in a session of its own, which can import what lies beside this file."""
+    path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-c", END_WITH_PARENT, sys.executable, "-m", module, *arguments]
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}, stdout=file,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
 class Server:
     def __init__(self, folder, out, *, eager, memory, extension="vllm_extension.Extension", flags=FLAGS):
         with socket.socket() as probe:
@@ -161,20 +174,16 @@ class Server:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=600, trust_env=False)
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "m",
-            "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048",
-            "--max-num-seqs", "64", *flags, "--gpu-memory-utilization", memory,
+        arguments = [
+            "serve", str(folder), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--dtype",
+            "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64", *flags, "--gpu-memory-utilization", memory,
             "--weight-transfer-config", json.dumps({"backend": "deltawire"}), "--worker-extension-cls", extension,
             "--middleware", ROUTE, "--disable-uvicorn-access-log", *(["--enforce-eager"] if eager else []),
         ]  # fmt: skip
         # DEV_MODE is for vLLM's own checksums, pause and patches, which this compares with.
-        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         self.log = out / "vllm.log"
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env={**os.environ, **own}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self.process = launch("vllm.entrypoints.cli.main", arguments, self.log, **own)
 
     def wait(self):
         while True:
@@ -306,8 +315,9 @@ class Watch:
 class Case:
     """One server, and what was measured with it."""
 
-    def __init__(self, folder, out, options, model, mode):
+    def __init__(self, folder, out, options, model, mode, before):
         self.folder, self.out, self.options, self.model, self.mode = folder, out, options, model, mode
+        self.before = before
         self.started, self.rows, self.seed = time.time(), [], 0
         self.weights = make_model(folder / "base", dict(zip(FIELDS, SHAPES[model], strict=True)))
         self.server = self.start()
@@ -429,6 +439,15 @@ class Case:
         }  # fmt: skip
         self.rows.append(row)
         self.say(json.dumps(row))
+        self.write()
+
+    def write(self):
+        """After each row: whatever ends this does not lose what was measured."""
+        rows = [*self.before, *self.rows]
+        table = [[row[each] for each in rows[0]] for row in rows]
+        gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
+        notes = {"gpu": gpu, "torch": torch.__version__, "vllm": version("vllm")}
+        write_csv("vllm_gpu.csv", list(rows[0]), table, folder=self.options.out, notes=notes)
 
     def compare_with_fresh(self):
         ours = self.server.logprobs()
@@ -457,23 +476,17 @@ def main():
     parser.add_argument("--fresh", action="store_true", help="compare with a server that is started at the end")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for model, mode in product(options.models, options.modes):
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as logs:
-            case = None
             try:
-                case = Case(Path(folder), Path(logs), options, model, mode)
-                case.run()
+                case = Case(Path(folder), Path(logs), options, model, mode, rows)
+                rows = [*rows, *case.run()]
             finally:
                 log = Path(logs) / "vllm.log"
                 if log.exists():
                     (options.out / f"vllm-{model}-{mode}.log").write_bytes(log.read_bytes()[-200_000:])
-                rows += case.rows if case is not None else []
-                if rows:
-                    table = [[row[each] for each in rows[0]] for row in rows]
-                    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
-                    notes = {"gpu": gpu, "torch": torch.__version__, "vllm": version("vllm")}
-                    write_csv("vllm_gpu.csv", list(rows[0]), table, folder=options.out, notes=notes)
         del case
         torch.cuda.empty_cache()
 

@@ -191,6 +191,21 @@ def test_more_changes_than_were_expected(monkeypatch):
     assert torch.equal(arena.snapshot.cpu(), old.view(torch.int16))
 
 
+def test_all_changes_in_one_block(monkeypatch):
+    """As where a single small tensor trains: there is room for them, however little the average of all blocks is."""
+    monkeypatch.setattr(arena_module, "BLOCKS_PER_POOL", 1)
+    looks = iter(range(3))
+    begin = Arena.begin
+    monkeypatch.setattr(Arena, "begin", lambda self: next(looks) is None or begin(self))
+    arena = Arena([8 * 4096], torch.bfloat16, DEVICE)
+    weights = torch.zeros(8 * 4096, dtype=torch.bfloat16, device=DEVICE)
+    arena.point_at([weights])
+    arena.take_all()
+    weights[5 * 4096 : 6 * 4096] = 1
+    assert int(arena.find().begins[-1]) == 4096
+    assert torch.equal(arena.snapshot, weights.view(torch.int16))
+
+
 @pytest.mark.parametrize(("slack", "expected"), [(0, None), (0, 500.0), (1 / 32, 1.0), (1, None)])
 def test_tensors_in_pieces(slack, expected, monkeypatch):
     """Whatever room there is: in the same memory, without a second look, what one look at all finds."""

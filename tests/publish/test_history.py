@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from deltawire.format.patches import encode_box
 from deltawire.kernels.cpu import blocks
 from deltawire.publish.changes import encode_changes
 from deltawire.publish.history import History
+from deltawire.publish.sources import ModuleWeights
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import box_digest, tensor_key
 from deltawire.tensors.dtypes import DTYPES
@@ -413,3 +415,19 @@ def test_what_is_being_staged_is_not_packed(monkeypatch):
     check(history, states)
     history.pack_until(1, SERIAL)
     check(history, states)
+
+
+def test_weights_on_a_gpu_are_read_after_what_the_trainer_has_queued(monkeypatch):
+    """The threads that read them have a current stream of their own, which does not wait for the trainer's."""
+    value, trainer = torch.zeros(3000), threading.get_ident()
+    weights = ModuleWeights({"a": value}, {}, frozenset())
+    history = History(weights, 0)
+
+    def wait_for(values):
+        assert [each.data_ptr() for each in values] == [value.data_ptr()]
+        assert threading.get_ident() == trainer
+        value.fill_(1)
+
+    monkeypatch.setattr("deltawire.publish.history.wait_for", wait_for)
+    history.stage(1, weights, SERIAL)
+    assert np.array_equal(history.at("a", 1)[:].view(np.float32), np.ones(3000))

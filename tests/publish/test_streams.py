@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, so tensors are small here
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deltawire import Publisher
 from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
@@ -49,6 +50,39 @@ def small_is_smaller(monkeypatch):
     monkeypatch.setattr(part_module, "SMALL", 40)
     monkeypatch.setattr(device_module, "SMALL", 40)
     monkeypatch.setattr(device_module, "MOST_COPIED", 3000)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_copies_live_as_long_as_they_are_read(turned, tmp_path, monkeypatch):
+    """Until a device, which is behind, has read them, and no longer: the first ones are as large as the model."""
+    sender, copies, alive = Sender(a=patterns(600, 1), b=patterns(500, 2)), [], []
+    clone, end = torch.Tensor.clone, part_module.Part.end
+
+    def watched_clone(tensor):
+        copy = clone(tensor)
+        copies.append(StorageWeakRef(copy.untyped_storage()))
+        return copy
+
+    def watched_end(part):
+        alive.extend(not each.expired() for each in copies)
+        return end(part)
+
+    def turned_pairs():
+        # What does not lie in sequence is copied again.
+        return ((name, value.view(-1, 10).t()) for name, value in sender())
+
+    monkeypatch.setattr(torch.Tensor, "clone", watched_clone)
+    monkeypatch.setattr(part_module.Part, "end", watched_end)
+    source = turned_pairs if turned else sender
+    with Publisher(str(tmp_path), source, snapshot="device", check_share=0) as publisher:
+        publisher.publish().wait(PATIENCE)
+        assert len(copies) >= 2
+        assert all(each.expired() for each in copies)
+        sender.step(1)
+        copies.clear()
+        publisher.publish().wait(PATIENCE)
+    assert alive == [True, True]
+    assert all(each.expired() for each in copies)
 
 
 @pytest.mark.usefixtures("small_is_smaller")

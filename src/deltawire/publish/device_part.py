@@ -123,6 +123,7 @@ class Part:
                 self._arena.find()
                 self._arena.expected = None
         self._join()
+        self._arena.let_go()
         self.held = {
             name: Held(
                 dtype, int(tensor_key(name, dtype, boxes[name].full).seed), first, tensor.numel(),

@@ -23,7 +23,7 @@ from deltawire.codec.encoding import Encoded, Result
 from deltawire.codec.tiled import kernel_layout, stream_of
 from deltawire.errors import ShapeMismatch, UnknownParameter
 from deltawire.publish.records import CHUNK, ChunkChange, ChunkKey, KeptVersion, PackedVersion, Record, StagedVersion
-from deltawire.publish.sources import unknown_name
+from deltawire.publish.sources import ModuleWeights, unknown_name, wait_for
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, box_digest, tensor_key
@@ -132,6 +132,8 @@ class History:
             workers.map(stage_chunk, range(-(-len(bits) // CHUNK)))
 
         names = [name for name in weights if name not in fixed]
+        if isinstance(weights, ModuleWeights):
+            wait_for(map(weights.tensor, names))
         for _ in workers.spread(names, lambda name: len(self._snapshot[name]), stage_tensor):
             pass
 

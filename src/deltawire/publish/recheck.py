@@ -17,7 +17,7 @@ import numpy as np
 
 from deltawire.errors import SnapshotMismatch
 from deltawire.publish.history import History
-from deltawire.publish.sources import TORCH_NAMES, is_wide, lies_on_gpu, local_part
+from deltawire.publish.sources import TORCH_NAMES, is_wide, local_part, wait_for
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, box_digest, from_sums, tensor_key
@@ -103,7 +103,7 @@ class Recheck:
             copied = weights.copied
         else:
             copied = [_copied(weights, name, to, history) for name, to in self._chosen(history).items()]
-        _wait_for([each.value for each in copied])
+        wait_for([each.value for each in copied])
         return copied
 
     def _chosen(self, history: History) -> dict[str, str]:
@@ -147,14 +147,6 @@ class Recheck:
                 raise _mismatch(name, name)
 
 
-def _wait_for(copies: list[Any]) -> None:
-    """Wait until copies are done: the trainer may change its weights, and another stream may read them."""
-    for device in {each.device for each in copies if lies_on_gpu(each)}:
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()
-
-
 def _sources(history: History) -> dict[str, str]:
     """Every name with weights here, mapped to the name that a reader takes them from."""
     own = {name: name for name in history.specs}
@@ -186,7 +178,7 @@ def _copy(value: Any, dtype: DType) -> Any:
 
 def _measured_now(weights: Weights, name: str, source: str, history: History) -> Digest:
     copied = _copied(weights, name, source, history)
-    _wait_for([copied.value])
+    wait_for([copied.value])
     return _measured(copied, history)
 
 
@@ -198,7 +190,7 @@ def _measured(copied: Copied, history: History) -> Digest:
 def hashed(value: Any, name: str, dtype: DType, shape: Shape) -> Digest:
     """The contribution of a live tensor to the digest, under the name that a reader takes it from."""
     copy = _copy(value, dtype)
-    _wait_for([copy])
+    wait_for([copy])
     return _hashed(copy, name, dtype, Box.whole(shape))
 
 

@@ -312,6 +312,16 @@ def lies_on_gpu(value: Any) -> bool:
     return is_torch(value) and bool(value.is_cuda)
 
 
+def wait_for(values: Iterable[Any]) -> None:
+    """Wait for what is queued on the current stream of each GPU with some of these: other threads and other streams,
+    which would not wait, may then use them, and the trainer may change what was copied.
+    """
+    for device in {each.device for each in values if is_torch(each) and each.is_cuda}:
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
 def unknown_name(name: str, where: str) -> UnknownParameter:
     return UnknownParameter(
         f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name

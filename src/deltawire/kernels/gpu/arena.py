@@ -23,7 +23,8 @@ MARGIN = 1.1
 # The changes of many blocks go into each pool, so that there are about as many in all.
 MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
-SPARE = BLOCK // 2
+# A pool that is empty has room for any block: so each look finds some of the rest, and there is a last one.
+SPARE = BLOCK
 
 # Of weights that come one by one, so large a share may have changed altogether without a wait for how many did.
 SLACK = 1 / 32
@@ -73,10 +74,12 @@ class Arena:
 
     def point_at(self, weights: Sequence[torch.Tensor], first: int = 0) -> None:
         """Say where the weights lie now, all or those from one on. They must stay there until they were looked at."""
-        self._kept = [self._readable(tensor) for tensor in weights]
+        readable = [self._readable(tensor) for tensor in weights]
+        # Also what was copied: the device may not have read it yet.
+        self._kept = [*weights, *readable]
         last = first + len(weights)
         edges = self._edges[first : last + 1]
-        pointers = [(tensor.data_ptr(), tensor.itemsize) for tensor in self._kept]
+        pointers = [(tensor.data_ptr(), tensor.itemsize) for tensor in readable]
         if pointers != self._pointers[first:last]:
             self._pointers[first:last] = pointers
             here = slice(edges[0], edges[-1])
@@ -90,7 +93,7 @@ class Arena:
                 self._addresses[here] = starts[tensors] + self._ordinals[here] * (item_bytes[tensors] * BLOCK)
         # Stretches of blocks to be cast, and of blocks to be taken as they are.
         self._kinds = []
-        for tensor, (begin, end) in zip(self._kept, pairwise(edges), strict=True):
+        for tensor, (begin, end) in zip(readable, pairwise(edges), strict=True):
             cast = None if tensor.dtype == self._dtype else CASTS[self._dtype]
             if self._kinds and self._kinds[-1][2] == cast:
                 begin = self._kinds.pop()[0]

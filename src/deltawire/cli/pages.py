@@ -6,11 +6,12 @@ from contextlib import suppress
 from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import click
 
 from deltawire.cli.options import PATH, allow_host_option, only_with, output_options, public_key_option
+from deltawire.hosts import split_url
 from deltawire.terminal import handling_signals, is_quiet, say, show, size_text, speaking_errors, wants_json
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def places(url: str, events: Path | None = None) -> "tuple[str, EventLog | None]
     """The store of a URL, and the event log that goes with it: `events`, or the one that lies there."""
     from deltawire_demo.eventlog import EventLog
 
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.scheme in ("", "file"):
         folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
         found = folder.absolute().parent / "events.jsonl"

@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
+from deltawire.hosts import split_url
 from deltawire.redact import redacted
 from deltawire.store.base import Buffer, Pieces, Stat, Store
 
@@ -99,7 +100,7 @@ def _open_folder(url: str | Path) -> Store:
 
     if isinstance(url, Path) or not url.lower().startswith("file:"):
         return FolderStore(Path(url))
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"{url!r} is not a folder: write file:///folder, with three slashes")
     if "#" in url or "?" in url:

@@ -55,6 +55,7 @@ class ObjectStore:
     def __init__(
         self, url: str, client: "Client", prefix: str, *, patient: "Client | None" = None, variables: Sequence[str] = ()
     ) -> None:
+        base.check_prefix(url, prefix)
         self.url = url
         self._client, self._patient = client, patient or client
         self._root = f"{prefix}/" if prefix else ""

@@ -121,6 +121,27 @@ def test_uploads_that_were_given_up_go_after_a_while():
         plan_gc(Run(url), keep_anchors=0)
 
 
+def test_what_a_killed_writer_left_in_a_folder_goes_after_a_while(tmp_path):
+    url, _ = make_run(3, str(tmp_path / "run"))
+    store, before = open_store(url), keys(url)
+    left = "anchors/00000002-abcdef123456/model.safetensors#1"
+    others = ["notes.txt#1", "deltas/mine#1", "deltas#1/00000009-from-00000008-abcdef.safetensors#1"]
+    for key in (left, *others):
+        (tmp_path / "run" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / key).write_bytes(b"half a shard")
+    assert keys(url) == before, "it is no object"
+    assert plan_gc(Run(url)).removals == ()
+    os.utime(tmp_path / "run" / left, (time.time() - 7200,) * 2)
+    (removal,) = plan_gc(Run(url)).removals
+    assert (removal.key, removal.num_bytes, removal.why) == (left, 12, "abandoned upload")
+    collect(Run(url), [removal])
+    assert not (tmp_path / "run" / left).exists()
+    store.delete([left])
+    assert all((tmp_path / "run" / key).exists() for key in others)
+    with pytest.raises(ValueError, match="cannot be the key"):
+        store.delete(["../x#1"])
+
+
 def test_an_anchor_that_is_uploaded_for_hours_stays(tmp_path):
     url, _ = make_run(3, tmp_path / "run")
     shards = [f"anchors/00000002-abcdef123456/model-0000{i}-of-00003.safetensors" for i in (1, 2)]

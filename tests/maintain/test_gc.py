@@ -296,6 +296,27 @@ def test_a_clock_that_is_ahead_deletes_nothing(monkeypatch):
     assert reachable_versions(url, states) == set(range(8, 12))
 
 
+def test_a_clock_that_is_ahead_keeps_the_first_anchor_of_a_run(monkeypatch):
+    """While it is uploaded, the run has no version."""
+    url, weights, shard = fresh_url(), make_weights(), "anchors/00000000-abcdef123456/model.safetensors"
+    store = open_store(url)
+    store.put(shard, b"some weights")
+    Publisher(url, weights).close()
+    with monkeypatch.context() as ahead:
+        now = time.time
+        ahead.setattr(time, "time", lambda: now() + 7200)
+        found = plan_gc(Run(url))
+        assert shard in {each.key for each in found.removals}
+        with pytest.raises(Conflict, match="7200 s ahead"):
+            collect(Run(url), found.removals)
+    assert store.stat(shard)
+    collect(Run(url), plan_gc(Run(url), grace_seconds=-1).removals)
+    assert shard not in keys(url)
+    assert Run(url).latest() is None
+    with Publisher(url, weights) as publisher:
+        assert publisher.publish().wait(PATIENCE).version == 0
+
+
 @pytest.mark.parametrize("kind", ["deltas/", "anchors/"])
 def test_a_second_upload_of_a_kept_way_goes(kind):
     url, states = make_run(6)

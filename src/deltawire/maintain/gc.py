@@ -118,7 +118,7 @@ def collect(run: Run, removals: Iterable[Removal]) -> None:
     Raises Conflict, before anything is deleted, if this machine's clock is ahead of the store's.
     """
     keys = [removal.key for removal in removals]
-    if keys and run.latest() is not None:
+    if keys:
         run.write_hint()
         _check_clock(run)
     documents = [key for key in keys if key.startswith(MANIFESTS)]

@@ -71,7 +71,10 @@ class TorchEngine(Engine):
 
     @contextmanager
     def serving(self) -> Iterator[WeightVersion | None]:
-        """Keep the weights unchanged while the block runs.
+        """Keep the weights unchanged while the block runs; an update waits until no block runs.
+
+        Without `await` inside: coroutines of one thread cannot wait for each other here, so as long as their blocks
+        overlap, no update gets its turn. Run the forward pass in a thread, as `asyncio.to_thread` does.
 
         Yields:
             The version of the weights; None if it is unknown.

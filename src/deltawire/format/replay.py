@@ -224,10 +224,10 @@ def write_replayed(
         raise TypeError("only a replay of a checkpoint can be written as a checkpoint")
     base = replay.base
     # In the files of the original, or all in one.
-    files = {file: list(shard.header.slots) for file, shard in base.shards.items()}
+    files = {file: [name for name in shard.header.slots if name in base] for file, shard in base.shards.items()}
     if path.suffix == ".safetensors":
         files = {path.name: list(base)}
-    shards = {file: {name: base.spec(name) for name in names} for file, names in files.items()}
+    shards = {file: {name: base.spec(name) for name in names} for file, names in files.items() if names}
     check = partial(replay.check, expected)
     write_checkpoint(path, shards, metadata, replay.bits_of, extra_files=extra_files, check=check)
 

@@ -204,7 +204,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with writing(temporary, path) as file:
             yield file
-        temporary.replace(path)
+        with naming(path):
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

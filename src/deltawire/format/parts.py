@@ -12,7 +12,7 @@ from typing import IO, TypeVar
 import numpy as np
 
 from deltawire.errors import CorruptObject, FormatError, ObjectMissing
-from deltawire.format.container import Container, raw, temp_path, writing
+from deltawire.format.container import Container, naming, raw, temp_path, writing
 from deltawire.format.wire import DeltaInfo, Entry, LazyArrays, part_bytes, read_part
 from deltawire.tensors.dtypes import Bits
 from deltawire.tensors.names import PREFIX
@@ -66,7 +66,8 @@ def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int)
             with writing(temporary[target], target) as file:
                 file.writelines(part_bytes(info, group, number, len(groups)))
         for target, written in temporary.items():
-            written.replace(target)
+            with naming(target):
+                written.replace(target)
     except BaseException:
         for written in temporary.values():
             written.unlink(missing_ok=True)

@@ -102,6 +102,14 @@ def test_missing_checkpoint(tmp_path, store):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_damaged_checkpoint(tmp_path, store):
+    (tmp_path / "damaged.safetensors").write_text("x")
+    for command in (["publish", tmp_path / "damaged.safetensors", "--to", store],
+                    ["pull", store, "--to", tmp_path / "m", "--base", tmp_path / "damaged.safetensors"]):  # fmt: skip
+        said = says(run(*command), 1, "damaged.safetensors", "fetch or create the file again")
+        assert "deltawire verify" not in said.stderr, "the store is not what is damaged"
+
+
 def test_usage(tmp_path, store, steps):
     assert run("publish", steps / "step-0").exit_code == 2
     assert run("publish", steps / "step-0", "--to", store, "--metadata", "nothing").exit_code == 2

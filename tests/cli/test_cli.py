@@ -44,6 +44,15 @@ def test_diff_takes_run_and_version_from_the_checkpoint(folder):
     assert data["bytes"] > 0
 
 
+@pytest.mark.parametrize("end", ["", ".safetensors"])
+def test_a_checkpoint_without_tensors(tmp_path, end):
+    save_anchor({}, tmp_path / "empty")
+    assert run("diff", tmp_path / "empty", tmp_path / "empty", "-o", tmp_path / "d.safetensors").exit_code == 0
+    result = run("apply", tmp_path / "empty", tmp_path / "d.safetensors", "-o", tmp_path / f"out{end}")
+    assert result.exit_code == 0, result.stderr
+    assert len(Checkpoint(tmp_path / f"out{end}")) == 0
+
+
 def test_an_output_that_is_a_folder_is_named(folder):
     (folder / "out").mkdir()
     before = set(folder.iterdir())

@@ -225,9 +225,11 @@ def write_replayed(
     base = replay.base
     # In the files of the original, or all in one.
     files = {file: [name for name in shard.header.slots if name in base] for file, shard in base.shards.items()}
+    if len(base):
+        files = {file: names for file, names in files.items() if names}
     if path.suffix == ".safetensors":
         files = {path.name: list(base)}
-    shards = {file: {name: base.spec(name) for name in names} for file, names in files.items() if names}
+    shards = {file: {name: base.spec(name) for name in names} for file, names in files.items()}
     check = partial(replay.check, expected)
     write_checkpoint(path, shards, metadata, replay.bits_of, extra_files=extra_files, check=check)
 

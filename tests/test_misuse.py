@@ -195,7 +195,7 @@ def test_other_arguments_of_the_wrong_kind(tmp_path):
         replica.watch(poll_seconds=-1)
 
 
-@pytest.mark.parametrize("taken_by", [open_store, lambda url: Nudges([url], "t"), _address_of, one_spelling, places])
+@pytest.mark.parametrize("taken_by", [open_store, lambda url: Nudges([url], "t"), _address_of, one_spelling])
 @pytest.mark.parametrize("url", ["http://[::1/run", "https://[x]/run", "http://host:port/run", "http://host/a\nb"])
 def test_urls_that_cannot_be_parsed_are_named(taken_by, url):
     with pytest.raises(ValueError, match="is not a URL") as caught:
@@ -205,9 +205,10 @@ def test_urls_that_cannot_be_parsed_are_named(taken_by, url):
 
 @pytest.mark.parametrize("url", ["s3://[bucket/run", "abfss://container@account:x/run", "file://[x/run", "gs://b/a\tb"])
 def test_stores_whose_url_cannot_be_parsed_are_named(url):
-    with pytest.raises(ValueError, match="is not a URL") as caught:
-        open_store(url)
-    assert str(caught.value).startswith(repr(url))
+    for taken_by in (open_store, places) if url.startswith("file:") else (open_store,):
+        with pytest.raises(ValueError, match="is not a URL") as caught:
+            taken_by(url)
+        assert str(caught.value).startswith(repr(url))
 
 
 def test_a_url_that_cannot_be_parsed_keeps_its_password():

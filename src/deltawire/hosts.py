@@ -21,13 +21,14 @@ EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104
 
 def split_url(url: str) -> SplitResult:
     """The parts of a URL, or a ValueError that names it, as that of `urlsplit` does not."""
+    shown = redacted(repr(url))
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url):  # some of which would be left out silently
+        raise ValueError(f"{shown} is not a URL: it has a control character")
     try:
-        if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url):
-            raise ValueError("it has a control character")  # some of which would be left out silently
         parts = urlsplit(url)
         _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise ValueError(f"{redacted(repr(url))} is not a URL: {error}; check how it is written") from None
+    except ValueError:  # which may show a part of a password
+        raise ValueError(f"{shown} is not a URL: check its host and port") from None
     return parts
 
 

@@ -61,7 +61,7 @@ def filled(command, url, folder):
 @pytest.mark.parametrize("command", URL_COMMANDS, ids=lambda command: command[0])
 def test_bad_url(command, tmp_path):
     says(run(*filled(command, "ftp://host/run", tmp_path / "out")), 2, "is not a store", "s3://bucket/prefix")
-    says(run(*filled(command, "http://[host/run", tmp_path / "out")), 2, "Invalid IPv6 URL")
+    says(run(*filled(command, "http://[host/run", tmp_path / "out")), 2, "'http://[host/run' is not a URL")
     says(run(*filled(command, tmp_path / ("a" * 300), tmp_path / "out")), 1, "a" * 200)
     assert not (tmp_path / "out").exists()
 

@@ -81,11 +81,11 @@ def dashboard_command(
 
 def places(url: str, events: Path | None = None) -> "tuple[str, EventLog | None]":
     """The store of a URL, and the event log that goes with it: `events`, or the one that lies there."""
+    from deltawire.store import scheme_of
     from deltawire_demo.eventlog import EventLog
 
-    parts = split_url(url)
-    if parts.scheme in ("", "file"):
-        folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
+    if (scheme := scheme_of(url)) in ("", "file"):
+        folder = Path(unquote(split_url(url).path)) if scheme else Path(url)
         found = folder.absolute().parent / "events.jsonl"
         # Not with Path, which raises where a name is too long: the store will say so.
         if isfile(folder / "events.jsonl") and not exists(folder / "run.json"):

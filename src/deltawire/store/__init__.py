@@ -53,7 +53,7 @@ def open_store(
         if not all(hasattr(url, name) for name in ("put", "create", "get", "list")):
             raise TypeError(f"{type(url).__name__} is not a store: use {SPECS}, or your own Store object")
         return url
-    scheme = _scheme(url)
+    scheme = scheme_of(url)
     if scheme in ("", "file"):
         return _open_folder(url)
     if scheme == "memory":
@@ -75,7 +75,8 @@ def open_store(
     raise ValueError(f"{redacted(str(url))!r} is not a store: use {SPECS}")
 
 
-def _scheme(url: str | Path) -> str:
+def scheme_of(url: str | Path) -> str:
+    """The scheme of a store's URL, in small letters; empty for the path of a folder."""
     if isinstance(url, Path):
         return ""
     if not url:

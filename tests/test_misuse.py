@@ -13,9 +13,13 @@ import deltawire
 from deltawire import Publisher, Replica, apply, diff, digest, open_store, save_anchor
 from deltawire.cli import main
 from deltawire.cli.demo import need
+from deltawire.cli.pages import places
+from deltawire.engines.shared_folder import one_spelling
 from deltawire.errors import MissingDependency, NotEnoughMemory, ObjectMissing, UnsupportedFormat
+from deltawire.publish.nudges import Nudges
 from deltawire.publish.sharded.publisher import ShardedPublisher
 from deltawire.tensors.dtypes import dtype_named, empty_bits
+from deltawire.trainers.fleet import _address_of
 from deltawire.trainers.trl import DeltawireTransfer
 from support.chains import fresh_url, make_run
 
@@ -198,6 +202,28 @@ def test_other_arguments_of_the_wrong_kind(tmp_path):
         Replica(url, {}, public_key=b"key")
     with Replica(url, {}) as replica, pytest.raises(ValueError, match="poll_seconds"):
         replica.watch(poll_seconds=-1)
+
+
+@pytest.mark.parametrize("taken_by", [open_store, lambda url: Nudges([url], "t"), _address_of, one_spelling])
+@pytest.mark.parametrize("url", ["http://[::1/run", "https://[x]/run", "http://host:port/run", "http://host/a\nb"])
+def test_urls_that_cannot_be_parsed_are_named(taken_by, url):
+    with pytest.raises(ValueError, match="is not a URL") as caught:
+        taken_by(url)
+    assert str(caught.value).startswith(repr(url))
+
+
+@pytest.mark.parametrize("url", ["s3://[bucket/run", "abfss://container@account:x/run", "file://[x/run", "gs://b/a\tb"])
+def test_stores_whose_url_cannot_be_parsed_are_named(url):
+    for taken_by in (open_store, places) if url.startswith("file:") else (open_store,):
+        with pytest.raises(ValueError, match="is not a URL") as caught:
+            taken_by(url)
+        assert str(caught.value).startswith(repr(url))
+
+
+def test_a_url_that_cannot_be_parsed_keeps_its_password():
+    with pytest.raises(ValueError, match="is not a URL") as caught:
+        one_spelling("http://user:pass\nword@[x/")
+    assert "word" not in str(caught.value)
 
 
 # Without the extras

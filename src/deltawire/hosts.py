@@ -1,19 +1,35 @@
-"""What our web servers share: how they listen, and which `Host` names they accept.
+"""URLs that users give, and what our web servers share: how they listen, and which `Host` names they accept.
 
 The latter protects against DNS rebinding: a foreign web page must not reach them through a host name that its owner
 later points at this machine.
 """
 
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 from deltawire.errors import AddressUnavailable
+from deltawire.redact import redacted
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a URL, or a ValueError that names it, as that of `urlsplit` does not."""
+    shown = redacted(repr(url))
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url):  # some of which would be left out silently
+        raise ValueError(f"{shown} is not a URL: it has a control character")
+    try:
+        parts = urlsplit(url)
+        _ = parts.hostname, parts.port
+    except ValueError:  # which may show a part of a password
+        raise ValueError(f"{shown} is not a URL: check its host and port") from None
+    return parts
 
 
 def is_loopback(host: str) -> bool:

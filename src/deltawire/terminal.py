@@ -110,7 +110,8 @@ def _hint(error: Exception, url: str | None) -> str | None:
     if isinstance(error, errors.ObjectMissing) and "url" in error.fields and "key" not in error.fields:
         # Nobody can publish to a web server.
         return None if str(url).startswith("http") else f"start it with: deltawire publish CHECKPOINT --to {quote(url)}"
-    is_file = isinstance(error, errors.FormatError) and "path" in error.fields
+    # A file of this machine, which no hop has brought here.
+    is_file = isinstance(error, errors.FormatError) and "path" in error.fields and "hop" not in error.fields
     hints = _FILE_HINTS if url is None or is_file else _RUN_HINTS
     return next((text.format(url=quote(url)) for kind, text in hints if isinstance(error, kind)), None)
 

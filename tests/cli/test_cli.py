@@ -44,6 +44,23 @@ def test_diff_takes_run_and_version_from_the_checkpoint(folder):
     assert data["bytes"] > 0
 
 
+@pytest.mark.parametrize("end", ["", ".safetensors"])
+def test_a_checkpoint_without_tensors(tmp_path, end):
+    save_anchor({}, tmp_path / "empty")
+    assert run("diff", tmp_path / "empty", tmp_path / "empty", "-o", tmp_path / "d.safetensors").exit_code == 0
+    result = run("apply", tmp_path / "empty", tmp_path / "d.safetensors", "-o", tmp_path / f"out{end}")
+    assert result.exit_code == 0, result.stderr
+    assert len(Checkpoint(tmp_path / f"out{end}")) == 0
+
+
+def test_an_output_that_is_a_folder_is_named(folder):
+    (folder / "out").mkdir()
+    before = set(folder.iterdir())
+    result = run("diff", folder / "old", folder / "new", "-o", folder / "out")
+    assert (result.exit_code, result.stderr) == (1, f"error: {folder / 'out'}: Is a directory\n")
+    assert set(folder.iterdir()) == before
+
+
 def test_apply_rebuilds_the_new_checkpoint(folder, delta):
     result = run("apply", folder / "old", delta, "-o", folder / "rebuilt")
     assert result.exit_code == 0, result.stderr

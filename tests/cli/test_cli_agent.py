@@ -241,6 +241,7 @@ def test_attach_says_what_is_wrong(url, trainer, server, tmp_path, monkeypatch):
             (["--engine", "sglang", "--mode", "disk"], 2, "needs --mirror"),
             (["--listen", ":9100"], 2, "HOST:PORT"),
             (["--listen", "127.0.0.1:99999"], 2, "HOST:PORT"),
+            (["--listen", "9" * 5000], 2, "HOST:PORT"),
             (["--listen", port], 1, f"cannot listen on 127.0.0.1 port {port}"),
             (["--token-file", tmp_path / "none"], 2, "only works with --listen"),
             (["--listen", 0, "--token-file", tmp_path / "none"], 2, "No such file"),

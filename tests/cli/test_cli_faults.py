@@ -61,7 +61,7 @@ def filled(command, url, folder):
 @pytest.mark.parametrize("command", URL_COMMANDS, ids=lambda command: command[0])
 def test_bad_url(command, tmp_path):
     says(run(*filled(command, "ftp://host/run", tmp_path / "out")), 2, "is not a store", "s3://bucket/prefix")
-    says(run(*filled(command, "http://[host/run", tmp_path / "out")), 2, "Invalid IPv6 URL")
+    says(run(*filled(command, "http://[host/run", tmp_path / "out")), 2, "'http://[host/run' is not a URL")
     says(run(*filled(command, tmp_path / ("a" * 300), tmp_path / "out")), 1, "a" * 200)
     assert not (tmp_path / "out").exists()
 
@@ -143,6 +143,14 @@ def test_nobody_is_told_to_publish_to_a_web_server(tmp_path, web_server):
     url = f"http://127.0.0.1:{web_server.port}/nothing"
     result = says(run("pull", url, "--to", tmp_path / "m"), 1, f"there is no run at {url}")
     assert "hint: " not in result.stderr
+
+
+def test_a_damaged_checkpoint(tmp_path, store):
+    (tmp_path / "damaged.safetensors").write_text("x")
+    for command in (["publish", tmp_path / "damaged.safetensors", "--to", store],
+                    ["pull", store, "--to", tmp_path / "m", "--base", tmp_path / "damaged.safetensors"]):  # fmt: skip
+        said = says(run(*command), 1, "damaged.safetensors", "fetch or create the file again")
+        assert "deltawire verify" not in said.stderr, "the store is not what is damaged"
 
 
 def test_usage(tmp_path, store, steps):

@@ -193,6 +193,8 @@ def test_plan_fetches_nothing(tmp_path, store):
     run("pull", store, "--to", tmp_path / "mirror", "--version", 3)
     assert told("route", store, "--to", tmp_path / "mirror") == data
     assert told("route", store, "--to", tmp_path / "new") == from_nothing
+    save_anchor({"w": np.zeros(4, np.float16)}, tmp_path / "of-no-run")
+    assert told("route", store, "--to", tmp_path / "of-no-run") == from_nothing
     assert "delta from 4" in run("route", store, "--from", 4).stdout
     assert "nothing to fetch" in run("route", store, "--from", 5).stdout
     assert run("route", store, "--from", 5, "--to", tmp_path).exit_code == 2

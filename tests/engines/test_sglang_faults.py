@@ -158,6 +158,29 @@ def test_a_restarted_server_catches_up(start, mode):
     assert run.is_current(1)
 
 
+def test_a_server_that_restarts_before_a_commit_is_not_paused(start, monkeypatch):
+    """It has nothing of the change, and serves what it was started with."""
+    run = start(ranks=2)
+    replica = run.attach()
+    replica.pull()
+    run.step()
+    engine = replica.target.engine
+    commit = engine.commit
+
+    def restart_and_commit(change):
+        run.server.restart()
+        return commit(change)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "commit", restart_and_commit)
+        with pytest.raises(EngineRejected, match="is not the change that is staged"):
+            replica.pull()
+    assert run.server.paused is None
+    assert replica.version is None
+    replica.pull()
+    assert run.is_current(1)
+
+
 def test_a_restart_shows_even_where_the_version_is_the_same(start):
     run = start(version="0")
     replica = run.attach()

@@ -448,6 +448,7 @@ def test_tensors_that_were_replaced_serve_no_version(change):
         with follow(run, engine) as replica:
             replica.pull()
             change(engine.model)
+            assert engine.state is None
             with engine.serving() as state:
                 assert state is None
             replica.pull()

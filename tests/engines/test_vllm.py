@@ -433,3 +433,31 @@ def test_restarts_of_the_server(tmp_path, vllm_pool):
             replica.wait(version, PATIENCE)
             assert server.weight_version == str(version)
             assert server.checksums() == trainer.expected[version]
+
+
+@pytest.mark.parametrize("mirror", [None, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_server_that_restarts_before_a_commit_is_not_paused(tmp_path, vllm_pool, monkeypatch, mirror):
+    """It has nothing of the change, and serves what it was started with."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, tied=True)
+    trainer.publish(density=0)
+    with vllm_pool.server(tied=True) as server, following(store, server, mirror) as replica:
+        replica.pull()
+        version, engine = trainer.publish(), replica.target.engine
+        commit = engine.commit
+
+        def restart_and_commit(change):
+            monkeypatch.setattr(engine, "commit", commit)
+            server.kill()
+            server.start()
+            server.wait()
+            return commit(change)
+
+        monkeypatch.setattr(engine, "commit", restart_and_commit)
+        with pytest.raises(EngineRejected, match="is not the change that is staged"):
+            replica.pull()
+        assert server.is_in_order()
+        assert server.complete([1, 2, 3])[2] == "length"
+        replica.pull()
+        assert server.weight_version == str(version)
+        assert server.checksums() == trainer.expected[version]

@@ -67,6 +67,16 @@ def test_a_large_fleet_is_simulated_by_a_part_of_it(monkeypatch, sites, full, ca
     assert part["use"] == whole["use"]
 
 
+def test_how_much_of_a_fleet_was_simulated_is_said(monkeypatch):
+    assert "simulated" not in dict(head_of(estimate(PLAN, PRICES["s3"], num_versions=1)))
+    monkeypatch.setattr("deltawire.estimate.bill.MOST_SIMULATED", 32)
+    data = estimate(PLAN, PRICES["s3"], num_versions=1)
+    assert data["simulated_replicas"] == 32
+    assert dict(head_of(data))["simulated"] == "32 of the replicas"
+    data = estimate(replace(PLAN, joins_a_day=10), PRICES["s3"], num_versions=1)
+    assert "the last of all may be served much later" in dict(head_of(data))["simulated"]
+
+
 def test_a_small_fleet_is_simulated_as_it_is():
     plan = replace(PLAN, replicas=10_000)
     assert sampled(plan, caches=False) is plan

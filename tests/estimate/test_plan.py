@@ -155,6 +155,8 @@ def test_tensors_of_a_config(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": "x"}', "[" * 5000,
+                                  '{"hidden_size": 1e400}', json.dumps(QWEN3_8B | {"hidden_size": 10**400}),
+                                  json.dumps(QWEN3_8B | {"num_attention_heads": 0, "head_dim": None}),
                                   json.dumps({k: v for k, v in QWEN3_8B.items() if k != "vocab_size"})])  # fmt: skip
 def test_a_config_that_is_none(tmp_path, text):
     path = tmp_path / "config.json"

@@ -99,6 +99,13 @@ def test_polls_that_are_skipped_over_are_counted_as_if_they_were_not():
         assert quick.requests["poll"] < 16 * quick.seconds / 2, "polls adapt"
 
 
+@pytest.mark.parametrize("replicas", [16, 300, 1000])
+def test_polls_that_a_cache_passes_on_are_counted_as_if_they_were_not_skipped(replicas):
+    plan = Plan(24e3, 0.02, 1440, replicas=replicas, machine="cpu")
+    quick, each = (simulate(Scene(plan, 2, caches=True, cores=cores)) for cores in (None, 100_000))
+    assert quick.requests["poll"] == pytest.approx(each.requests["poll"], rel=0.35)
+
+
 def test_shared_cores_slow_a_fleet_down():
     plan = Plan(24e3, 0.02, 86_400 / 10, replicas=200, machine="cpu", poll_seconds=0.2, round_trip_ms=1)
     alone, shared = (simulate(Scene(plan, caches=True, serves=False, cores=cores)) for cores in (None, 1))

@@ -2,8 +2,11 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -265,3 +268,19 @@ def test_a_warmup_that_keeps_nothing_fails(folder, monkeypatch):
     result = CliRunner().invoke(main, ["warmup", "--bits", "16"])
     assert result.exit_code == 1
     assert "no kernel was kept" in result.stderr
+
+
+@pytest.mark.process
+def test_ranks_on_a_machine_without_bmi2(tmp_path):
+    """It has no instruction for `nth_bit`."""
+    program = """
+        import sys
+        import pytest
+        from numba.core.registry import cpu_target
+        assert "+bmi2" not in cpu_target.target_context.codegen().magic_tuple()[2]
+        sys.exit(pytest.main(["-n0", "-pno:cacheprovider", "-kranks", sys.argv[1]]))
+    """
+    machine = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(program), Path(__file__).with_name("test_kernels.py")]
+    done = subprocess.run(command, env=os.environ | machine, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -121,6 +121,27 @@ def test_uploads_that_were_given_up_go_after_a_while():
         plan_gc(Run(url), keep_anchors=0)
 
 
+def test_what_a_killed_writer_left_in_a_folder_goes_after_a_while(tmp_path):
+    url, _ = make_run(3, str(tmp_path / "run"))
+    store, before = open_store(url), keys(url)
+    left = "anchors/00000002-abcdef123456/model.safetensors#1"
+    others = ["notes.txt#1", "deltas/mine#1", "deltas#1/00000009-from-00000008-abcdef.safetensors#1"]
+    for key in (left, *others):
+        (tmp_path / "run" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / key).write_bytes(b"half a shard")
+    assert keys(url) == before, "it is no object"
+    assert plan_gc(Run(url)).removals == ()
+    os.utime(tmp_path / "run" / left, (time.time() - 7200,) * 2)
+    (removal,) = plan_gc(Run(url)).removals
+    assert (removal.key, removal.num_bytes, removal.why) == (left, 12, "abandoned upload")
+    collect(Run(url), [removal])
+    assert not (tmp_path / "run" / left).exists()
+    store.delete([left])
+    assert all((tmp_path / "run" / key).exists() for key in others)
+    with pytest.raises(ValueError, match="cannot be the key"):
+        store.delete(["../x#1"])
+
+
 def test_an_anchor_that_is_uploaded_for_hours_stays(tmp_path):
     url, _ = make_run(3, tmp_path / "run")
     shards = [f"anchors/00000002-abcdef123456/model-0000{i}-of-00003.safetensors" for i in (1, 2)]
@@ -274,6 +295,27 @@ def test_a_clock_that_is_ahead_deletes_nothing(monkeypatch):
     collect(Run(url), plan_gc(Run(url), keep_anchors=1).removals)
     assert store.stat(orphan)
     assert reachable_versions(url, states) == set(range(8, 12))
+
+
+def test_a_clock_that_is_ahead_keeps_the_first_anchor_of_a_run(monkeypatch):
+    """While it is uploaded, the run has no version."""
+    url, weights, shard = fresh_url(), make_weights(), "anchors/00000000-abcdef123456/model.safetensors"
+    store = open_store(url)
+    store.put(shard, b"some weights")
+    Publisher(url, weights).close()
+    with monkeypatch.context() as ahead:
+        now = time.time
+        ahead.setattr(time, "time", lambda: now() + 7200)
+        found = plan_gc(Run(url))
+        assert shard in {each.key for each in found.removals}
+        with pytest.raises(Conflict, match="7200 s ahead"):
+            collect(Run(url), found.removals)
+    assert store.stat(shard)
+    collect(Run(url), plan_gc(Run(url), grace_seconds=-1).removals)
+    assert shard not in keys(url)
+    assert Run(url).latest() is None
+    with Publisher(url, weights) as publisher:
+        assert publisher.publish().wait(PATIENCE).version == 0
 
 
 @pytest.mark.parametrize("kind", ["deltas/", "anchors/"])

@@ -86,6 +86,11 @@ def test_tensors_are_in_the_order_of_the_model():
     assert heat["cells"][-1] == {"layer": 10, "part": heat["parts"][3], "tensors": 2, "changed": 2, "total": 20}
 
 
+def test_a_long_number_in_a_name_is_no_layer():
+    heat = heat_of([{"name": f"model.{'9' * 5000}.weight", "changed": 1, "total": 10}])
+    assert [cell["layer"] for cell in heat["cells"]] == [None]
+
+
 def test_the_chain_and_what_gc_would_remove():
     url, _ = make_run(20, anchors=4)
     page = Chain(open_store(url), None).page((None, 100))
@@ -130,6 +135,9 @@ def test_over_http(tmp_path):
     for query in ("limit=0", "limit=1001", "limit=x", "after=1e3", "limit=-1", "after=" + "9" * 40):
         assert client.get(f"/api/versions?{query}").status_code == 400, query
     assert client.get("/api/anatomy/77").status_code == 404
+    for version in ("x", "9" * 40, "9" * 5000):
+        answer = client.get(f"/api/anatomy/{version}")
+        assert (answer.status_code, answer.json()["error"][:30]) == (400, "version must be a whole number"), version
     assert client.get("/static/../dashboard.py").status_code == 404
     assert client.post("/api/versions").status_code == 405
     rebound = client.get("/api/state", headers={"host": "attacker.example:80"})
@@ -182,7 +190,7 @@ def test_the_stream_resumes_and_starts_over(tmp_path):
     more = events_of(feed, last_id)
     assert [note["text"] for name, _, data in more if name == "notes" for note in data["notes"]] == ["one more"]
     assert more[-1][2]["stamp"] > stamp, "the page knows that its charts have changed"
-    for other in ("00000000:3", "nonsense", ":", f"{feed.epoch}:x"):
+    for other in ("00000000:3", "nonsense", ":", f"{feed.epoch}:x", f"{feed.epoch}:{'9' * 5000}"):
         assert len(events_of(feed, other)) >= 3
 
 

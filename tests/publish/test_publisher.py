@@ -355,6 +355,17 @@ def test_after_commit_does_not_wait_for_itself(rng, call, caplog):
     assert caplog.text.count("ValueError: after_commit must not call the publisher, which would wait for it") == 4
 
 
+@pytest.mark.parametrize("call", ["wait", "join"])
+def test_after_commit_does_not_wait_for_a_later_version(call, caplog):
+    both = threading.Event()
+    with Publisher(fresh_url(), make_weights()) as publisher:
+        publisher.after_commit = lambda version: both.wait(PATIENCE) and getattr(publications[1], call)()
+        publications = [publisher.publish(), publisher.publish()]
+        both.set()
+        publisher.flush(PATIENCE)
+    assert caplog.text.count("ValueError: after_commit must not call the publisher, which would wait for it") == 1
+
+
 @pytest.mark.process
 def test_a_forked_process_is_refused():
     program = """
@@ -363,15 +374,19 @@ def test_a_forked_process_is_refused():
         from deltawire import Publisher
         weights = {"w": np.zeros(4, np.float16)}
         with Publisher("memory:", weights) as publisher:
-            publisher.publish().wait()
+            first, go_on = publisher.publish().wait(), threading.Event()
+            publisher.after_commit = lambda version: go_on.wait()
+            second = [publisher.publish(), publisher.publish()][1]
             if os.fork():
-                assert os.wait()[1] == 0
-                weights["w"][0] = 1
-                print(publisher.publish().wait().version)
+                status = os.wait()[1]
+                go_on.set()
+                assert status == 0
+                print(second.wait().version)
             else:
                 signal.alarm(20)
                 threading.Thread(target=publisher._changed.acquire).start()  # as the other thread may have
-                for call in (publisher.publish, publisher.flush):
+                assert first.wait() is first
+                for call in (publisher.publish, publisher.flush, second.wait, second.join):
                     try:
                         call()
                     except ValueError as error:
@@ -379,4 +394,4 @@ def test_a_forked_process_is_refused():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
     said = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
-    assert done.stdout.splitlines() == [said, said, "1"]
+    assert done.stdout.splitlines() == [said, said, said, said, "2"]

@@ -17,6 +17,7 @@ from deltawire.maintain.gc import plan_gc
 from deltawire.run.manifest import hop_bytes, read_hop
 from deltawire.run.run import Run
 from deltawire.store import open_store
+from deltawire.tensors.weights import Tensor
 from support import second_reader
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, seal, step, unsealed
 from support.command_line import told
@@ -218,6 +219,28 @@ def test_a_replica_with_the_base_at_hand_fetches_deltas_alone(base, tmp_path, rn
     with Replica(url, {}, base=tmp_path / "own", heartbeat_seconds=None) as replica:
         replica.pull(0)
         assert replica.pull().base == 0
+
+
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_a_checkpoint_at_hand_may_hold_tied_weights_twice(tmp_path, rng, same_bits):
+    """As a file of its own, too; with other bits it is not what the run started from."""
+    url, weights = fresh_url(), make_weights()
+    head, tensor = next(iter(weights.items()))
+    again = Tensor(tensor.dtype, tensor.shape, tensor.bits ^ (not same_bits))
+    save_anchor(weights | {"z.tied": again}, tmp_path / "own", max_shard_bytes=1000)
+    with Publisher(url, weights, tied={"z.tied": head}, anchors=None) as publisher:
+        publisher.publish().wait(PATIENCE)
+        step(weights, rng)
+        publisher.publish().wait(PATIENCE)
+    store = Hooked(url)
+    for target in (tmp_path / "mirror", {}):
+        with Replica(store, target, base=tmp_path / "own", heartbeat_seconds=None) as replica:
+            replica.pull()
+            found = replica.target.weights()
+            assert same({name: found[name] for name in weights}, copy_of(weights))
+            assert np.array_equal(found.get("z.tied", found[head]).bits, weights[head].bits)
+    fetched = [key for verb, key in store.calls if verb == "get_range" and key.startswith("anchors/")]
+    assert bool(fetched) is not same_bits
 
 
 def test_something_else_at_hand_is_refused(base, tmp_path, rng):

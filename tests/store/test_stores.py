@@ -275,11 +275,22 @@ def test_a_store_is_opened_as_it_is(any_store):
         "az://b/run#",
         "file:///tmp/run#1",
         "file:///tmp/run?1",
+        "s3://b/runs//1",
+        "az://b/runs/../1",
+        "s3://b/./1",
+        "memory:m/runs//1",
+        "memory:m/a\x01b",
+        "/tmp/a\nb",
+        "/tmp/a\udcff",
+        "hf://buckets/a/b/runs//1",
+        "hf://buckets/a/b/a\x7f",
     ],
 )
 def test_urls_that_are_no_store(url):
+    credentials = {"s3": {"access_key_id": "a", "secret_access_key": "b"},
+                   "az": {"account_name": "a", "account_key": "Yg=="}}  # fmt: skip
     with pytest.raises(ValueError, match=r"use a folder|write "):
-        open_store(url)
+        open_store(url, config=credentials.get(url[:2]))
 
 
 def test_no_credentials_is_said_quickly(monkeypatch):

@@ -20,7 +20,7 @@ NO_MIRROR = Path("none")
 
 def host_and_port(given: str) -> tuple[str, int]:
     host, colon, port = given.rpartition(":")
-    if not port.isdecimal() or int(port) >= 1 << 16 or (colon and not host):
+    if not port.isdecimal() or len(port) > 5 or int(port) >= 1 << 16 or (colon and not host):
         raise click.BadParameter("expected PORT or HOST:PORT, such as 127.0.0.1:9100")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 

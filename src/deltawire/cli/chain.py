@@ -217,7 +217,7 @@ def version_in(folder: Path, run: "Run") -> int | None:
         checkpoint = deltawire.Checkpoint(folder)
     except errors.ObjectMissing:
         return None
-    holds = checkpoint.field("run")
+    holds = checkpoint.field("run") or None
     if holds not in (None, run.id):
         raise errors.RunMismatch(
             f"{folder} holds run {holds}, but {run.store.url} holds run {run.id}: use another folder, or pull --run",

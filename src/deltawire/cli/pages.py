@@ -6,11 +6,12 @@ from contextlib import suppress
 from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import click
 
 from deltawire.cli.options import PATH, allow_host_option, only_with, output_options, public_key_option
+from deltawire.hosts import split_url
 from deltawire.terminal import handling_signals, is_quiet, say, show, size_text, speaking_errors, wants_json
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ def dashboard_command(
 
 def places(url: str, events: Path | None = None) -> "tuple[str, EventLog | None]":
     """The store of a URL, and the event log that goes with it: `events`, or the one that lies there."""
+    from deltawire.store import scheme_of
     from deltawire_demo.eventlog import EventLog
 
-    parts = urlsplit(url)
-    if parts.scheme in ("", "file"):
-        folder = Path(unquote(parts.path)) if parts.scheme else Path(url)
+    if (scheme := scheme_of(url)) in ("", "file"):
+        folder = Path(unquote(split_url(url).path)) if scheme else Path(url)
         found = folder.absolute().parent / "events.jsonl"
         # Not with Path, which raises where a name is too long: the store will say so.
         if isfile(folder / "events.jsonl") and not exists(folder / "run.json"):

@@ -11,7 +11,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
-from urllib.parse import urlsplit
 
 from deltawire.disk import locked
 from deltawire.engines.engine import EngineChange
@@ -21,6 +20,7 @@ from deltawire.engines.token import shared_memory
 from deltawire.errors import Conflict, EngineRejected
 from deltawire.format.checkpoint import save_anchor
 from deltawire.format.container import temp_path
+from deltawire.hosts import split_url
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.weights import Weights
 
@@ -98,7 +98,7 @@ def one_spelling(address: str) -> str:
 
     Not for names that a resolver would have to tell: two names of a machine may belong to different servers.
     """
-    parts = urlsplit(address)
+    parts = split_url(address)
     host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     with suppress(ValueError):
         host = str(ip_address(host))  # IPv6 has several spellings

@@ -252,8 +252,12 @@ class EngineTarget(Target):
             self._paused(self.engine.commit(change))
             now = self.engine.after_commit()
             return True
-        except (EngineRejected, CorruptObject):
-            if self._digest(change.old if isinstance(change, EngineChange) else None) == change.base.digest:
+        except (EngineRejected, CorruptObject) as error:
+            try:
+                found = self._digest(change.old if isinstance(change, EngineChange) else None)
+            except EngineRejected:
+                raise error from None  # it was restarted meanwhile, and knows of no tensors yet
+            if found == change.base.digest:
                 raise
             return False
         finally:

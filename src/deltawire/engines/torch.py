@@ -36,8 +36,8 @@ class TorchEngine(Engine):
     """Updates a torch module in this process between forward passes, which run inside `serving()`.
 
     The run must have all parameters of the module, and all buffers of its `state_dict()`. Tensors that are replaced by
-    others (`model.half()`, `load_state_dict(..., assign=True)`) are noticed by `serving()` and at the next poll: the
-    version is unknown until they have been loaded.
+    others (`model.half()`, `load_state_dict(..., assign=True)`) are noticed by `serving()`, `state` and the next poll:
+    the version is unknown until they have been loaded.
 
     Args:
         model: The module, on CPU or GPU; its tensors are changed in place.
@@ -66,11 +66,15 @@ class TorchEngine(Engine):
     @property
     def state(self) -> WeightVersion | None:
         """The version of the weights; None if it is unknown."""
-        return self._live.state
+        state = self._live.state
+        return None if state is None or self._moved() else state
 
     @contextmanager
     def serving(self) -> Iterator[WeightVersion | None]:
-        """Keep the weights unchanged while the block runs.
+        """Keep the weights unchanged while the block runs; an update waits until no block runs.
+
+        Without `await` inside: coroutines of one thread cannot wait for each other here, so as long as their blocks
+        overlap, no update gets its turn. Run the forward pass in a thread, as `asyncio.to_thread` does.
 
         Yields:
             The version of the weights; None if it is unknown.
@@ -81,8 +85,7 @@ class TorchEngine(Engine):
         with self._gate.shared():
             if self._broken is not None:
                 raise EngineBroken(self._broken)
-            state = self._live.state
-            yield None if state is None or self._moved() else state
+            yield self.state
 
     def status(self) -> Served:
         if self._layout is not None and self._moved():

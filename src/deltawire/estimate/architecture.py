@@ -28,7 +28,7 @@ def count_weights(path: Path) -> tuple[float, int]:
         config = json.loads(path.read_text())
         text = config.get("text_config") or config
         return _count(text, tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         missing = f" ({error.args[0]} is not in it)" if isinstance(error, KeyError) else ""
         raise ValueError(
             f"{path} does not describe a decoder like Llama, Qwen or DeepSeek{missing}: give --params instead"

@@ -143,6 +143,7 @@ def estimate(plan: Plan, prices: Prices, *, num_versions: int = 5, seed: int = 0
     return {
         "plan": asdict(plan),
         "prices": asdict(prices),
+        "simulated_replicas": sampled(plan, caches=False).replicas,
         "delta_bytes": plan.delta_bytes(),
         "anchor_bytes": plan.anchor_bytes,
         "ways": [

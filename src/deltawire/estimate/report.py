@@ -13,12 +13,17 @@ def head_of(data: dict[str, Any]) -> list[tuple[str, str]]:
     """What was asked for, and how large a delta is."""
     plan, delta, anchor = data["plan"], data["delta_bytes"], data["anchor_bytes"]
     every = seconds_text(DAY / plan["steps_a_day"])
-    return [
+    head = [
         ("model", f"{weights_text(plan['weights'])} weights, {100 * plan['density']:.3g} % of which change in a step"),
         ("steps", f"{plan['steps_a_day']:,g} a day, one every {every}"),
         ("fleet", f"{count_text(plan['replicas'], 'replica')} at {count_text(plan['sites'], 'site')}"),
         ("a delta", f"{size_text(delta)}, 1/{anchor / delta:.0f} of all weights"),
     ]
+    if data["simulated_replicas"] < plan["replicas"]:
+        # Among more replicas, more of them wait for the anchor of one that joins.
+        joins = "; with joins, the last of all may be served much later than shown" if plan["joins_a_day"] else ""
+        head.append(("simulated", f"{data['simulated_replicas']:,} of the replicas{joins}"))
+    return head
 
 
 def table_of(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -252,6 +252,8 @@ class Site:
         self._line, self._inside = (Line(world.clock, each * MBIT) for each in (plan.site_mbits, plan.replica_mbits))
         self.cores, self.num_replicas = Line(world.clock, world.scene.cores, most=1.0), plan.replicas / plan.sites
         self._checked, self._known = -math.inf, 0
+        self._passed = 0.0
+        """The part of a poll that is left of those counted."""
         self._there: dict[ListedHop, float] = {}
         self._asked: dict[ListedHop, list[Done]] = {}
 
@@ -272,8 +274,12 @@ class Site:
 
     def note_polls(self, number: int, seconds: float) -> None:
         """Count polls that found nothing; a cache passes some of them on."""
-        passed = min(number, seconds / MISSING_SECONDS / self.num_replicas) if self._world.scene.caches else number
-        self._world.outcome.requests["poll"] += round(passed)
+        if self._world.scene.caches and number:
+            # After each that it passes on, those of the whole site stay inside for a while.
+            self._passed += number / (1 + number * self.num_replicas * MISSING_SECONDS / max(seconds, MISSING_SECONDS))
+            number = int(self._passed)
+            self._passed -= number
+        self._world.outcome.requests["poll"] += number
 
     def note_commit(self) -> None:
         self._checked = self._world.clock.now - self._world.chance.uniform(0, MISSING_SECONDS)

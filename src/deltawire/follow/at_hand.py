@@ -8,6 +8,7 @@ from deltawire.format.checkpoint import Checkpoint
 from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.run import Run
 from deltawire.tensors.digest import Digest, WeightVersion, digest
+from deltawire.tensors.weights import untied_name
 
 
 class AtHand:
@@ -21,6 +22,8 @@ class AtHand:
         """Which version of the run it is, by its digest; BaseMismatch if it is none that leads to the one wanted."""
         if self._digest is None:
             self._digest = digest(self.checkpoint, tied=manifest.tied, threads=self._threads)
+            if untied_name(self.checkpoint, manifest.tied) is None:
+                self.checkpoint.leave_out(manifest.tied)  # some programs write tied weights twice
         hops = [*manifest.route, manifest.hop]
         # A run that has another anchor by now does not name its first version.
         with suppress(ObjectMissing, FormatError, MismatchError):

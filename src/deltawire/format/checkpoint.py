@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, prod
 from pathlib import Path
 
@@ -96,6 +96,11 @@ class Checkpoint(Mapping[str, Tensor]):
     def tied(self) -> dict[str, str]:
         """Names that share the weights of other names, as stated by an anchor."""
         return read_tied(self.field("tied"))
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Go on without these tensors, where they are in it."""
+        for name in names:
+            self._shard_of.pop(name, None)
 
     def other_files(self) -> list[Path]:
         """The files next to the weights in a folder: configuration, tokenizer and so on."""

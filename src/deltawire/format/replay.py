@@ -224,7 +224,9 @@ def write_replayed(
         raise TypeError("only a replay of a checkpoint can be written as a checkpoint")
     base = replay.base
     # In the files of the original, or all in one.
-    files = {file: list(shard.header.slots) for file, shard in base.shards.items()}
+    files = {file: [name for name in shard.header.slots if name in base] for file, shard in base.shards.items()}
+    if len(base):
+        files = {file: names for file, names in files.items() if names}
     if path.suffix == ".safetensors":
         files = {path.name: list(base)}
     shards = {file: {name: base.spec(name) for name in names} for file, names in files.items()}

@@ -21,6 +21,7 @@ from deltawire.run.manifest import StoredHop
 from deltawire.run.plain import json_fields
 from deltawire.run.planner import cheapest_route, entries
 from deltawire.run.run import Run
+from deltawire.run.uploads import kind_of
 from deltawire.store import Stat
 
 # Objects without a document may belong to a publish in progress, if any of their version's is younger: a large anchor
@@ -93,6 +94,7 @@ def plan_gc(
     removals = [
         *_unneeded_documents(documents, floor, by_document, kept),
         *_unneeded_objects(objects, floor, by_document, kept, grace_seconds),
+        *_left_by_killed_writers(run, grace_seconds),
         *(
             Removal(f"{REPLICAS}{beat['name']}.json", 0, "replica silent for more than a day")
             for beat in heartbeats
@@ -116,7 +118,7 @@ def collect(run: Run, removals: Iterable[Removal]) -> None:
     Raises Conflict, before anything is deleted, if this machine's clock is ahead of the store's.
     """
     keys = [removal.key for removal in removals]
-    if keys and run.latest() is not None:
+    if keys:
         run.write_hint()
         _check_clock(run)
     documents = [key for key in keys if key.startswith(MANIFESTS)]
@@ -187,6 +189,13 @@ def _unneeded_objects(
         if stat.key in named:
             yield Removal(stat.key, stat.num_bytes, BEFORE.format(floor))
         elif time.time() - latest[about[0]] > grace_seconds and (about[0] not in unknown or about[0] < floor):
+            yield Removal(stat.key, stat.num_bytes, GIVEN_UP)
+
+
+def _left_by_killed_writers(run: Run, grace_seconds: float) -> Iterator[Removal]:
+    """Files of a folder that are no objects yet, and to which nobody has written for a while."""
+    for stat in getattr(run.store, "unfinished", tuple)():
+        if kind_of(stat.key.rpartition("#")[0]) and time.time() - stat.modified > grace_seconds:
             yield Removal(stat.key, stat.num_bytes, GIVEN_UP)
 
 

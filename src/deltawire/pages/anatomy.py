@@ -29,7 +29,7 @@ MOST_EXAMPLES = 20
 # A plan for gc lists the whole store: the longer that takes, the longer the result is cached.
 PLAN_SECONDS, PLAN_REST = 3.0, 10.0
 
-_LAYER = re.compile(r"\.(\d+)(?=\.)")
+_LAYER = re.compile(r"\.([0-9]{1,9})(?=\.)")
 
 
 class Anatomies:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 DEFAULT_LIMIT, MOST_LIMIT = 200, 1000
+MOST_DIGITS = 12
 NOTES_PER_EVENT = 500
 LEAST_COLUMNS, MOST_COLUMNS = 10, 1000
 KINDS = ("anchor", "delta", "damaged")
@@ -84,7 +85,7 @@ def application(
         return answer
 
     def anatomy(request: Request) -> dict[str, Any]:
-        return anatomies.of(request.path_params["version"], whole(request, "base", None))
+        return anatomies.of(number_in(request.path_params["version"], "version"), whole(request, "base", None))
 
     def versions(request: Request) -> dict[str, Any]:
         kind = request.query_params.get("kind") or None
@@ -110,7 +111,7 @@ def application(
         Route("/api/replicas.csv", download("replicas.csv", lambda: sample_lines(feed))),
         Route("/api/steps", answered(lambda request: feed.steps(window_of(request)))),
         Route("/api/chain", answered(lambda request: chain.page(window_of(request)))),
-        Route("/api/anatomy/{version:int}", answered(anatomy)),
+        Route("/api/anatomy/{version}", answered(anatomy)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ])  # fmt: skip
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
@@ -137,9 +138,11 @@ class _Headers:
 
 def whole(request: "Request", name: str, default: int | None) -> int | None:
     text = request.query_params.get(name, "")
-    if not text:
-        return default
-    if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
+    return number_in(text, name) if text else default
+
+
+def number_in(text: str, name: str) -> int:
+    if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > MOST_DIGITS:
         raise ValueError(f"{name} must be a whole number, not {text[:40]!r}")
     return int(text)
 
@@ -216,7 +219,7 @@ async def event_stream(
 ) -> AsyncIterator[str]:
     """Server-sent events. Their ids count the notes that were sent; with another epoch the page starts over."""
     epoch, _, position = last_id.partition(":")
-    sent = int(position) if position.isascii() and position.isdigit() else 0
+    sent = int(position) if position.isascii() and position.isdigit() and len(position) <= MOST_DIGITS else 0
     if epoch != feed.epoch:
         epoch, sent = "", 0
     revision, ticked = -1, 0.0

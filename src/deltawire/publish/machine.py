@@ -21,7 +21,7 @@ from typing import Any, Self
 from deltawire.errors import DeltawireError, RankFailed
 from deltawire.publish.alone import Alone, Message, error_fields, error_from, final
 from deltawire.publish.leader import Leader, Task
-from deltawire.publish.publication import Publication
+from deltawire.publish.publication import Publication, check_caller
 from deltawire.publish.reference import Reference
 from deltawire.publish.settings import Settings
 from deltawire.publish.worker import Worker
@@ -42,8 +42,6 @@ MOST_TASKS = 8
 # Also calls that are still being staged.
 ALL_CALLS = sys.maxsize
 CLOSED = "this publisher is closed: create a new one to publish again"
-FORKED = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
-WAITS_FOR_ITSELF = "after_commit must not call the publisher, which would wait for it: do so in another thread"
 
 
 @dataclass(slots=True)
@@ -165,6 +163,7 @@ class BasePublisher:
             waiting = [] if anchor else self._take_waiting()
             with self._changed:
                 publication = Publication((-1 if self.version is None else self.version) + 1 + len(self._pending), step)
+                publication._thread = self._thread
             job = Job(self._worker.num_calls + 1, [*waiting, publication], anchor)
             started = time.perf_counter()
             try:
@@ -179,14 +178,8 @@ class BasePublisher:
         return publication
 
     def _check_caller(self) -> None:
-        """Refuse who would wait forever: a forked process, where nobody commits, and the thread that commits.
-
-        Before any lock: in a forked process, it may be held by a thread that is not there.
-        """
-        if self._process != os.getpid():
-            raise ValueError(FORKED)
-        if threading.current_thread() is self._thread:
-            raise ValueError(WAITS_FOR_ITSELF)
+        """Refuse who would wait forever, before any lock: in a forked process, a thread that is gone may hold it."""
+        check_caller(self._process, self._thread)
 
     def _check_open(self) -> None:
         if self._refused is not None:

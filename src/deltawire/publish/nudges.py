@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
-from urllib.parse import urlsplit
 
+from deltawire.hosts import split_url
 from deltawire.redact import redacted
 
 PARALLEL = 16
@@ -31,7 +31,7 @@ class Nudges(AbstractContextManager["Nudges"]):
         if isinstance(agents, str):
             raise TypeError("agents must be a list of addresses, not a string")
         for each in agents:
-            if urlsplit(each).scheme not in ("http", "https") or not urlsplit(each).hostname:
+            if split_url(each).scheme not in ("http", "https") or not split_url(each).hostname:
                 raise ValueError(f"an agent's address looks like http://127.0.0.1:9100, not {redacted(each)!r}")
         if not token.strip() or not (token.isascii() and token.isprintable()):
             raise ValueError("the token is empty, or has characters that are not allowed in an HTTP header")
@@ -60,7 +60,7 @@ class Nudges(AbstractContextManager["Nudges"]):
 
     def _post(self, agent: str) -> str | None:
         """Why it failed; None if the agent has accepted."""
-        parts = urlsplit(agent)
+        parts = split_url(agent)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         try:
             with closing(kind(parts.hostname or "", parts.port, timeout=self._timeout)) as line:

@@ -1,7 +1,19 @@
 """The handle of a version that is being published."""
 
+import os
 import threading
 from typing import Any
+
+FORKED = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
+WAITS_FOR_ITSELF = "after_commit must not call the publisher, which would wait for it: do so in another thread"
+
+
+def check_caller(process: int, thread: threading.Thread | None) -> None:
+    """Refuse who would wait forever: a forked process, where nobody commits, and the thread that commits."""
+    if process != os.getpid():
+        raise ValueError(FORKED)
+    if threading.current_thread() is thread:
+        raise ValueError(WAITS_FOR_ITSELF)
 
 
 class Publication:
@@ -22,6 +34,8 @@ class Publication:
         self._error: BaseException | None = None
         self._is_seen = False
         self._done = threading.Event()
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
 
     def done(self) -> bool:
         """Whether the version was committed or has failed."""
@@ -46,7 +60,7 @@ class Publication:
             TimeoutError: The version was neither committed nor failed within `timeout`.
             Exception: Why the version failed.
         """
-        if not self._done.wait(timeout):
+        if not self._wait(timeout):
             raise TimeoutError(
                 f"version {self.version} was not committed within {timeout} s: wait longer, or check the store"
             )
@@ -59,8 +73,13 @@ class Publication:
 
         `flush` and `close` still raise a failure.
         """
-        self._done.wait()
+        self._wait(None)
         return self._error is None
+
+    def _wait(self, timeout: float | None) -> bool:
+        if not self.done():
+            check_caller(self._process, self._thread)
+        return self._done.wait(timeout)
 
     def _finish(self, error: BaseException | None = None) -> None:
         self._error = error

@@ -168,10 +168,11 @@ class Run:
         return version if type(version) is int and version <= keys.MOST_VERSION else -1
 
     def write_hint(self) -> None:
-        """Write the newest version to `latest.json`. Needed before versions are removed: by name nobody finds a gap."""
-        latest = self.latest()
-        if latest is not None:
-            self.store.put(keys.LATEST_KEY, json.dumps({"version": latest}).encode())
+        """Write the newest version to `latest.json`. Needed before versions are removed: by name nobody finds a gap.
+
+        Without any version it says none, which readers ignore.
+        """
+        self.store.put(keys.LATEST_KEY, json.dumps({"version": self.latest()}).encode())
 
     def manifest(self, version: int) -> Manifest:
         known = self._manifests.get(version)

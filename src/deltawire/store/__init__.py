@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
+from deltawire.hosts import split_url
 from deltawire.redact import redacted
 from deltawire.store.base import Buffer, Pieces, Stat, Store
 
@@ -52,7 +53,7 @@ def open_store(
         if not all(hasattr(url, name) for name in ("put", "create", "get", "list")):
             raise TypeError(f"{type(url).__name__} is not a store: use {SPECS}, or your own Store object")
         return url
-    scheme = _scheme(url)
+    scheme = scheme_of(url)
     if scheme in ("", "file"):
         return _open_folder(url)
     if scheme == "memory":
@@ -74,7 +75,8 @@ def open_store(
     raise ValueError(f"{redacted(str(url))!r} is not a store: use {SPECS}")
 
 
-def _scheme(url: str | Path) -> str:
+def scheme_of(url: str | Path) -> str:
+    """The scheme of a store's URL, in small letters; empty for the path of a folder."""
     if isinstance(url, Path):
         return ""
     if not url:
@@ -99,7 +101,7 @@ def _open_folder(url: str | Path) -> Store:
 
     if isinstance(url, Path) or not url.lower().startswith("file:"):
         return FolderStore(Path(url))
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"{url!r} is not a folder: write file:///folder, with three slashes")
     if "#" in url or "?" in url:

@@ -18,6 +18,7 @@ Pieces = Iterable[Buffer]
 # What some store would refuse or rename in a key: some servers treat a backslash as a slash, and obstore's folders use
 # `#NUMBER` for files that are being written. File names that are not UTF-8 have surrogates.
 _REFUSED = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]|#[0-9]+(/|$)")
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,12 @@ def check_key(key: str) -> str:
     if not is_key(key):
         raise ValueError(f"{key!r} cannot be the key of an object")
     return key
+
+
+def check_prefix(url: str, prefix: str) -> None:
+    """Raise ValueError if keys under the prefix of a store, if it has one, would be refused."""
+    if prefix and (any(part in ("", ".", "..") for part in prefix.split("/")) or _NO_TEXT.search(prefix)):
+        raise ValueError(f"{url!r} cannot be a store: write it without '//', '.', '..' and control characters")
 
 
 def check_range(start: int, length: int) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltawire.errors import StoreUnavailable
+from deltawire.hosts import split_url
 from deltawire.store.failures import shorten
 from deltawire.store.object import ObjectStore
 
@@ -85,7 +85,7 @@ CLOUDS = {"s3": S3, "s3a": S3, "gs": GOOGLE, "gcs": GOOGLE}
 
 
 def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, retries: int) -> ObjectStore:
-    parts = urlsplit(url)
+    parts = split_url(url)
     cloud = CLOUDS.get(parts.scheme.lower(), AZURE)
     bucket = parts.username or parts.netloc
     if not bucket:
@@ -166,7 +166,7 @@ def _has_identity(cloud: Cloud, settings: Mapping[str, str]) -> bool:
 
 
 def _answers(endpoint: str) -> bool:
-    connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=METADATA_SECONDS)
+    connection = http.client.HTTPConnection(split_url(endpoint).netloc, timeout=METADATA_SECONDS)
     with closing(connection), suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/")
         connection.getresponse()

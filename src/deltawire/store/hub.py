@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from deltawire.errors import Conflict, MissingDependency, ObjectMissing, StoreUnavailable
+from deltawire.store import base
 from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_key, check_range, check_size, slices
 from deltawire.store.failures import shorten
 from deltawire.store.retry import backoff_seconds, create_once
@@ -54,6 +55,7 @@ class HubStore:
         if bucket.count("/") != 1:
             raise ValueError(f"a bucket's name is owner/name, not {owner_and_name!r}")
         self.url = f"hf://buckets/{bucket}/{folder}".rstrip("/")
+        base.check_prefix(self.url, folder)
         self._folder = folder + "/" if folder else ""
         self._hub = _Hub(self.url, bucket, token, endpoint)
 

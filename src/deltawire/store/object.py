@@ -31,6 +31,9 @@ QUICK_BYTES = 1 << 20
 MAX_PARTS_IN_FLIGHT = 8
 LIST_CHUNK = 1000
 
+# The end of the name that the client gives to a file while it writes it.
+_UNFINISHED = re.compile(r"#[0-9]+$")
+
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 _first_use: dict[str, int] = {}
@@ -55,6 +58,7 @@ class ObjectStore:
     def __init__(
         self, url: str, client: "Client", prefix: str, *, patient: "Client | None" = None, variables: Sequence[str] = ()
     ) -> None:
+        base.check_prefix(url, prefix)
         self.url = url
         self._client, self._patient = client, patient or client
         self._root = f"{prefix}/" if prefix else ""
@@ -203,7 +207,22 @@ class FolderStore(ObjectStore):
     def _list_once(self, prefix: str, after: str) -> tuple[Stat, ...]:
         # Without the client, which fails the whole listing for one name that it would not write itself.
         with self._errors(prefix):
-            return tuple(self._walk(prefix.rpartition("/")[0], ()))
+            found = self._walk(prefix.rpartition("/")[0], ())
+            return tuple(each for each in found if base.is_key(each.key))
+
+    def unfinished(self) -> Iterator[Stat]:
+        """The files that objects are written to before they get their names: a killed writer leaves them behind."""
+        with self._errors(""):
+            yield from (each for each in self._walk("", ()) if not base.is_key(each.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, and what `unfinished` returns."""
+        keys = list(keys)
+        for key in filter(_UNFINISHED.search, keys):
+            base.check_key(_UNFINISHED.sub("", key))
+            with self._errors(key), suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._folder, key))
+        super().delete(key for key in keys if not _UNFINISHED.search(key))
 
     def _walk(self, folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[Stat]:
         path = os.path.join(self._folder, folder)
@@ -217,7 +236,7 @@ class FolderStore(ObjectStore):
             return
         for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
-            if not base.is_key(key):
+            if not base.is_key(_UNFINISHED.sub("", key)):
                 continue
             try:
                 found = entry.stat()
@@ -225,7 +244,7 @@ class FolderStore(ObjectStore):
                 if error.errno in (errno.ENOENT, errno.ELOOP):  # deleted meanwhile, or a broken symlink
                     continue
                 raise
-            if stat.S_ISDIR(found.st_mode):
+            if stat.S_ISDIR(found.st_mode) and base.is_key(key):
                 yield from self._walk(key, (*above, here))
             elif stat.S_ISREG(found.st_mode):
                 yield Stat(key, found.st_size, found.st_mtime)

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from deltawire.errors import MissingDependency, ObjectMissing, ReadOnlyStore, StoreUnavailable
+from deltawire.hosts import split_url
 from deltawire.store.base import MOST_GET_BYTES, Buffer, Pieces, Stat, check_key, check_range, check_size
 from deltawire.store.failures import shorten
 from deltawire.store.retry import retried
@@ -51,7 +52,8 @@ class WebStore:
         self._headers = _read_headers(config.get("headers", os.environ.get(HEADERS, "")))
         self._hosts = config.get("redirect_hosts", os.environ.get(REDIRECT_HOSTS, "")).lower().split()
         base, _, query = url.partition("?")
-        if not urlsplit(base).hostname or "@" in urlsplit(base).netloc or "#" in url:
+        parts = split_url(base)
+        if not parts.hostname or "@" in parts.netloc or "#" in url:
             raise ValueError("this is not a web server's URL: write https://host/run, without a user and without '#'")
         self.url = base.rstrip("/")
         self._query = f"?{query}" if query else ""

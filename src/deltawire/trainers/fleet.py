@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from deltawire.engines.agent import Agent
 from deltawire.engines.engine import Engine
 from deltawire.engines.server import Server
 from deltawire.engines.vllm.adapter import VllmEngine
 from deltawire.errors import DeltawireError
+from deltawire.hosts import split_url
 from deltawire.redact import redacted
 from deltawire.run.run import Run
 
@@ -84,7 +84,7 @@ def _address_of(engine: EngineChoice) -> str:
             raise TypeError(f"an engine must be a server's URL, an AgentAt or an Engine, not {type(engine).__name__}")
         return engine.address
     url = engine if isinstance(engine, str) else engine.url
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+    if split_url(url).scheme not in ("http", "https") or not split_url(url).hostname:
         raise ValueError(f"expected a server's URL, such as http://127.0.0.1:8000, not {redacted(url)!r}")
     return redacted(url)
 

@@ -117,11 +117,15 @@ class SglangEngine(HttpEngine):
     def commit(self, change: EngineChange | EngineDelta) -> float:
         ranks, token = self._patched, self._take_token(change)
         started = self._pause_and_flush()
-        with self._session():
-            problem = self._write(ranks, token, change.state)
-            if problem is not None:
+        try:
+            with self._session():
                 problem = self._write(ranks, token, change.state)
-            failed = problem is not None and self._write(ranks, token, change.base, undo=True)
+                if problem is not None:
+                    problem = self._write(ranks, token, change.state)
+                failed = problem is not None and self._write(ranks, token, change.base, undo=True)
+        except EngineRejected:
+            self._resume_if_sound()
+            raise
         if failed:
             raise self._broken(f"the update failed ({problem}) and could not be rolled back ({failed})")
         seconds = self._go_on(change.base if problem else change.state, started)
@@ -135,7 +139,11 @@ class SglangEngine(HttpEngine):
             answers = ranks.order("write", token=token, undo=undo)
         except EngineRejected as error:
             return str(error)
-        return self._problem(answers, state.digest)
+        problem = self._problem(answers, state.digest)
+        if problem is not None and all(each.get("staged", token) != token for each in answers):
+            # None of them has written anything: the server was restarted since, or another agent has dropped it.
+            raise EngineRejected(f"nothing was changed: {problem}")
+        return problem
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         if folder is None and self._ranks is None:

@@ -125,6 +125,10 @@ class Route:
         held = _are_held(workers)
         problem = _problem(workers, body["after"])
         failed = None
+        if all(each["staged"] != body["token"] for each in workers):
+            # None of them has written anything: the server was restarted since, or another agent has dropped it.
+            await self._resume(client, resumes=resumes, held=False)
+            return {"problem": problem}
         if problem is not None:
             failed = _problem(await _ask(client, "undo", {"token": body["token"]}), body["before"])
         if failed is not None:

@@ -151,6 +151,49 @@ def test_weights_that_were_tied_and_are_not_any_more():
     assert all_equal(copy, weights)
 
 
+def module_of(**tensors):
+    module = torch.nn.Module()
+    for name, value in tensors.items():
+        module.register_parameter(name, value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value))
+    return module
+
+
+def test_a_parameter_that_is_tied_to_another_one_than_before():
+    a, c = (torch.nn.Parameter(torch.full((4,), value)) for value in (1.0, 2.0))
+    model, url = module_of(a=a, c=c, b=a), fresh_url()
+    with Publisher(url, model, check_share=0) as publisher, Replica(url, copy := {}) as replica:
+        publisher.publish().wait(PATIENCE)
+        replica.pull()
+        model.b = c
+        with pytest.raises(ValueError, match="b is tied to a, but has other weights"):
+            publisher.publish()
+        publisher.publish(anchor=True).wait(PATIENCE)
+        replica.pull()
+    assert all_equal(copy, {name: value.bfloat16() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("tied", [{}, {"b": "a"}, {"a": "b"}, {"c": "a"}])
+def test_ties_of_a_module_that_are_stated_come_before_those_that_are_found(tied):
+    a = torch.nn.Parameter(torch.arange(4.0))
+    model, url = module_of(a=a, b=a, c=torch.arange(4.0)), fresh_url()
+    with Publisher(url, model, tied=tied, frozen=["b"] if "b" in tied else []) as publisher:
+        publisher.publish().wait(PATIENCE)
+        with torch.no_grad():
+            model.a[1], model.c[1] = 9, 9
+        publisher.publish().wait(PATIENCE)
+        assert publisher.run.manifest(1).tied == tied
+        with torch.no_grad():
+            model.c[1] = 8
+        if "c" in tied:
+            with pytest.raises(ValueError, match="c is tied to a, but has other weights"):
+                publisher.publish()
+            return
+        publisher.publish()
+    with Replica(url, copy := {}) as replica:
+        replica.pull()
+    assert all_equal(copy, {name: value.bfloat16() for name, value in model.state_dict().items()})
+
+
 def test_a_dictionary_that_was_empty_follows_ties_that_come_and_go():
     w = np.arange(4, dtype=np.float32)
     weights, copy, url = {"a": w, "b": w}, {}, fresh_url()

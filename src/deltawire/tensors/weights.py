@@ -135,7 +135,7 @@ def untied_name(weights: Weights, tied: Ties, dtype: DTypeChoice = None) -> str 
         if where is not None and where == place(other):
             continue
         mine, others = view(name, value, dtype), view(to, other, dtype)
-        if (mine.dtype, mine.shape) != (others.dtype, others.shape) or not np.array_equal(mine.bits, others.bits):
+        if (mine.dtype, mine.shape) != (others.dtype, others.shape) or not np.array_equal(mine.bits[:], others.bits[:]):
             return name
     return None
 

@@ -142,7 +142,8 @@ def is_sharded(module: Any) -> bool:
 
 def check_whole(module: Any) -> None:
     """Refuse a module whose parameters are shards that cannot be distinguished from whole tensors."""
-    if any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules()):
+    # FSDP2 marks modules in the same way; its parameters are DTensors.
+    if not is_sharded(module) and any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules()):
         raise UnsupportedPlacement(
             "FSDP1 has flattened the parameters into shards without a shape: use FSDP2 (fsdp_version: 2)"
         )
@@ -221,6 +222,8 @@ def sharded_source(
 ) -> Callable[[], ShardedWeights]:
     """A function that reads what this rank publishes of a module with DTensor parameters; see `module_source`."""
     from torch.distributed.fsdp import FSDPModule
+
+    check_whole(module)
 
     def read() -> ShardedWeights:
         # After a forward pass without a backward pass FSDP leaves some parameters gathered.

@@ -1,6 +1,7 @@
 """However weights are handed over and wherever they go: every bit arrives, or there is an error by name."""
 
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -345,3 +346,28 @@ def test_a_run_that_is_taken_up_with_other_ties_starts_with_an_anchor():
         assert not publisher.resumed
     with Publisher(url, {"a": w, "b": w}) as publisher:
         assert publisher.resumed
+
+
+def test_an_interrupt_at_the_end_of_a_call_does_not_make_two_calls_one():
+    weights, url = {"a": np.zeros(100, np.float32)}, fresh_url()
+
+    class Interrupted(threading.Condition):
+        num_entered = 0
+
+        def __enter__(self):
+            self.num_entered += 1
+            if self.num_entered == 2:  # what was staged is noted, and others are told
+                raise KeyboardInterrupt
+            return super().__enter__()
+
+    with Publisher(url, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        publisher._worker._changed = Interrupted()
+        weights["a"][1] = 1
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish()
+        weights["a"][2] = 2
+        publisher.publish().wait(PATIENCE)
+    with Replica(url, copy := {}) as replica:
+        replica.pull()
+    assert all_equal(copy, weights)

@@ -79,6 +79,20 @@ def test_dtypes_that_are_none():
         digest(weights(), dtype=7)
 
 
+@pytest.mark.parametrize("how", ["module", "mapping", "pairs"])
+def test_a_tensor_of_a_dtype_that_is_none_is_named(how):
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("freqs", torch.ones(3, dtype=torch.complex64))
+    state = module.state_dict()
+    given = {"module": module, "mapping": state, "pairs": lambda: iter(state.items())}[how]
+    with (
+        Publisher(fresh_url(), given) as publisher,
+        pytest.raises(UnsupportedFormat, match="freqs: dtype 'complex64' is not supported, only BF16") as caught,
+    ):
+        publisher.publish()
+    assert caught.value.tensor == "freqs"
+
+
 @pytest.mark.parametrize("store", [["run"], None, 3, {"url": "run"}])
 def test_what_is_no_store(store):
     for use in (open_store, lambda it: Publisher(it, weights()), lambda it: Replica(it, {})):

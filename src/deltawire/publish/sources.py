@@ -71,7 +71,7 @@ class ModuleWeights(Mapping[str, Tensor]):
         own = self._tensors[name].dtype
         stated = self._stated.get(name)
         if stated is None:
-            return dtype_named(str(own).removeprefix("torch.")), own
+            return dtype_named(own, name), own
         return dtype_named(stated), getattr(torch, TORCH_NAMES[stated])
 
     def with_ties(self, tied: Ties) -> "ModuleWeights":

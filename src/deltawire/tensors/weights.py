@@ -58,7 +58,7 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-    kind = dtype_named(value.dtype if stated is None else stated)
+    kind = dtype_named(value.dtype if stated is None else stated, name)
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
             f"{name}: dtype {kind.name} has {kind.itemsize} bytes, but the array's items have {array.dtype.itemsize}"

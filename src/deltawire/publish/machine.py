@@ -207,7 +207,10 @@ class BasePublisher:
             waiting = self._pending[-1]
             job.call, job.publications = waiting.call, [*waiting.publications, *job.publications]
             self._pending.pop()
-        # In a thread, where Ctrl-C does not leave it half done.
+        if threading.current_thread() is not threading.main_thread():
+            self._worker.take_back(job.call)
+            return
+        # In another thread, where Ctrl-C does not leave it half done.
         with ThreadPoolExecutor(1, "deltawire") as thread:
             thread.submit(self._worker.take_back, job.call).result()
 

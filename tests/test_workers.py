@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -106,6 +107,26 @@ def test_an_interrupt_leaves_nothing_running():
         with pytest.raises(KeyboardInterrupt):
             workers.map(work, range(2))
         assert len(ended) == 1
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_nothing_running(monkeypatch):
+    submit, started, ended = ThreadPoolExecutor.submit, threading.Event(), []
+
+    def interrupted(self, function):
+        submit(self, function)
+        assert started.wait(30)
+        raise KeyboardInterrupt
+
+    def work(i):
+        started.set()
+        time.sleep(0.1)
+        ended.append(i)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with Workers(2) as workers:
+        with pytest.raises(KeyboardInterrupt):
+            workers.map(work, range(5))
+        assert ended == [0]
 
 
 AT_THE_END = """

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -46,11 +47,14 @@ class Workers(AbstractContextManager["Workers"]):
             return [function(item) for item in items]
         results: list[Any] = [None] * len(items)
         # Each thread takes the next item when it is free; advancing this iterator is atomic.
-        todo = iter(range(len(items)))
+        todo, ended = iter(range(len(items))), list[int]()
 
         def work() -> None:
             for i in todo:
-                results[i] = function(items[i])
+                try:
+                    results[i] = function(items[i])
+                finally:
+                    ended.append(i)
 
         others: list[Future[None]] = []
         try:
@@ -61,9 +65,8 @@ class Workers(AbstractContextManager["Workers"]):
             work()
         finally:
             # Leave nothing running, even when this thread's own item failed.
-            for _ in todo:
-                pass
-            _wait_for(others)
+            num_taken = len(items) - len(list(todo))
+            _wait_for(others, lambda: len(ended) == num_taken)
         for other in others:
             other.result()
         return results
@@ -112,12 +115,15 @@ class Workers(AbstractContextManager["Workers"]):
             self._pool.shutdown(cancel_futures=True)
 
 
-def _wait_for(others: Sequence[Future[None]]) -> None:
+def _wait_for(others: Sequence[Future[None]], have_ended: Callable[[], bool]) -> None:
     """Wait until all have ended, also after Ctrl-C: the caller may undo what they still do."""
     interrupt: BaseException | None = None
     while True:
         try:
             wait(others)
+            # Of a thread whose start was interrupted nothing else is known.
+            while not have_ended():
+                time.sleep(0.001)
             break
         except BaseException as error:
             interrupt = error

@@ -158,6 +158,14 @@ def test_commands_without_enough_memory(tmp_path, monkeypatch):
     assert result.stderr.startswith("error: not enough memory: Unable to allocate 256. TiB")
 
 
+@pytest.mark.parametrize("base", [torch.nn.Linear(2, 2), [1, 2]])
+def test_a_base_that_has_no_names(base):
+    with Publisher(url := fresh_url(), weights()) as publisher:
+        publisher.publish()
+    with pytest.raises(TypeError, match="base must be a checkpoint's path or URL, or weights by name, not"):
+        Publisher(url, weights(), base=base)
+
+
 def test_weights_given_to_publish():
     module = torch.nn.Linear(2, 2)
     with Publisher(fresh_url(), module) as publisher:

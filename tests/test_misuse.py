@@ -83,6 +83,20 @@ def test_dtypes_that_are_none():
         digest(weights(), dtype=7)
 
 
+@pytest.mark.parametrize("how", ["module", "mapping", "pairs"])
+def test_a_tensor_of_a_dtype_that_is_none_is_named(how):
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("freqs", torch.ones(3, dtype=torch.complex64))
+    state = module.state_dict()
+    given = {"module": module, "mapping": state, "pairs": lambda: iter(state.items())}[how]
+    with (
+        Publisher(fresh_url(), given) as publisher,
+        pytest.raises(UnsupportedFormat, match="freqs: dtype 'complex64' is not supported, only BF16") as caught,
+    ):
+        publisher.publish()
+    assert caught.value.tensor == "freqs"
+
+
 @pytest.mark.parametrize("store", [["run"], None, 3, {"url": "run"}])
 def test_what_is_no_store(store):
     for use in (open_store, lambda it: Publisher(it, weights()), lambda it: Replica(it, {})):
@@ -155,6 +169,14 @@ def test_commands_without_enough_memory(tmp_path, monkeypatch):
     result = CliRunner().invoke(main, ["ls", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: not enough memory: Unable to allocate 256. TiB")
+
+
+@pytest.mark.parametrize("base", [torch.nn.Linear(2, 2), [1, 2]])
+def test_a_base_that_has_no_names(base):
+    with Publisher(url := fresh_url(), weights()) as publisher:
+        publisher.publish()
+    with pytest.raises(TypeError, match="base must be a checkpoint's path or URL, or weights by name, not"):
+        Publisher(url, weights(), base=base)
 
 
 def test_weights_given_to_publish():

@@ -1,13 +1,18 @@
 """Threads: results in order, errors to the caller, nothing left running."""
 
+import signal
+import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 
+from deltawire import Replica
 from deltawire.workers import SMALL, TINY, Workers, short_turns
+from support.waiting import PATIENCE
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -81,3 +86,73 @@ def test_a_thread_gets_its_turns_next_to_one_that_never_rests():
     usual = sys.getswitchinterval()
     assert 2 * seconds(short_turns) < seconds(nullcontext)
     assert sys.getswitchinterval() == usual
+
+
+def test_an_interrupt_leaves_nothing_running():
+    """Who undoes what was done would race with what still is."""
+    started, ended = threading.Event(), []
+
+    def work(i):
+        if threading.current_thread() is threading.main_thread():
+            assert started.wait(30)
+            return
+        started.set()
+        time.sleep(0.1)  # now the other one waits for this
+        for _ in range(2):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.1)
+        ended.append(i)
+
+    with Workers(2) as workers:
+        with pytest.raises(KeyboardInterrupt):
+            workers.map(work, range(2))
+        assert len(ended) == 1
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_nothing_running(monkeypatch):
+    submit, started, ended = ThreadPoolExecutor.submit, threading.Event(), []
+
+    def interrupted(self, function):
+        submit(self, function)
+        assert started.wait(30)
+        raise KeyboardInterrupt
+
+    def work(i):
+        started.set()
+        time.sleep(0.1)
+        ended.append(i)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with Workers(2) as workers:
+        with pytest.raises(KeyboardInterrupt):
+            workers.map(work, range(5))
+        assert ended == [0]
+
+
+AT_THE_END = """
+import atexit, sys, threading
+import numpy as np
+from deltawire import Publisher
+
+weights = {name: np.zeros(1 << 17, np.float16) for name in "ab"}
+
+
+def train():
+    publisher = Publisher(sys.argv[1], weights, when_full="coalesce", max_file_bytes=1)
+    atexit.register(publisher.close)
+    threading.main_thread().join()
+    for number in range(5):
+        weights["a"][number] = weights["b"][number] = 1
+        publisher.publish()
+
+
+threading.Thread(target=train).start()
+"""
+
+
+@pytest.mark.process
+def test_a_trainer_in_a_thread_goes_on_after_the_end_of_the_main_one(tmp_path):
+    subprocess.run([sys.executable, "-c", AT_THE_END, tmp_path / "run"], check=True, timeout=PATIENCE)
+    with Replica(tmp_path / "run", copy := {}, heartbeat_seconds=None) as replica:
+        replica.pull()
+    assert [int((copy[name] == 1).sum()) for name in "ab"] == [5, 5]

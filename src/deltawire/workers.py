@@ -2,9 +2,10 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 # Tensors with more elements are split over the threads tile by tile.
@@ -46,20 +47,26 @@ class Workers(AbstractContextManager["Workers"]):
             return [function(item) for item in items]
         results: list[Any] = [None] * len(items)
         # Each thread takes the next item when it is free; advancing this iterator is atomic.
-        todo = iter(range(len(items)))
+        todo, ended = iter(range(len(items))), list[int]()
 
         def work() -> None:
             for i in todo:
-                results[i] = function(items[i])
+                try:
+                    results[i] = function(items[i])
+                finally:
+                    ended.append(i)
 
-        others = [self._pool.submit(work) for _ in range(min(self.threads, len(items)) - 1)]
+        others: list[Future[None]] = []
         try:
+            # No thread can be had at the end of a program: then this one does everything.
+            with suppress(RuntimeError):
+                for _ in range(min(self.threads, len(items)) - 1):
+                    others.append(self._pool.submit(work))  # noqa: PERF401 (those that run are waited for)
             work()
         finally:
             # Leave nothing running, even when this thread's own item failed.
-            for _ in todo:
-                pass
-            wait(others)
+            num_taken = len(items) - len(list(todo))
+            _wait_for(others, lambda: len(ended) == num_taken)
         for other in others:
             other.result()
         return results
@@ -106,6 +113,22 @@ class Workers(AbstractContextManager["Workers"]):
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+
+def _wait_for(others: Sequence[Future[None]], have_ended: Callable[[], bool]) -> None:
+    """Wait until all have ended, also after Ctrl-C: the caller may undo what they still do."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            wait(others)
+            # Of a thread whose start was interrupted nothing else is known.
+            while not have_ended():
+                time.sleep(0.001)
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 SERIAL = Workers(1)

@@ -1,6 +1,7 @@
 """However weights are handed over and wherever they go: every bit arrives, or there is an error by name."""
 
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,49 @@ def test_weights_that_were_tied_and_are_not_any_more():
     with Replica(url, copy := {}) as replica:
         replica.pull()
     assert all_equal(copy, weights)
+
+
+def module_of(**tensors):
+    module = torch.nn.Module()
+    for name, value in tensors.items():
+        module.register_parameter(name, value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value))
+    return module
+
+
+def test_a_parameter_that_is_tied_to_another_one_than_before():
+    a, c = (torch.nn.Parameter(torch.full((4,), value)) for value in (1.0, 2.0))
+    model, url = module_of(a=a, c=c, b=a), fresh_url()
+    with Publisher(url, model, check_share=0) as publisher, Replica(url, copy := {}) as replica:
+        publisher.publish().wait(PATIENCE)
+        replica.pull()
+        model.b = c
+        with pytest.raises(ValueError, match="b is tied to a, but has other weights"):
+            publisher.publish()
+        publisher.publish(anchor=True).wait(PATIENCE)
+        replica.pull()
+    assert all_equal(copy, {name: value.bfloat16() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("tied", [{}, {"b": "a"}, {"a": "b"}, {"c": "a"}])
+def test_ties_of_a_module_that_are_stated_come_before_those_that_are_found(tied):
+    a = torch.nn.Parameter(torch.arange(4.0))
+    model, url = module_of(a=a, b=a, c=torch.arange(4.0)), fresh_url()
+    with Publisher(url, model, tied=tied, frozen=["b"] if "b" in tied else []) as publisher:
+        publisher.publish().wait(PATIENCE)
+        with torch.no_grad():
+            model.a[1], model.c[1] = 9, 9
+        publisher.publish().wait(PATIENCE)
+        assert publisher.run.manifest(1).tied == tied
+        with torch.no_grad():
+            model.c[1] = 8
+        if "c" in tied:
+            with pytest.raises(ValueError, match="c is tied to a, but has other weights"):
+                publisher.publish()
+            return
+        publisher.publish()
+    with Replica(url, copy := {}) as replica:
+        replica.pull()
+    assert all_equal(copy, {name: value.bfloat16() for name, value in model.state_dict().items()})
 
 
 def test_a_dictionary_that_was_empty_follows_ties_that_come_and_go():
@@ -302,3 +346,28 @@ def test_a_run_that_is_taken_up_with_other_ties_starts_with_an_anchor():
         assert not publisher.resumed
     with Publisher(url, {"a": w, "b": w}) as publisher:
         assert publisher.resumed
+
+
+def test_an_interrupt_at_the_end_of_a_call_does_not_make_two_calls_one():
+    weights, url = {"a": np.zeros(100, np.float32)}, fresh_url()
+
+    class Interrupted(threading.Condition):
+        num_entered = 0
+
+        def __enter__(self):
+            self.num_entered += 1
+            if self.num_entered == 2:  # what was staged is noted, and others are told
+                raise KeyboardInterrupt
+            return super().__enter__()
+
+    with Publisher(url, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+        publisher._worker._changed = Interrupted()
+        weights["a"][1] = 1
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish()
+        weights["a"][2] = 2
+        publisher.publish().wait(PATIENCE)
+    with Replica(url, copy := {}) as replica:
+        replica.pull()
+    assert all_equal(copy, weights)

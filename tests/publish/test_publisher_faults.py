@@ -1,9 +1,11 @@
 """Publishing when things fail: the next version covers what could not be committed, and nobody misses a failure."""
 
+import _thread
 import errno
 import io
 import threading
 import time
+from itertools import count
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from deltawire import Publisher, Replica
 from deltawire.errors import Fenced, StoreUnavailable, UnknownParameter
 from deltawire.maintain.gc import collect, plan_gc
 from deltawire.publish import leader, records
+from deltawire.publish.history import History
 from deltawire.run.run import Run
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
@@ -223,6 +226,35 @@ def test_a_call_that_was_taken_back_for_one_that_failed_is_a_failure(rng, is_cov
     else:
         with pytest.raises(UnknownParameter):
             publisher.close()
+
+
+def test_an_interrupt_while_a_call_is_taken_back_leaves_nothing_half_done(rng, monkeypatch):
+    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
+    store = Hooked(url)
+    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
+    publisher = Publisher(store, weights, when_full="coalesce")
+    publications = []
+    for _ in range(2):
+        step(weights, rng)
+        publications.append(publisher.publish())
+    revert_chunk, numbers = History._revert_chunk, count()
+
+    def interrupted(*arguments):
+        if next(numbers) == 1:
+            _thread.interrupt_main()
+        revert_chunk(*arguments)
+
+    monkeypatch.setattr(History, "_revert_chunk", interrupted)
+    step(weights, rng)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish()
+    uploads.set()
+    assert publications[0].join()
+    with pytest.raises(KeyboardInterrupt):
+        publications[1].wait(PATIENCE)
+    publisher.publish().wait(PATIENCE)
+    publisher.close()
+    assert same(pulled(url), copy_of(weights))
 
 
 def test_who_waits_for_the_queue_sees_the_failure(monkeypatch):

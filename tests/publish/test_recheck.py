@@ -316,6 +316,17 @@ def test_a_copy_has_the_bits_that_are_published(value, dtype):
     assert _measured(copied, history) == expected
 
 
+def test_a_strided_parameter_with_nans_is_no_difference():
+    """Of what is strided torch makes 0x7fc0, of what is not 0xffff."""
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.full((64, 8), torch.nan)[:, ::2])
+    publisher = new_publisher(module)
+    with torch.no_grad():
+        module.w[3] = 1
+    assert publisher.publish().wait(PATIENCE).stats["num_changed"] == 4
+    publisher.close()
+
+
 def test_of_a_dtensor_the_local_part_is_copied():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

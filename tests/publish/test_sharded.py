@@ -224,6 +224,8 @@ def refuse(rank, url):
     assert caught.value.tensor == "sum"
     with pytest.raises(TypeError, match="ShardedPublisher"):
         Publisher(url, model).publish()
+    with pytest.raises(TypeError, match="ShardedPublisher"):
+        Publisher(url, sharded_model())
     with pytest.raises(ValueError, match="timeout"):
         ShardedPublisher(url, model, timeout=0)
 

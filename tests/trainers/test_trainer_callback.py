@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from deltawire import Publisher, Replica
+from deltawire import Publisher, Replica, ShardedPublisher
 from deltawire.errors import ShapeMismatch, StoreUnavailable, UnsupportedPlacement
 from deltawire.publish.sources import check_whole, module_source
 from support.chains import Hooked
@@ -272,6 +272,8 @@ def wrap_in_first_fsdp(rank, url):
     state = SimpleNamespace(is_world_process_zero=rank == 0, global_step=0, epoch=0.0, log_history=[])
     with pytest.raises(UnsupportedPlacement, match="use FSDP2"):
         DeltawireCallback(url).on_train_begin(None, state, None, model=model)
+    with pytest.raises(UnsupportedPlacement, match="use FSDP2"):
+        ShardedPublisher(url, model)
 
 
 @pytest.mark.process

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -160,16 +161,18 @@ class BasePublisher:
             if self._coalesces:
                 # Before a call that waits is taken back for one with wrong arguments.
                 plain_step(step), plain_metadata(metadata)
-            waiting = [] if anchor else self._take_waiting()
-            with self._changed:
-                publication = Publication((-1 if self.version is None else self.version) + 1 + len(self._pending), step)
-                publication._thread = self._thread
-            job = Job(self._worker.num_calls + 1, [*waiting, publication], anchor)
-            started = time.perf_counter()
+            publication = Publication(0, step, self._thread)
+            job = Job(self._worker.num_calls + 1, [publication], anchor)
             try:
+                if not anchor:
+                    self._take_waiting(job)
+                with self._changed:
+                    publication.version = (-1 if self.version is None else self.version) + 1 + len(self._pending)
+                started = time.perf_counter()
                 check_version(publication.version)
                 publication.step, job.metadata = self._worker.stage(anchor, step, metadata)
-                job.stats = {"diff_seconds": time.perf_counter() - started, "coalesced": len(waiting)}
+                seconds = time.perf_counter() - started
+                job.stats = {"diff_seconds": seconds, "coalesced": len(job.publications) - 1}
             except BaseException as error:
                 job.error, publication._is_seen = error, True
                 raise
@@ -187,15 +190,21 @@ class BasePublisher:
         if self._closing:
             raise ValueError(CLOSED)
 
-    def _take_waiting(self) -> list[Publication]:
-        """Take back the last call that waits if the queue is full: the new one will hold both."""
+    def _take_waiting(self, job: Job) -> None:
+        """Take back the last call that waits if the queue is full: the new one takes its place, and holds both."""
         with self._changed:
             is_full = len(self._pending) > max(self._queue_size, 1)
             if not self._coalesces or not is_full or self._pending[-1].is_anchor:
-                return []
-            job = self._pending.pop()
-        self._worker.take_back(job.call)
-        return job.publications
+                return
+            waiting = self._pending[-1]
+            job.call, job.publications = waiting.call, [*waiting.publications, *job.publications]
+            self._pending.pop()
+        if threading.current_thread() is not threading.main_thread():
+            self._worker.take_back(job.call)
+            return
+        # In another thread, where Ctrl-C does not leave it half done.
+        with ThreadPoolExecutor(1, "deltawire") as thread:
+            thread.submit(self._worker.take_back, job.call).result()
 
     def _add(self, job: Job) -> None:
         """Queue a call, also one that could not be staged: the other ranks have to know."""

@@ -22,20 +22,20 @@ class Publication:
     Args:
         version: The number of the version.
         step: The optimizer step that it was published with.
+        thread: The thread that commits it.
 
     Attributes:
         stats: Sizes, counts and seconds; complete when `done()` is true.
     """
 
-    def __init__(self, version: int, step: int | None) -> None:
+    def __init__(self, version: int, step: int | None, thread: threading.Thread | None = None) -> None:
         self.version = version
         self.step = step
         self.stats: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._is_seen = False
         self._done = threading.Event()
-        self._process = os.getpid()
-        self._thread: threading.Thread | None = None
+        self._process, self._thread = os.getpid(), thread
 
     def done(self) -> bool:
         """Whether the version was committed or has failed."""

@@ -1,6 +1,6 @@
 """The trainer's side: diffs the weights and commits the changes as a version, in the background."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ class Publisher(BasePublisher):
     ) -> None:
         if when_full not in ("wait", "coalesce"):
             raise ValueError(f"when_full must be 'wait' or 'coalesce', not {when_full!r}")
+        if base is not None and not isinstance(base, str | Path | Mapping):
+            raise TypeError(f"base must be a checkpoint's path or URL, or weights by name, not {type(base).__name__}")
         allowed = allowed_encodings(encoding)
         settings = Settings(
             allowed, queue_size, anchors, skips, most_deltas, snapshot, scratch, check_share, max_file_bytes, threads

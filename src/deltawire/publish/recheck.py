@@ -172,7 +172,8 @@ def _copy(value: Any, dtype: DType) -> Any:
 
     value = local_part(value.detach())
     published = getattr(torch, TORCH_NAMES[dtype.name]) if dtype.name in TORCH_NAMES else value.dtype
-    value = value.to(published) if is_wide(value) else value
+    # In one piece first: of a NaN, torch casts what is strided to other bits.
+    value = value.contiguous().to(published) if is_wide(value) else value
     return torch.clone(value, memory_format=torch.contiguous_format)
 
 

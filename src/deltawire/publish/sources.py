@@ -71,8 +71,12 @@ class ModuleWeights(Mapping[str, Tensor]):
         own = self._tensors[name].dtype
         stated = self._stated.get(name)
         if stated is None:
-            return dtype_named(str(own).removeprefix("torch.")), own
+            return dtype_named(own, name), own
         return dtype_named(stated), getattr(torch, TORCH_NAMES[stated])
+
+    def with_ties(self, tied: Ties) -> "ModuleWeights":
+        """The same tensors, other names of which are left out as tied."""
+        return self if tied == self.tied else ModuleWeights(self.live, self._stated, self.fixed, tied)
 
     def tensor(self, name: str) -> Any:
         return self._tensors[name].detach().resolve_neg()
@@ -138,7 +142,8 @@ def is_sharded(module: Any) -> bool:
 
 def check_whole(module: Any) -> None:
     """Refuse a module whose parameters are shards that cannot be distinguished from whole tensors."""
-    if any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules()):
+    # FSDP2 marks modules in the same way; its parameters are DTensors.
+    if not is_sharded(module) and any(getattr(part, "_is_fsdp_managed_module", False) for part in module.modules()):
         raise UnsupportedPlacement(
             "FSDP1 has flattened the parameters into shards without a shape: use FSDP2 (fsdp_version: 2)"
         )
@@ -217,6 +222,8 @@ def sharded_source(
 ) -> Callable[[], ShardedWeights]:
     """A function that reads what this rank publishes of a module with DTensor parameters; see `module_source`."""
     from torch.distributed.fsdp import FSDPModule
+
+    check_whole(module)
 
     def read() -> ShardedWeights:
         # After a forward pass without a backward pass FSDP leaves some parameters gathered.
@@ -322,6 +329,12 @@ def wait_for(values: Iterable[Any]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def _live(weights: Weights) -> Weights:
+    """All tensors by name, also those of a module that are tied."""
+    live: Weights = getattr(weights, "live", weights)
+    return live
+
+
 def unknown_name(name: str, where: str) -> UnknownParameter:
     return UnknownParameter(
         f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
@@ -373,7 +386,7 @@ class WholeSource(Source):
         """Refuse names, ties and patterns that do not fit, before anything is published; of a stream, as it comes."""
         if isinstance(weights, Stream):
             return
-        check_names(weights)
+        check_names(_live(weights))
         self._ties(weights)
         self._fixed(weights)
 
@@ -381,16 +394,20 @@ class WholeSource(Source):
         weights = self.read() if weights is None else weights
         if isinstance(weights, Stream):
             return self._take_stream(weights)
-        names = frozenset(getattr(weights, "live", weights))
+        names = frozenset(_live(weights))
         if tied is None:
             tied, self._names = self._ties(weights), names
         elif names != self._names:
             # Also a name that is tied to another one, which a history does not know of.
             name = min(names ^ self._names)
             raise unknown_name(name, "no longer" if name in self._names else "not")
-        bits = weights if isinstance(weights, ModuleWeights) else self._bits(weights, tied)
-        if (name := untied_name(weights, tied, None if isinstance(bits, ModuleWeights) else self._dtype)) is not None:
-            raise _untied(name, tied[name])
+        bits, wrong = self._bits(weights, tied), None
+        if not isinstance(weights, ModuleWeights):
+            wrong = untied_name(weights, tied, None if isinstance(bits, ModuleWeights) else self._dtype)
+        elif weights.tied != tied:
+            wrong = untied_name(weights.with_ties({}), tied)
+        if wrong is not None:
+            raise _untied(wrong, tied[wrong])
         if not bits:
             raise ValueError("there are no tensors to publish: the mapping is empty; pass one with at least one tensor")
         return Taken(weights, bits, tied, self._fixed(weights))
@@ -433,6 +450,8 @@ class WholeSource(Source):
 
     def _bits(self, weights: Weights, tied: Ties) -> Tensors:
         """Weights as bits; tensors of torch on a GPU, or to be cast, as what they are, to be compared there."""
+        if isinstance(weights, ModuleWeights):
+            return weights.with_ties(tied)
         first = next(iter(weights), None)
         if first is not None and is_torch(weights[first]) and (self._dtype is not None or lies_on_gpu(weights[first])):
             tensors = {name: weights[name] for name in weights}
@@ -442,8 +461,9 @@ class WholeSource(Source):
         return Viewed(weights, self._dtype, tied)
 
     def _ties(self, weights: Weights) -> dict[str, str]:
-        return resolve_ties(tied_names(weights) if self._stated_ties is None else self._stated_ties, weights)
+        stated = tied_names(weights) if self._stated_ties is None else self._stated_ties
+        return resolve_ties(stated, _live(weights))
 
     def _fixed(self, weights: Weights) -> frozenset[str]:
         stated: frozenset[str] = getattr(weights, "fixed", frozenset())
-        return stated | matching_names(weights, self._frozen) if self._frozen else stated
+        return stated | matching_names(_live(weights), self._frozen) if self._frozen else stated

@@ -1,7 +1,6 @@
 """Uploads deltas and anchors. Keys are never used twice, so nothing that others read is ever replaced."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +19,7 @@ from deltawire.store import Buffer, Pieces, Store, open_store
 from deltawire.store.transfer import Measured, fetch_parts
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.weights import Specs
+from deltawire.workers import Workers
 
 PARALLEL = 4
 MOST_FILES = 1000
@@ -167,7 +167,5 @@ def _put_all(store: Store, jobs: Sequence[tuple[str, str, Pieces]]) -> Objects:
         store.put(key, measured)
         return StoredObject(key, measured.num_bytes, measured.sha256, file)
 
-    if len(jobs) < 2:
-        return tuple(map(put, jobs))
-    with ThreadPoolExecutor(PARALLEL, "deltawire-upload") as pool:
-        return tuple(pool.map(put, jobs))
+    with Workers(PARALLEL) as workers:
+        return tuple(workers.map(put, jobs))

@@ -119,8 +119,9 @@ class Worker:
                 self._errors[call] = error
             raise
         finally:
+            # At once: after an interrupt in between, the next call would have the same number.
+            self.num_calls = call
             with self._changed:
-                self.num_calls = call
                 self._changed.notify_all()
 
     def take_back(self, call: int) -> None:

@@ -79,14 +79,18 @@ ALIASES = {
 }
 
 
-def dtype_named(dtype: Any) -> DType:
-    """Look up a dtype by its name in safetensors, numpy or torch, or from a numpy or torch dtype."""
+def dtype_named(dtype: Any, tensor: str | None = None) -> DType:
+    """Look up a dtype by its name in safetensors, numpy or torch, or from a numpy or torch dtype.
+
+    `tensor` is the name of the tensor that has it, for the error.
+    """
     name = _name_of(dtype)
     try:
         return DTYPES[ALIASES.get(name, name)]
     except KeyError:
-        known = ", ".join(sorted(DTYPES))
-        raise UnsupportedFormat(f"dtype {name!r} is not supported, only {known}", actual=name) from None
+        known, where = ", ".join(sorted(DTYPES)), "" if tensor is None else f"{tensor}: "
+        problem = f"{where}dtype {name!r} is not supported, only {known}"
+        raise UnsupportedFormat(problem, actual=name, tensor=tensor) from None
 
 
 def _name_of(dtype: Any) -> str:

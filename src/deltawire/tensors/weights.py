@@ -58,7 +58,7 @@ def view(name: str, value: Any, dtype: DTypeChoice = None) -> Tensor:
     else:
         raise TypeError(f"{name}: expected a numpy array or a torch tensor, got {type(value).__name__}")
     stated = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-    kind = dtype_named(value.dtype if stated is None else stated)
+    kind = dtype_named(value.dtype if stated is None else stated, name)
     if kind.itemsize != array.dtype.itemsize:
         raise ValueError(
             f"{name}: dtype {kind.name} has {kind.itemsize} bytes, but the array's items have {array.dtype.itemsize}"
@@ -135,7 +135,7 @@ def untied_name(weights: Weights, tied: Ties, dtype: DTypeChoice = None) -> str 
         if where is not None and where == place(other):
             continue
         mine, others = view(name, value, dtype), view(to, other, dtype)
-        if (mine.dtype, mine.shape) != (others.dtype, others.shape) or not np.array_equal(mine.bits, others.bits):
+        if (mine.dtype, mine.shape) != (others.dtype, others.shape) or not np.array_equal(mine.bits[:], others.bits[:]):
             return name
     return None
 

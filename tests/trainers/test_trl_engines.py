@@ -354,7 +354,9 @@ def test_an_agent_of_another_run_is_not_taken_for_ours():
             trainer.transfer.destroy()
 
 
-def test_engines_refuse_what_the_trainer_did_not_sign(tmp_path):
+def test_engines_refuse_what_the_trainer_did_not_sign(tmp_path, monkeypatch):
+    # A forger's program would not refuse to forge.
+    monkeypatch.setattr("deltawire.run.run.Run.check_key", lambda _: None)
     generate_key(tmp_path / "key")
     url, server = fresh_url(), Server()
     with training(url, engines=[server], max_lag=0, sign_with=tmp_path / "key", poll_seconds=0.05) as trainer:

@@ -189,9 +189,11 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._stream is None:
             yield
             return
-        self._pool = torch.cuda.MemPool()
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
-            yield
+        with torch.cuda.stream(self._stream):
+            # A pool is of the device that is the current one, which in a new thread is the first.
+            self._pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(self._pool):
+                yield
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self._quantized is None else self._quantized.together()

@@ -124,6 +124,13 @@ def test_positions_out_of_order():
     refuses(CorruptObject, swapped, "out of order")
 
 
+def test_positions_of_64_bits_whose_differences_wrap_around():
+    indices = np.array([5, (1 << 63) - 1, (1 << 64) - 3, 7], np.uint64)
+    arrays = {"indices": indices, "values": np.zeros(4, np.uint8)}
+    with pytest.raises(CorruptObject, match="out of order"):
+        decode(Encoded("coo", 4, arrays), None, (1 << 31) + 1, DTYPES["U8"], SERIAL)
+
+
 @pytest.mark.parametrize("encoding", ["context", "gap", "coo"])
 def test_count_mismatch(encoding):
     data = delta_bytes(encoding)
@@ -199,7 +206,8 @@ def test_unknown_encoding():
 
 
 def test_unknown_dtype():
-    refuses(UnsupportedFormat, with_entry(delta_bytes(), "w", "context BF32 40x50 3"), "dtype 'BF32'")
+    for name in ("BF32", "bfloat16", "torch.bfloat16"):
+        refuses(UnsupportedFormat, with_entry(delta_bytes(), "w", f"context {name} 40x50 3"), f"w has dtype '{name}'")
     data = rebuilt(delta_bytes(), lambda header: header["w.context"].__setitem__("dtype", "U9"))
     refuses(UnsupportedFormat, data, "'U9'")
 

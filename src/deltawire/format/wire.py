@@ -20,7 +20,7 @@ from deltawire.errors import CorruptObject, UnsupportedFormat
 from deltawire.format.container import Container, file_bytes, no_duplicates
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, WeightVersion
-from deltawire.tensors.dtypes import DTYPES, Bits, DType, dtype_named
+from deltawire.tensors.dtypes import DTYPES, Bits, DType
 from deltawire.tensors.names import PREFIX, Ties, check_names, check_ties, is_text
 
 FORMAT_VERSION = 1
@@ -201,7 +201,9 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
         raise UnsupportedFormat(
             f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name
         )
-    dtype = dtype_named(fields[1])
+    dtype = DTYPES.get(fields[1])
+    if dtype is None:
+        raise UnsupportedFormat(f"{name} has dtype {fields[1][:40]!r}, which this release does not know", tensor=name)
     full, *place = (_read_dims(each, name) for each in (fields[2], *fields[4:]))
     try:
         box = Box(full, *place) if place else Box.whole(full)

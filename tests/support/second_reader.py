@@ -153,7 +153,7 @@ def read_patch(name: str, text: str, tensors: dict[str, Bits], specs: dict[str, 
         check(
             key in tensors and specs[key][0] == own_dtype.get(suffix, dtype), f"{key} is missing or has another dtype"
         )
-        check(suffix != "dense" or specs[key][1] == box, f"{key} has another shape")
+        check(specs[key][1] == (box if suffix == "dense" else (tensors[key].size,)), f"{key} has another shape")
         check(encoding != "coo" or tensors[key].size == changed, f"{key} has another size")
         arrays[suffix] = tensors.pop(key)
     return SecondPatch(name, encoding, dtype, shape, offset, box, changed, arrays)
@@ -188,6 +188,7 @@ def read_delta(parts: list[bytes]) -> SecondDelta:
     check(not changed_names & set(tied) and set(tied.values()) <= changed_names, "tied is not about the patches")
     version, base_version, changed, total = (read_number(info[fact]) for fact in NUMBERS)
     check(sum(patch.changed for patch in patches) == changed, "the changes do not add up")
+    check(changed <= total, "more changes than elements")
     digests = info["base_digest"], info["digest"]
     return SecondDelta(info["run"], version, base_version, *digests, changed, total, tied, patches)
 
@@ -275,7 +276,8 @@ def decode_tile(data: bytes, old: Bits, dtype: str, is_context: bool) -> tuple[l
     num_changes = sum(group.members for group in position_groups)
     num_codes = sum(group.num_gaps for group in step_groups + position_groups)
     num_codes += sum(group.members for group in step_groups)
-    check(num_changes <= old.size, "more changes than elements")
+    check(first <= mask, "the first exponent is beyond the mask")
+    check(1 <= num_changes <= old.size, "no changes, or more than elements")
     check(num_changes + num_codes + length_bits <= stream.size - stream.at, "the stream ends early")
     signs = [stream.number(1) for _ in range(num_changes)]
 

@@ -285,7 +285,8 @@ def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(ObjectMissing, match="no safetensors file"):
         Checkpoint(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for text in ("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"w": "../escape.safetensors"}}'):
+    files = ("../escape.safetensors", "\\u0000.safetensors", "\\ud800.safetensors")
+    for text in ("{", "[]", "{}", '{"weight_map": {}}', *(f'{{"weight_map": {{"w": "{file}"}}}}' for file in files)):
         index.write_text(text)
         with pytest.raises(CorruptObject, match="weight_map"):
             Checkpoint(tmp_path)

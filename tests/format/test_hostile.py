@@ -307,6 +307,16 @@ def test_malformed_headers(change, match):
     refuses(CorruptObject, rebuilt(delta_bytes(), change), match)
 
 
+def test_more_dimensions_than_a_shape_may_have():
+    """The product of a million of them would take hours."""
+    for more, match in ((999, "cannot have shape"), (1000, "malformed")):
+        data = rebuilt(delta_bytes(), lambda header: header["w.context"]["shape"].extend([1] * more))  # noqa: B023
+        refuses(CorruptObject, data, match)
+    (count,) = (entry.num_changed for entry in Delta.from_bytes(delta_bytes()).entries if entry.name == "w")
+    for more, error, match in ((998, ShapeMismatch, "w is BF16"), (999, CorruptObject, "more than 1000 dimensions")):
+        refuses(error, with_entry(delta_bytes(), "w", f"context BF16 40x50{'x1' * more} {count}"), match)
+
+
 def test_overlapping_tensors():
     def overlap(header):
         header["copy.context"] = dict(header["w.context"])

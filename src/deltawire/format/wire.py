@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 from deltawire.codec import DENSE, ENCODINGS
 from deltawire.codec.encoding import Arrays, Encoded
 from deltawire.errors import CorruptObject, UnsupportedFormat
-from deltawire.format.container import Container, file_bytes, no_duplicates
+from deltawire.format.container import MOST_DIMENSIONS, Container, file_bytes, no_duplicates
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.dtypes import DTYPES, Bits, DType
@@ -259,4 +259,6 @@ def _dims(dims: Shape) -> str:
 
 
 def _read_dims(text: str, name: str) -> Shape:
+    if text.count("x") >= MOST_DIMENSIONS:
+        raise CorruptObject(f"{name} cannot have more than {MOST_DIMENSIONS} dimensions", tensor=name)
     return () if text == "scalar" else tuple(read_number(dim, name) for dim in text.split("x"))

@@ -218,6 +218,15 @@ def test_diff_and_apply_between_checkpoints(folders, encoding):
     assert set(Checkpoint(folders / "rebuilt").shards) == set(old.shards)
 
 
+@pytest.mark.parametrize("name", ["old.safetensors", "old.st"])
+def test_a_single_file_with_a_delta_becomes_a_folder_that_others_load(name, tmp_path):
+    save_anchor(model(0), tmp_path / "old.safetensors")
+    (tmp_path / "old.safetensors").rename(tmp_path / name)
+    apply_to_checkpoint(Checkpoint(tmp_path / name), deltawire.diff(model(0), model(1)), tmp_path / "new")
+    assert list(Checkpoint(tmp_path / "new").shards) == ["model.safetensors"]
+    assert same(Checkpoint(tmp_path / "new"), model(1))
+
+
 def test_files_equal_bytes(tmp_path):
     delta = deltawire.diff(model(0), model(1))
     delta.save(tmp_path / "d.safetensors")
@@ -276,7 +285,8 @@ def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(ObjectMissing, match="no safetensors file"):
         Checkpoint(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for text in ("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"w": "../escape.safetensors"}}'):
+    files = ("../escape.safetensors", "\\u0000.safetensors", "\\ud800.safetensors")
+    for text in ("{", "[]", "{}", '{"weight_map": {}}', *(f'{{"weight_map": {{"w": "{file}"}}}}' for file in files)):
         index.write_text(text)
         with pytest.raises(CorruptObject, match="weight_map"):
             Checkpoint(tmp_path)

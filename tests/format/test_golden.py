@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 import deltawire
 from deltawire import Checkpoint, Delta
+from deltawire.codec import decode
+from deltawire.codec.encoding import Encoded
+from deltawire.workers import SERIAL
 from support import second_reader
+from support.free_writer import write_payload, write_tile
 from support.patterns import dtypes, examples, pairs
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -57,6 +62,51 @@ def test_the_second_reader_agrees_on_anything(data, dtype, encoding):
     specs = {"w": (dtype.name, old.shape)}
     rebuilt = second_reader.apply(second_reader.read_delta([written]), {"w": old}, specs)
     assert rebuilt["w"].tobytes() == new.tobytes()
+
+
+@examples(100)
+@given(data=st.data(), dtype=dtypes, encoding=st.sampled_from(["context", "gap"]), seed=st.integers(0, 2**32))
+def test_both_readers_take_whatever_the_page_allows(data, dtype, encoding, seed):
+    """Groups inverted or not, any parameter, any first exponent, tiles of any size."""
+    old, new = data.draw(pairs(dtype, 300))
+    where = np.flatnonzero(old != new)
+    if not len(where):
+        return
+    payload = write_payload(old, new, dtype.name, encoding == "context", Random(seed))
+    shape, arrays = (len(old),), {encoding: payload}
+    patch = second_reader.SecondPatch("w", encoding, dtype.name, shape, (0,), shape, len(where), arrays)
+    ours = decode(Encoded(encoding, len(where), arrays), old, len(old), dtype, SERIAL)
+    for positions, bits in (ours, second_reader.decode(patch, old)):
+        assert positions.tolist() == where.tolist()
+        assert bits.tobytes() == new[where].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda header: header["__metadata__"].update({"deltawire.total": "1"}), "more changes than elements"),
+        (lambda header: header["w.gap"].update(shape=[*header["w.gap"]["shape"], 1]), "another shape"),
+    ],
+)
+def test_the_second_reader_refuses_headers_that_the_page_forbids(change, match):
+    old = np.zeros(9, np.uint16)
+    data = deltawire.diff({"w": old}, {"w": old + np.uint16(1)}, encoding="gap").to_bytes()
+    body = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:body])
+    change(header)
+    text = json.dumps(header).encode()
+    with pytest.raises(ValueError, match=match):
+        second_reader.read_delta([len(text).to_bytes(8, "little") + text + data[body:]])
+
+
+def test_the_second_reader_refuses_tiles_that_the_page_forbids():
+    old = np.zeros(9, np.uint8)
+    stream = bytearray(write_tile(old, old + np.uint8(1), "U8", True, Random(0)))
+    stream[0] |= 1
+    with pytest.raises(ValueError, match="beyond the mask"):
+        second_reader.decode_tile(bytes(stream), old, "U8", True)
+    with pytest.raises(ValueError, match="no changes"):
+        second_reader.decode_tile(bytes(2), old, "U8", False)
 
 
 @pytest.mark.process

@@ -124,6 +124,13 @@ def test_positions_out_of_order():
     refuses(CorruptObject, swapped, "out of order")
 
 
+def test_positions_of_64_bits_whose_differences_wrap_around():
+    indices = np.array([5, (1 << 63) - 1, (1 << 64) - 3, 7], np.uint64)
+    arrays = {"indices": indices, "values": np.zeros(4, np.uint8)}
+    with pytest.raises(CorruptObject, match="out of order"):
+        decode(Encoded("coo", 4, arrays), None, (1 << 31) + 1, DTYPES["U8"], SERIAL)
+
+
 @pytest.mark.parametrize("encoding", ["context", "gap", "coo"])
 def test_count_mismatch(encoding):
     data = delta_bytes(encoding)
@@ -199,7 +206,8 @@ def test_unknown_encoding():
 
 
 def test_unknown_dtype():
-    refuses(UnsupportedFormat, with_entry(delta_bytes(), "w", "context BF32 40x50 3"), "dtype 'BF32'")
+    for name in ("BF32", "bfloat16", "torch.bfloat16"):
+        refuses(UnsupportedFormat, with_entry(delta_bytes(), "w", f"context {name} 40x50 3"), f"w has dtype '{name}'")
     data = rebuilt(delta_bytes(), lambda header: header["w.context"].__setitem__("dtype", "U9"))
     refuses(UnsupportedFormat, data, "'U9'")
 
@@ -297,6 +305,16 @@ def test_missing_info(key):
 )
 def test_malformed_headers(change, match):
     refuses(CorruptObject, rebuilt(delta_bytes(), change), match)
+
+
+def test_more_dimensions_than_a_shape_may_have():
+    """The product of a million of them would take hours."""
+    for more, match in ((999, "cannot have shape"), (1000, "malformed")):
+        data = rebuilt(delta_bytes(), lambda header: header["w.context"]["shape"].extend([1] * more))  # noqa: B023
+        refuses(CorruptObject, data, match)
+    (count,) = (entry.num_changed for entry in Delta.from_bytes(delta_bytes()).entries if entry.name == "w")
+    for more, error, match in ((998, ShapeMismatch, "w is BF16"), (999, CorruptObject, "more than 1000 dimensions")):
+        refuses(error, with_entry(delta_bytes(), "w", f"context BF16 40x50{'x1' * more} {count}"), match)
 
 
 def test_overlapping_tensors():

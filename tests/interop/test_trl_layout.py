@@ -245,6 +245,17 @@ def test_pull_writes_a_checkpoint(tmp_path):
     assert bits(Checkpoint(tmp_path / "old")) == bits(weights[0])
 
 
+def test_pull_refuses_a_place_before_it_fetches(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_anchor(tmp_path / "bucket", 1, steps(1)[0])
+    monkeypatch.setattr(TrlBucket, "load", lambda *_: pytest.fail("fetched"))
+    with pytest.raises(Conflict, match="already exists"):
+        pull_trl(tmp_path / "bucket", tmp_path / "bucket")
+    with pytest.raises(ValueError, match="is a URL"):
+        pull_trl(tmp_path / "bucket", "s3://bucket/folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["bucket"]
+
+
 # What is refused
 
 

@@ -95,7 +95,7 @@ def read_safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Bits], dict
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        check(dtype in DTYPES, f"{name}: unknown dtype {dtype}")
+        check(dtype in DTYPES and len(shape) <= 1000, f"{name}: unknown dtype {dtype}, or too many dimensions")
         check(all(type(number) is int and number >= 0 for number in (*shape, start, stop)), f"{name}: bad number")
         width = DTYPES[dtype][0] // 8
         check(start == end, f"{name}: a hole or an overlap")
@@ -132,6 +132,7 @@ def read_number(text: str) -> int:
 
 
 def read_shape(text: str) -> Shape:
+    check(text.count("x") < 1000, "too many dimensions")
     return () if text == "scalar" else tuple(read_number(number) for number in text.split("x"))
 
 
@@ -153,7 +154,7 @@ def read_patch(name: str, text: str, tensors: dict[str, Bits], specs: dict[str, 
         check(
             key in tensors and specs[key][0] == own_dtype.get(suffix, dtype), f"{key} is missing or has another dtype"
         )
-        check(suffix != "dense" or specs[key][1] == box, f"{key} has another shape")
+        check(specs[key][1] == (box if suffix == "dense" else (tensors[key].size,)), f"{key} has another shape")
         check(encoding != "coo" or tensors[key].size == changed, f"{key} has another size")
         arrays[suffix] = tensors.pop(key)
     return SecondPatch(name, encoding, dtype, shape, offset, box, changed, arrays)
@@ -188,6 +189,7 @@ def read_delta(parts: list[bytes]) -> SecondDelta:
     check(not changed_names & set(tied) and set(tied.values()) <= changed_names, "tied is not about the patches")
     version, base_version, changed, total = (read_number(info[fact]) for fact in NUMBERS)
     check(sum(patch.changed for patch in patches) == changed, "the changes do not add up")
+    check(changed <= total, "more changes than elements")
     digests = info["base_digest"], info["digest"]
     return SecondDelta(info["run"], version, base_version, *digests, changed, total, tied, patches)
 
@@ -275,7 +277,8 @@ def decode_tile(data: bytes, old: Bits, dtype: str, is_context: bool) -> tuple[l
     num_changes = sum(group.members for group in position_groups)
     num_codes = sum(group.num_gaps for group in step_groups + position_groups)
     num_codes += sum(group.members for group in step_groups)
-    check(num_changes <= old.size, "more changes than elements")
+    check(first <= mask, "the first exponent is beyond the mask")
+    check(1 <= num_changes <= old.size, "no changes, or more than elements")
     check(num_changes + num_codes + length_bits <= stream.size - stream.at, "the stream ends early")
     signs = [stream.number(1) for _ in range(num_changes)]
 

@@ -13,7 +13,7 @@ from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
 from deltawire.format.wire import check_stated, metadata_fields, read_number, read_tied
 from deltawire.tensors.digest import Digest, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
-from deltawire.tensors.names import PREFIX, Ties, check_names, resolve_ties
+from deltawire.tensors.names import PREFIX, Ties, check_names, is_text, resolve_ties
 from deltawire.tensors.weights import DTypeChoice, Specs, Tensor, TensorSpec, Viewed, Weights, mapping_of
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -131,7 +131,7 @@ def _read_state(path: Path) -> dict[str, str]:
 def _index_files(index: Path) -> list[str]:
     try:
         files = sorted(set(json.loads(read_small(index, MOST_HEADER_BYTES))["weight_map"].values()))
-        plain = all(isinstance(file, str) and Path(file).name == file for file in files)
+        plain = all(Path(file).name == file and is_text(file) and "\0" not in file for file in files)
     except (LimitExceeded, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         plain = False
     if not plain or not files:

@@ -25,6 +25,8 @@ from deltawire.tensors.names import METADATA, is_text
 from deltawire.tensors.weights import Specs
 
 MOST_HEADER_BYTES = 100_000_000
+# The product of as many as a header can hold would take hours.
+MOST_DIMENSIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ def _slot(name: str, entry: Any, corrupt: Any) -> Slot:
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         counts = [*shape, start, stop]
-        well_formed = isinstance(dtype, str) and all(type(each) is int and 0 <= each < 1 << 62 for each in counts)
+        well_formed = isinstance(dtype, str) and len(shape) <= MOST_DIMENSIONS
+        well_formed &= all(type(each) is int and 0 <= each < 1 << 62 for each in counts)
     except (KeyError, TypeError, ValueError):
         well_formed = False
     if not well_formed:

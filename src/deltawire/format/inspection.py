@@ -32,7 +32,7 @@ def inspect_entry(entry: Entry) -> dict[str, Any]:
 
 
 def check_structure(entry: Entry) -> None:
-    """Check everything that can be checked without the old weights."""
+    """Check without the old weights: all of `coo` and `dense`, the headers and steps of `gap` and `context`."""
     if _step_histogram(entry) is None:
         # Not as a patch, which takes memory for each row of its box: a small file may state any number of them.
         decode(entry.encoded, None, entry.box.num_elements, entry.dtype, SERIAL)

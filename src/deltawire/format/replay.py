@@ -9,7 +9,7 @@ import numpy as np
 
 from deltawire.codec import ENCODINGS
 from deltawire.errors import BaseMismatch, BrokenChain, CorruptObject, DigestMismatch
-from deltawire.format.checkpoint import Checkpoint, anchor_info, write_checkpoint
+from deltawire.format.checkpoint import SINGLE_NAME, Checkpoint, anchor_info, write_checkpoint
 from deltawire.format.delta import Delta, Progress
 from deltawire.format.patches import Patch, check_known, check_spec, decode_entry, patch_digest, write_patches
 from deltawire.format.wire import DeltaInfo, Entry
@@ -223,12 +223,12 @@ def write_replayed(
     if not isinstance(replay.base, Checkpoint):
         raise TypeError("only a replay of a checkpoint can be written as a checkpoint")
     base = replay.base
-    # In the files of the original, or all in one.
+    # In the files of the original folder, or all in one.
     files = {file: [name for name in shard.header.slots if name in base] for file, shard in base.shards.items()}
     if len(base):
         files = {file: names for file, names in files.items() if names}
-    if path.suffix == ".safetensors":
-        files = {path.name: list(base)}
+    if path.suffix == ".safetensors" or not base.path.is_dir():
+        files = {SINGLE_NAME: list(base)}
     shards = {file: {name: base.spec(name) for name in names} for file, names in files.items()}
     check = partial(replay.check, expected)
     write_checkpoint(path, shards, metadata, replay.bits_of, extra_files=extra_files, check=check)

@@ -17,10 +17,10 @@ from typing import Any, SupportsIndex
 from deltawire.codec import DENSE, ENCODINGS
 from deltawire.codec.encoding import Arrays, Encoded
 from deltawire.errors import CorruptObject, UnsupportedFormat
-from deltawire.format.container import Container, file_bytes, no_duplicates
+from deltawire.format.container import MOST_DIMENSIONS, Container, file_bytes, no_duplicates
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, WeightVersion
-from deltawire.tensors.dtypes import DTYPES, Bits, DType, dtype_named
+from deltawire.tensors.dtypes import DTYPES, Bits, DType
 from deltawire.tensors.names import PREFIX, Ties, check_names, check_ties, is_text
 
 FORMAT_VERSION = 1
@@ -201,7 +201,9 @@ def _read_entry(name: str, text: str, container: Container) -> Entry:
         raise UnsupportedFormat(
             f"{name} is encoded as {fields[0][:40]!r}, which this release does not know", tensor=name
         )
-    dtype = dtype_named(fields[1])
+    dtype = DTYPES.get(fields[1])
+    if dtype is None:
+        raise UnsupportedFormat(f"{name} has dtype {fields[1][:40]!r}, which this release does not know", tensor=name)
     full, *place = (_read_dims(each, name) for each in (fields[2], *fields[4:]))
     try:
         box = Box(full, *place) if place else Box.whole(full)
@@ -257,4 +259,6 @@ def _dims(dims: Shape) -> str:
 
 
 def _read_dims(text: str, name: str) -> Shape:
+    if text.count("x") >= MOST_DIMENSIONS:
+        raise CorruptObject(f"{name} cannot have more than {MOST_DIMENSIONS} dimensions", tensor=name)
     return () if text == "scalar" else tuple(read_number(dim, name) for dim in text.split("x"))

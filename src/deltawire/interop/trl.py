@@ -24,11 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
+from deltawire.disk import local_path
 from deltawire.errors import BrokenChain, Conflict, MissingAnchor, ObjectMissing, ShapeMismatch
 from deltawire.follow.fetch import Progress
 from deltawire.follow.replica import Replica
 from deltawire.follow.target import MemoryTarget
-from deltawire.format.checkpoint import save_anchor
+from deltawire.format.checkpoint import check_new, save_anchor
 from deltawire.format.container import MOST_HEADER_BYTES, Container, Header, read_header
 from deltawire.format.patches import Patch
 from deltawire.format.replay import Replay
@@ -48,10 +49,14 @@ def pull_trl(
     url: str | Path | Store, folder: str | Path, *, step: int | None = None, threads: int | None = None
 ) -> int:
     """Write the weights of a step (default: the newest) to a new checkpoint folder, and return the step."""
+    # Before anything is fetched, which may take long.
+    folder = local_path(folder)
+    if folder.suffix != ".safetensors":
+        check_new(folder)
     bucket = TrlBucket(url)
     want = bucket.latest() if step is None else step
     weights = bucket.load(want)
-    Path(folder).parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     save_anchor(weights, folder, version=want, threads=threads)
     return want
 

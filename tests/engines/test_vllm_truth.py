@@ -3,7 +3,7 @@
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import MethodType, SimpleNamespace
 
 import httpx
@@ -15,12 +15,15 @@ from deltawire.engines.token import engine_token
 from deltawire.engines.vllm.probe import VllmProbe
 from deltawire.errors import EngineBroken, EngineRejected
 from support.command_line import run, told
+from support.servers import free_ports
 from support.vllm_models import ARCHITECTURES
-from support.vllm_server import FAULTY, PROMPTS, Trainer, following, serving
+from support.vllm_server import FAULTY, PROMPTS, Trainer, Vllm, following, serving
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 FIRST = "support.vllm_faults.FirstEngine"
+ALONE = {"enable_eplb": False, "data_parallel_size": 1}
+ALONE |= {"data_parallel_external_lb": False, "data_parallel_hybrid_lb": False}
 
 
 @pytest.fixture
@@ -189,25 +192,26 @@ def test_absorbed_copies_in_another_order_are_refused_by_name(attribute):
     model = torch.nn.Module()
     model.add_module("attention", torch.nn.Module())
     setattr(model.attention, attribute, True)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=None), parallel_config=SimpleNamespace(enable_eplb=False)
-    )
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=None), parallel_config=SimpleNamespace(**ALONE))
     with pytest.raises(EngineRejected, match="attention computes from copies of kv_b_proj") as caught:
         check(model, config)
     assert caught.value.tensor == "attention"
 
 
-@pytest.mark.parametrize(("of_model", "of_ranks", "option"), [
-    ({"enable_sleep_mode": True}, {"enable_eplb": False}, "--enable-sleep-mode"),
-    ({"enable_sleep_mode": False}, {"enable_eplb": True}, "--enable-eplb"),
+@pytest.mark.parametrize(("of_model", "of_ranks", "advice"), [
+    ({"enable_sleep_mode": True}, {}, "start it without --enable-sleep-mode"),
+    ({"enable_sleep_mode": False}, {"enable_eplb": True}, "start it without --enable-eplb"),
+    ({}, {"data_parallel_size": 2, "data_parallel_external_lb": True}, "start one server for all"),
+    ({}, {"data_parallel_size": 4, "data_parallel_hybrid_lb": True}, "start one server for all"),
 ])  # fmt: skip
-def test_a_server_that_moves_or_drops_weights_itself_is_refused(of_model, of_ranks, option):
+def test_a_server_that_moves_drops_or_shares_weights_is_refused(of_model, of_ranks, advice):
     from deltawire.engines.vllm.copies import check
 
     config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=None, **of_model), parallel_config=SimpleNamespace(**of_ranks)
+        model_config=SimpleNamespace(quantization=None, **of_model),
+        parallel_config=SimpleNamespace(**{**ALONE, **of_ranks}),
     )
-    with pytest.raises(EngineRejected, match=f"start it without {option}"):
+    with pytest.raises(EngineRejected, match=advice):
         check(torch.nn.Module(), config)
 
 
@@ -276,6 +280,30 @@ def test_one_of_two_data_parallel_engines_fails(tmp_path, vllm_pool, fault):
         with pytest.raises(EngineRejected, match="rank 0: TypeError: Object of type set is not JSON"):
             engine.digest()
         assert all(server.complete([number, 2, 3])[2] == "length" for number in range(1, 5))
+
+
+@pytest.mark.slow
+def test_servers_that_have_some_of_the_data_parallel_engines_each(tmp_path, vllm_pool):
+    """A load balancer is in front of two servers, which an agent each drives."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store)
+    trainer.publish(density=0)
+    (port,) = free_ports(1)
+
+    def start(rank):
+        ranks = {"size": 4, "size-local": 2, "start-rank": rank, "address": "127.0.0.1", "rpc-port": port}
+        arguments = [f"--data-parallel-{name}={value}" for name, value in ranks.items()]
+        own = {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "nursery": vllm_pool.nursery}
+        return Vllm(tmp_path / "base", arguments=arguments, log=tmp_path / f"log-{rank}", **own)
+
+    with closing(start(0)) as first, closing(start(2)) as second:
+        for server in (first.wait(), second.wait()):
+            with following(store, server) as replica:
+                replica.pull()
+                version = trainer.publish()
+                replica.pull()
+                assert [each.version for each in replica.target.engine.status().states] == [version] * 2
+                assert set(server.checksums().values()) == set(trainer.expected[version].values())
 
 
 def test_each_token_is_named_after_the_weights_that_it_was_computed_with(tmp_path, vllm_pool):

@@ -236,6 +236,16 @@ def test_an_apply_that_failed_half_way_is_repeated(rng):
         assert replica.version == 3
         assert same(target.weights(), states[3])
 
+        # Someone else has put other weights there meanwhile.
+        replica.pull(2)
+        target.failing = True
+        with pytest.raises(RuntimeError):
+            replica.pull()
+        for tensor in target.weights().values():
+            tensor.bits[:] = 1
+        assert replica.pull().anchor
+        assert same(target.weights(), states[3])
+
 
 def test_watch_follows_and_writes_heartbeats(rng):
     url, weights = fresh_url(), make_weights()

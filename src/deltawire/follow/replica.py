@@ -203,7 +203,8 @@ class Replica(AbstractContextManager["Replica"]):
     def _have(self, manifest: Manifest) -> WeightVersion | None:
         """The version of the target; weights of unknown version are recognised by their digest."""
         if self._unfinished is not None and self.target.state() is None:
-            self.target.apply(*self._unfinished)
+            with suppress(errors.BaseMismatch):
+                self.target.apply(*self._unfinished)
         self._unfinished = None
         state = self.target.state()
         if state is not None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.errors import BaseMismatch, ShapeMismatch, UnknownParameter
 from deltawire.format.checkpoint import anchor_info, check_new
 from deltawire.format.delta import Delta
 from deltawire.format.patches import Patch, write_patches
@@ -134,8 +134,11 @@ class MemoryTarget(Target):
 
     def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
         targets = writables(self._kept(), [patch.name for patch in patches], tied)
-        self._state = None
+        is_known, self._state = self._state is not None, None
         write_patches(targets, patches)
+        # After an update that was interrupted, patches are written again, to whatever is there by now.
+        if not is_known and self.digest(tied) != state.digest:
+            raise BaseMismatch(f"the weights were changed meanwhile: they are not those of version {state.version}")
         self._become(state, tied)
 
     def load(self, anchor: Replay, state: WeightVersion, files: Sequence[Path], tied: Ties) -> None:

@@ -26,6 +26,12 @@ _DEPTH = 3
 
 def check(model: torch.nn.Module, config: Any) -> set[str]:
     """Refuse what cannot be changed in place, by name. Returns parameters and buffers that no run fills."""
+    if is_one_of_several(config.parallel_config) and config.parallel_config.data_parallel_size > 1:
+        # Its engines pause and compute together with those of the others, which another agent updates, or none.
+        raise EngineRejected(
+            "the server shares its experts with other servers, so it cannot be paused alone: start one server for all "
+            "data-parallel engines, without --data-parallel-rank, -start-rank, -external-lb and -hybrid-lb"
+        )
     if config.parallel_config.enable_eplb:
         raise EngineRejected("the server moves experts between its workers: start it without --enable-eplb")
     if getattr(config.model_config, "enable_sleep_mode", False):
@@ -55,6 +61,13 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
                 raise EngineRejected(f"{name} computes from copies of kv_b_proj, which is quantized", tensor=name)
     _refuse_others(model)
     return _FIXED | absorbed(model)
+
+
+def is_one_of_several(parallel: Any) -> bool:
+    """Whether other servers have the other data-parallel engines. Those of dense models are independent, and in each of
+    them `data_parallel_size` is one.
+    """
+    return bool(parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb)
 
 
 def absorbed(model: torch.nn.Module) -> set[str]:

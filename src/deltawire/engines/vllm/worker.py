@@ -73,9 +73,10 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def index(self) -> int:
-        """The number of this worker among all that serve: of each data-parallel engine one after the other."""
+        """The number of this worker among all of this server: of each data-parallel engine one after the other."""
         config = self.parallel_config
-        return int(config.data_parallel_index * config.world_size + config.rank)
+        engine = config.data_parallel_rank_local if copies.is_one_of_several(config) else config.data_parallel_index
+        return int(engine * config.world_size + config.rank)
 
     def shutdown(self, *_: Any, **__: Any) -> None:
         """Nothing: there is no connection to open or to close."""

@@ -110,6 +110,12 @@ def test_what_is_logged_has_a_line_of_its_own(tmp_path):
 
 
 @pytest.mark.process
+def test_an_estimate_shows_how_far_it_is():
+    assert "estimate  [" in at_a_terminal("estimate", "--params", "8b")
+    assert "estimate  [" not in at_a_terminal("estimate", "--params", "8b", "--quiet")
+
+
+@pytest.mark.process
 def test_a_command_that_is_ended_removes_its_temporary_files(tmp_path):
     command = [sys.executable, "-m", "deltawire.cli", "hello"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -110,6 +110,14 @@ def test_what_is_logged_has_a_line_of_its_own(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("more", [(), ("--params", "1t", "--sites", 5, "--replicas", 1000, "--joins-per-day", 20)])
+def test_an_estimate_fits_80_columns(more):
+    text = at_a_terminal("estimate", "--params", "8b", "--quiet", *more, columns=80)
+    assert "…" not in text
+    assert widest(text) < 80
+
+
+@pytest.mark.process
 def test_an_estimate_shows_how_far_it_is():
     assert "estimate  [" in at_a_terminal("estimate", "--params", "8b")
     assert "estimate  [" not in at_a_terminal("estimate", "--params", "8b", "--quiet")

@@ -13,10 +13,11 @@ import sys
 import termios
 import time
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from deltawire import Replica
+from deltawire import Replica, diff
 from deltawire.cli import main
 from deltawire.run.run import Run
 from deltawire.store import open_store
@@ -85,6 +86,21 @@ def test_a_table_without_a_terminal_is_as_wide_as_it_needs():
     hostile = table(["a"], [["\x02red spoofed\x03\x1b[31m"]])
     assert "\x1b" not in hostile
     assert "\x02" not in hostile
+
+
+@pytest.mark.process
+def test_a_table_that_is_too_wide_is_continued_below(tmp_path):
+    old = {f"model.layers.{n}.self_attn.q_proj.weight": np.arange(300_000, dtype=np.uint16) for n in range(2)}
+    diff(old, {name: array + 1 for name, array in old.items()}, dtype="BF16").save(tmp_path / "delta")
+    text = at_a_terminal("inspect", tmp_path / "delta", "--quiet", columns=80)
+    tables = text.split("\n\n")[1:]
+    assert widest("\n".join(tables)) < 80
+    assert all(each.startswith("tensor") and each.count("model.layers.") == 2 for each in tables), text
+    heads = [word for each in tables for word in each.splitlines()[0].split("  ") if word.strip()]
+    assert [word.strip() for word in heads if word.strip() != "tensor"] == [
+        "encoding", "dtype", "shape", "changed", "density", "bytes", "B/change",
+        "1 step", "2", "3-4", "5-8", ">8 steps",
+    ]  # fmt: skip
 
 
 @pytest.mark.process

@@ -163,6 +163,8 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def _echo(text: str, *, err: bool = False) -> None:
+    if is_terminal(sys.stderr if err else sys.stdout):
+        Drawing.num_said += 1
     with nullcontext() if err else writing():
         click.echo(text, err=err)
 
@@ -295,10 +297,16 @@ def handling_signals(handler: Callable[..., object]) -> Iterator[None]:
 
 
 class Drawing:
-    """A text on a terminal that is redrawn in place, cut to the size of the terminal."""
+    """A text on a terminal that is redrawn in place, cut to the size of the terminal.
+
+    If something else was printed since it was drawn, such as a warning, it is drawn again below that.
+    """
+
+    num_said = 0
+    """How often anything was printed to a terminal."""
 
     def __init__(self) -> None:
-        self._height = 0
+        self._height = self._num_said = 0
 
     def draw(self, text: str) -> None:
         columns, rows = shutil.get_terminal_size()
@@ -306,9 +314,9 @@ class Drawing:
         if len(lines) >= rows:
             kept = max(rows - 2, 0)
             lines[kept:] = [f"... and {len(lines) - kept} more lines"]
-        up = f"\x1b[{self._height}A" if self._height else ""
+        up = f"\x1b[{self._height}A" if self._height and self._num_said == Drawing.num_said else ""
         click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
-        self._height = len(lines)
+        self._height, self._num_said = len(lines), Drawing.num_said
 
 
 def fault_text(label: str, fault: object) -> str:

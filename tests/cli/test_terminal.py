@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import re
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from deltawire import Replica, diff
+from deltawire import Replica, diff, terminal
 from deltawire.cli import main
 from deltawire.run.run import Run
 from deltawire.store import open_store
@@ -216,3 +217,18 @@ def test_completion(tmp_path, shell):
             env={**os.environ, "PATH": path},
         )  # fmt: skip
         assert found.stdout.split() == ["status"], found.stderr
+
+
+def test_a_drawing_is_not_shifted_by_what_is_printed_meanwhile(monkeypatch):
+    seen = []
+    monkeypatch.setattr("click.echo", lambda text, **_: seen.append(text))
+    monkeypatch.setattr(terminal, "is_terminal", lambda _: True)
+    drawing = terminal.Drawing()
+    drawing.draw("one\ntwo")
+    drawing.draw("one\ntwo")
+    assert seen.pop().startswith("\x1b[2A\rone")
+    terminal.Notices().emit(logging.makeLogRecord({"msg": "a warning"}))
+    drawing.draw("one\ntwo")
+    assert seen.pop().startswith("\rone"), "below the warning, and not over it"
+    drawing.draw("one\ntwo")
+    assert seen.pop().startswith("\x1b[2A\rone")

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from secrets import token_hex
 from typing import IO, Any, NoReturn
 
@@ -162,6 +163,8 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def _echo(text: str, *, err: bool = False) -> None:
+    if is_terminal(sys.stderr if err else sys.stdout):
+        Drawing.num_said += 1
     with nullcontext() if err else writing():
         click.echo(text, err=err)
 
@@ -294,10 +297,16 @@ def handling_signals(handler: Callable[..., object]) -> Iterator[None]:
 
 
 class Drawing:
-    """A text on a terminal that is redrawn in place, cut to the size of the terminal."""
+    """A text on a terminal that is redrawn in place, cut to the size of the terminal.
+
+    If something else was printed since it was drawn, such as a warning, it is drawn again below that.
+    """
+
+    num_said = 0
+    """How often anything was printed to a terminal."""
 
     def __init__(self) -> None:
-        self._height = 0
+        self._height = self._num_said = 0
 
     def draw(self, text: str) -> None:
         columns, rows = shutil.get_terminal_size()
@@ -305,9 +314,9 @@ class Drawing:
         if len(lines) >= rows:
             kept = max(rows - 2, 0)
             lines[kept:] = [f"... and {len(lines) - kept} more lines"]
-        up = f"\x1b[{self._height}A" if self._height else ""
+        up = f"\x1b[{self._height}A" if self._height and self._num_said == Drawing.num_said else ""
         click.echo(up + "".join(f"\r{line}\x1b[K\n" for line in lines) + "\x1b[J", nl=False)
-        self._height = len(lines)
+        self._height, self._num_said = len(lines), Drawing.num_said
 
 
 def fault_text(label: str, fault: object) -> str:
@@ -318,12 +327,17 @@ def fault_text(label: str, fault: object) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A text table; the first column is aligned to the left, the others to the right.
 
-    On a terminal it fits the width: the widest columns are cut.
+    On a terminal it fits the width: the widest columns are cut, or what has no room at all is continued below.
     """
     texts = [[plain(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in texts) for i in range(len(header))]
     if is_terminal(sys.stdout):
         room = shutil.get_terminal_size().columns - 1 - 2 * (len(widths) - 1)
+        if sum(min(width, LEAST_COLUMN) for width in widths) > room and (end := _columns_that_fit(widths)) < len(
+            widths
+        ):
+            parts = [[[*row[:end]] for row in [header, *rows]], [[row[0], *row[end:]] for row in [header, *rows]]]
+            return "\n\n".join(table(part[0], part[1:]) for part in parts)
         while sum(widths) > room and max(widths) > LEAST_COLUMN:
             widths[widths.index(max(widths))] -= 1
     lines = []
@@ -338,6 +352,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         lines.append("  ".join(done).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def _columns_that_fit(widths: Sequence[int]) -> int:
+    """How many columns, at least two, fit a terminal uncut, if the first takes at most half of it."""
+    room = shutil.get_terminal_size().columns - 1
+    left = room - min(widths[0], room // 2)
+    ends = accumulate(width + 2 for width in widths[1:])
+    return max(1 + sum(end <= left for end in ends), 2)
 
 
 def size_text(num_bytes: float) -> str:

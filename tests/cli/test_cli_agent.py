@@ -231,6 +231,18 @@ def test_attach_waits_for_a_server_that_is_not_there(url, trainer):
         assert err in ("", "stopping after this pull; press Ctrl-C again to stop at once\n")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_attach_names_a_server_that_never_answers_and_does_not_wait_for_it_to_end(url, trainer, kind):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with program("attach", "--engine", kind, "--url", address, "--from", url) as process:
+            assert process.stderr.readline() == f"waiting for {kind} at {address}, which does not answer\n"
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=PATIENCE) == ("", "")
+            assert process.returncode == 0
+
+
 def test_attach_says_what_is_wrong(url, trainer, server, tmp_path, monkeypatch):
     monkeypatch.delenv("DELTAWIRE_TOKEN", raising=False)
     (tmp_path / "empty").write_text("\n")

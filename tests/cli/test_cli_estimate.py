@@ -62,6 +62,15 @@ def test_a_recorded_density_and_a_config(tmp_path):
         (["--params", "8b", "--egress-price", "nan"], 2, "price"),
         (["--params", "8b", "--put-price", "inf"], 2, "price"),
         (["--params", "8b", "--get-price", 1e308], 2, "price"),
+        (["--params", "8b", "--poll", 1e-300], 2, "0.01<=x<=86400"),
+        (["--params", "8b", "--poll", "nan"], 2, "poll_seconds"),
+        (["--params", "8b", "--joins-per-day", 1e300], 2, "0<=x<=1000000"),
+        (["--params", "8b", "--steps-per-day", 1e-300], 2, "0.01<=x<=864000"),
+        (["--params", "8b", "--round-trip", 1e300], 2, "0<=x<=60000"),
+        (["--params", "8b", "--trainer-mbits", 1e-300], 2, "0.1<=x<="),
+        (["--params", "8b", "--site-mbits", 1e-300], 2, "0.1<=x<="),
+        (["--params", "8b", "--inside-mbits", 1e300], 2, "0.1<=x<="),
+        (["--params", "8b", "--keep-days", 1e300], 2, "0<=x<=36500"),
     ],
 )
 def test_wrong_options(arguments, code, told_why):

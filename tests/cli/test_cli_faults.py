@@ -119,6 +119,18 @@ def test_hints_are_about_what_is_wrong(tmp_path, store, steps, monkeypatch, argu
 
 
 @pytest.mark.parametrize("command", [
+    ["pull", "STORE", "--to", ""], ["export", "STORE", "--to", ""], ["diff", "A", "B", "-o", ""], ["keygen", "-o", ""],
+    ["publish", "", "--to", "STORE"], ["publish", "A", "--to", "STORE", "--sign-key", ""], ["inspect", ""],
+    ["demo", "--folder", ""], ["estimate", "--config", ""], ["explain", "-o", ""],
+])  # fmt: skip
+def test_an_empty_path_is_none(tmp_path, store, steps, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    given = {"STORE": store, "A": steps / "step-0", "B": steps / "step-1"}
+    says(run(*[given.get(word, word) for word in command]), 2, "the path is empty: name a file or folder")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("command", [
     ["pull", "STORE", "--to", "URL"], ["watch", "STORE", "--to", "URL", "--until", 0],
     ["export", "STORE", "--to", "URL"],
     ["diff", "A", "B", "-o", "URL"], ["keygen", "-o", "URL"], ["publish", "URL", "--to", "STORE"], ["inspect", "URL"],

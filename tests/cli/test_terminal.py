@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import re
@@ -13,10 +14,11 @@ import sys
 import termios
 import time
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from deltawire import Replica
+from deltawire import Replica, diff, terminal
 from deltawire.cli import main
 from deltawire.run.run import Run
 from deltawire.store import open_store
@@ -88,6 +90,21 @@ def test_a_table_without_a_terminal_is_as_wide_as_it_needs():
 
 
 @pytest.mark.process
+def test_a_table_that_is_too_wide_is_continued_below(tmp_path):
+    old = {f"model.layers.{n}.self_attn.q_proj.weight": np.arange(300_000, dtype=np.uint16) for n in range(2)}
+    diff(old, {name: array + 1 for name, array in old.items()}, dtype="BF16").save(tmp_path / "delta")
+    text = at_a_terminal("inspect", tmp_path / "delta", "--quiet", columns=80)
+    tables = text.split("\n\n")[1:]
+    assert widest("\n".join(tables)) < 80
+    assert all(each.startswith("tensor") and each.count("model.layers.") == 2 for each in tables), text
+    heads = [word for each in tables for word in each.splitlines()[0].split("  ") if word.strip()]
+    assert [word.strip() for word in heads if word.strip() != "tensor"] == [
+        "encoding", "dtype", "shape", "changed", "density", "bytes", "B/change",
+        "1 step", "2", "3-4", "5-8", ">8 steps",
+    ]  # fmt: skip
+
+
+@pytest.mark.process
 def test_hints_name_the_next_command(tmp_path):
     make_run(2, str(tmp_path / "run"))
     assert f"next: start a replica with: deltawire watch {tmp_path / 'run'}" in at_a_terminal(
@@ -107,6 +124,20 @@ def test_hints_name_the_next_command(tmp_path):
 def test_what_is_logged_has_a_line_of_its_own(tmp_path):
     drawn = at_a_terminal("warmup", "--bits", 8, NUMBA_CACHE_DIR=str(tmp_path))
     assert re.search(r"  0%\r\x1b\[Kdeltawire: compiling kernels .*\n\r", drawn)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("more", [(), ("--params", "1t", "--sites", 5, "--replicas", 1000, "--joins-per-day", 20)])
+def test_an_estimate_fits_80_columns(more):
+    text = at_a_terminal("estimate", "--params", "8b", "--quiet", *more, columns=80)
+    assert "…" not in text
+    assert widest(text) < 80
+
+
+@pytest.mark.process
+def test_an_estimate_shows_how_far_it_is():
+    assert "estimate  [" in at_a_terminal("estimate", "--params", "8b")
+    assert "estimate  [" not in at_a_terminal("estimate", "--params", "8b", "--quiet")
 
 
 @pytest.mark.process
@@ -186,3 +217,18 @@ def test_completion(tmp_path, shell):
             env={**os.environ, "PATH": path},
         )  # fmt: skip
         assert found.stdout.split() == ["status"], found.stderr
+
+
+def test_a_drawing_is_not_shifted_by_what_is_printed_meanwhile(monkeypatch):
+    seen = []
+    monkeypatch.setattr("click.echo", lambda text, **_: seen.append(text))
+    monkeypatch.setattr(terminal, "is_terminal", lambda _: True)
+    drawing = terminal.Drawing()
+    drawing.draw("one\ntwo")
+    drawing.draw("one\ntwo")
+    assert seen.pop().startswith("\x1b[2A\rone")
+    terminal.Notices().emit(logging.makeLogRecord({"msg": "a warning"}))
+    drawing.draw("one\ntwo")
+    assert seen.pop().startswith("\rone"), "below the warning, and not over it"
+    drawing.draw("one\ntwo")
+    assert seen.pop().startswith("\x1b[2A\rone")

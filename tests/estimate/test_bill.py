@@ -1,12 +1,13 @@
 """What a day costs."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from generate import read
 
 from deltawire.estimate.bill import NUM_PLANNED, WAYS, estimate, planned, sampled, way
-from deltawire.estimate.plan import Plan
+from deltawire.estimate.plan import LIMITS, Plan
 from deltawire.estimate.prices import PRICES, Prices
 from deltawire.estimate.report import head_of, money_text, seconds_text, table_of, weights_text
 
@@ -47,8 +48,33 @@ def test_what_does_not_fit_is_said():
     full = way(PLAN, PRICES["s3"], full=True, caches=False)
     assert not full["fits"]
     assert full["use"]["site"] == pytest.approx(32 * PLAN.anchor_bytes * 8 / 1e9 / 60)
-    (row,) = [row for row in table_of(estimate(PLAN, PRICES["s3"]))[1] if row[0] == "fits the bandwidth"]
-    assert [cell[:3] for cell in row[1:]] == ["yes", "yes", "no,", "no,"]
+    rows = {row[0]: row[1:] for row in table_of(estimate(PLAN, PRICES["s3"]))[1]}
+    assert rows["fits the bandwidth"] == ["yes, 38 %", "yes, 3.8 %", "no, 68.3 x", "no, 6.83 x"]
+    assert rows["busiest line"] == ["site", "inside", "site", "inside"]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("steps_a_day", 1e-300), ("trainer_mbits", 1e-300), ("site_mbits", 1e300), ("replica_mbits", 1e-300),
+    ("round_trip_ms", 1e300), ("poll_seconds", 1e-300), ("joins_a_day", 1e300), ("keep_days", 1e300),
+])  # fmt: skip
+def test_what_no_run_needs_is_refused_before_it_is_simulated(monkeypatch, name, value):
+    monkeypatch.setattr("deltawire.estimate.simulate.MOST_EVENTS", 0)
+    with pytest.raises(ValueError, match=f"{name} must be between .*, not 1e"):
+        estimate(replace(PLAN, **{name: value}), PRICES["s3"])
+
+
+@pytest.mark.parametrize("most", [False, True])
+def test_what_lies_at_the_limits_is_estimated(most):
+    ends = {name: limits[most] for name, limits in LIMITS.items()}
+    for name, value in ends.items():
+        found = estimate(replace(PLAN, **{name: value}), PRICES["s3"], num_versions=1)
+        assert all(0 <= each["day"]["usd"]["total"] < math.inf for each in found["ways"])
+
+
+def test_each_version_of_each_way_is_progress():
+    seen = []
+    estimate(PLAN, PRICES["s3"], num_versions=3, progress=lambda name, number: seen.append((name, number)))
+    assert seen == [("deltas", 1)] * 6 + [("all weights", 1)] * 6
 
 
 @pytest.mark.parametrize("sites", [1, 3, 200])
@@ -119,7 +145,7 @@ def test_what_a_step_uploads_was_measured(row):
 def test_the_table_has_a_column_for_each_way():
     data = estimate(PLAN, PRICES["s3"])
     header, rows = table_of(data)
-    assert header == ["", "deltas", "deltas, caches", "all weights", "all weights, caches"]
+    assert header == ["", "deltas", "deltas, caches", "all weights", "all, caches"]
     assert all(len(row) == 5 for row in rows)
     (uploaded,) = [row for row in rows if row[0] == "step: uploaded"]
     assert uploaded[3] == "16.00 GB"

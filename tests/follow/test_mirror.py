@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from deltawire import Checkpoint, Publisher, Replica
-from deltawire.errors import Conflict, EngineRejected
+from deltawire.errors import Conflict, CorruptObject, EngineRejected
 from deltawire.follow.mirror import Mirror
 from support.chains import make_run, same
 
@@ -86,7 +86,7 @@ def spoiled(folder):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("damage", ["flip", "cut", "no state", "bad state", "no file"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "no state", "bad state", "no file", "1e400", "5.0", "-5"])
 def test_a_damaged_mirror_does_not_lie(run, tmp_path, damage):
     url, states = run
     folder = tmp_path / "mirror"
@@ -101,8 +101,13 @@ def test_a_damaged_mirror_does_not_lie(run, tmp_path, damage):
         shard.unlink()
     elif damage == "no state":
         (folder / "deltawire.json").unlink()
-    else:
+    elif damage == "bad state":
         (folder / "deltawire.json").write_text('{"version": 5}')
+    else:
+        text = (folder / "deltawire.json").read_text()
+        (folder / "deltawire.json").write_text(text.replace('"version": 5', f'"version": {damage}'))
+        with pytest.raises(CorruptObject, match="does not state run, version and digest"):
+            Checkpoint(folder)
     with Replica(url, folder) as replica:
         assert replica.version is None
         replica.pull(6)

@@ -205,6 +205,10 @@ def test_the_command_prints_a_snapshot(tmp_path):
         assert [row["version"] for row in told["versions"]] == [1, 2]
         assert told["log_steps"]["steps"][0]["reward"] == 0.5
     assert places("s3://bucket/run") == ("s3://bucket/run", None)
+    log = tmp_path / "later.jsonl"
+    early = CliRunner().invoke(main, ["dashboard", str(url), "--format", "json", "--events", str(log)])
+    assert early.stderr == f"{log} is not there yet: rewards and faults are shown once it is\n"
+    assert json.loads(early.stdout)["counts"]
     missing = CliRunner().invoke(main, ["dashboard", str(tmp_path / "none"), "--format", "json"])
     assert missing.exit_code == 1
     assert "deltawire publish" in missing.stderr

@@ -240,14 +240,21 @@ def test_quantized_modules_are_refused_by_name():
         assert replica.target.weights().spec("scale") == ("F32", (4,))
 
 
-def test_nothing_to_publish_is_an_error():
+def test_nothing_to_publish_is_an_error(tmp_path):
     empty, meta = torch.nn.ReLU(), torch.nn.Linear(2, 2, device="meta")
     with pytest.raises(ValueError, match="no tensors"):
         Publisher(fresh_url(), empty)
     with pytest.raises(ValueError, match="meta device"):
         Publisher(fresh_url(), meta)
-    with Publisher(fresh_url(), {}) as publisher, pytest.raises(ValueError, match="no tensors"):
-        publisher.publish()
+    for nothing in ({}, dict):
+        with pytest.raises(ValueError, match="no tensors"):
+            Publisher(tmp_path / "run", nothing)
+    assert not list(tmp_path.rglob("*.json")), "no run without versions"
+    weights = {"w": np.zeros(3, np.float32)}
+    with Publisher(fresh_url(), lambda: weights) as publisher:
+        weights = {}
+        with pytest.raises(ValueError, match="no tensors"):
+            publisher.publish()
 
 
 def test_names_that_fall_together_without_their_wrappers():

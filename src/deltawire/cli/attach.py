@@ -98,6 +98,13 @@ class Attached(Watch):
         if not self._stop:
             self._agent.run(self.pulled)
 
+    def silent(self) -> tuple[str, float] | None:
+        from deltawire.engines.http_engine import HttpEngine
+
+        engine = self._agent.target.engine
+        since = engine.silent_since if isinstance(engine, HttpEngine) else None
+        return None if since is None else (f"{engine.kind} at {engine.address}", since)
+
 
 def make_engine(kind: str, address: str, *, mode: str, **settings: Any) -> "Engine":
     if kind == "sglang":

@@ -8,10 +8,15 @@ import click
 
 from deltawire.cli.options import PATH, only_with, output_options
 from deltawire.cli.pages import show_page
-from deltawire.terminal import pairs_text, show, speaking_errors, table
+from deltawire.estimate.plan import LIMITS, Plan, density_of
+from deltawire.terminal import pairs_text, progress_bar, show, speaking_errors, table
 
 POSITIVE = click.FloatRange(0, min_open=True)
 AMOUNT = click.FloatRange(0)
+
+
+def limited(name: str) -> click.FloatRange:
+    return click.FloatRange(*LIMITS[name])
 
 
 @click.command("estimate")
@@ -21,17 +26,21 @@ AMOUNT = click.FloatRange(0)
               "[default: 1e-6]")  # fmt: skip
 @click.option("--density", type=click.FloatRange(0, 1, min_open=True), help="Share of weights that a step changes, as "
               "measured in your run; replaces --lr.")  # fmt: skip
-@click.option("--steps-per-day", "steps_a_day", type=POSITIVE, default=1440.0, help="Versions published per day.")
+@click.option("--steps-per-day", "steps_a_day", type=limited("steps_a_day"), default=1440.0,
+              help="Versions published per day.")  # fmt: skip
 @click.option("--replicas", type=click.IntRange(1), default=8, help="Number of replicas, all sites together.")
 @click.option("--sites", type=click.IntRange(1), default=1, help="Number of sites, each with its own connection.")
-@click.option("--trainer-mbits", type=POSITIVE, default=1000.0, help="Bandwidth from trainer to store, in Mbit/s.")
-@click.option("--site-mbits", type=POSITIVE, default=1000.0, help="Bandwidth from store to each site, in Mbit/s.")
-@click.option("--inside-mbits", "replica_mbits", type=POSITIVE, default=10_000.0,
+@click.option("--trainer-mbits", type=limited("trainer_mbits"), default=1000.0,
+              help="Bandwidth from trainer to store, in Mbit/s.")  # fmt: skip
+@click.option("--site-mbits", type=limited("site_mbits"), default=1000.0,
+              help="Bandwidth from store to each site, in Mbit/s.")  # fmt: skip
+@click.option("--inside-mbits", "replica_mbits", type=limited("replica_mbits"), default=10_000.0,
               help="Bandwidth from a site's cache to all its replicas together, in Mbit/s.")  # fmt: skip
-@click.option("--round-trip", "round_trip_ms", type=AMOUNT, default=50.0, help="Round trip to the store, in ms.")
-@click.option("--poll", "poll_seconds", type=POSITIVE, default=1.0,
+@click.option("--round-trip", "round_trip_ms", type=limited("round_trip_ms"), default=50.0,
+              help="Round trip to the store, in ms.")  # fmt: skip
+@click.option("--poll", "poll_seconds", type=limited("poll_seconds"), default=1.0,
               help="Seconds between a replica's polls while a version is due.")  # fmt: skip
-@click.option("--joins-per-day", "joins_a_day", type=AMOUNT, default=0.0,
+@click.option("--joins-per-day", "joins_a_day", type=limited("joins_a_day"), default=0.0,
               help="Replicas that start from nothing per day: new ones and restarts.")  # fmt: skip
 @click.option("--machine", type=click.Choice(["gpu", "cpu"]), default="gpu",
               help="gpu: H200s with at most 8.19 B weights each; cpu: two cores each.")  # fmt: skip
@@ -41,7 +50,7 @@ AMOUNT = click.FloatRange(0)
 @click.option("--storage-price", type=AMOUNT, help="USD per GB and month; overrides the list price.")
 @click.option("--put-price", type=AMOUNT, help="USD per 1000 writes or listings; overrides the list price.")
 @click.option("--get-price", type=AMOUNT, help="USD per 1000 reads; overrides the list price.")
-@click.option("--keep-days", type=AMOUNT, default=30.0, help="How many days objects are kept.")
+@click.option("--keep-days", type=limited("keep_days"), default=30.0, help="How many days objects are kept.")
 @click.option("--versions", "num_versions", type=click.IntRange(1, 200), default=5,
               help="Number of versions to simulate.")  # fmt: skip
 @click.option("--seed", type=int, default=0, help="Random seed of the simulation.")
@@ -63,8 +72,7 @@ def estimate_command(
     """
     only_with("--page", page, "port", "opens")
     from deltawire.estimate.architecture import count_weights, read_size
-    from deltawire.estimate.bill import estimate
-    from deltawire.estimate.plan import Plan, density_of
+    from deltawire.estimate.bill import WAYS, estimate
     from deltawire.estimate.prices import PRICES
     from deltawire.estimate.report import head_of, table_of
 
@@ -86,5 +94,8 @@ def estimate_command(
         given = {"storage": storage_price, "put_1000": put_price, "get_1000": get_price,
                  "egress": None if egress_price is None else [(0.0, egress_price)]}  # fmt: skip
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        data = estimate(plan, replace(PRICES[store], **chosen), num_versions=num_versions, seed=seed)
+        with progress_bar("estimate", len(WAYS) * num_versions) as progress:
+            data = estimate(
+                plan, replace(PRICES[store], **chosen), num_versions=num_versions, seed=seed, progress=progress
+            )
         show(data, lambda: f"{pairs_text(head_of(data))}\n\n{table(*table_of(data))}")

@@ -55,6 +55,8 @@ def dashboard_command(
     only_with("the page, and --format json serves none", not is_json, *page_only)
     with speaking_errors(url):
         store, log = places(url, events)
+        if events is not None and not exists(events):
+            say(f"{events} is not there yet: rewards and faults are shown once it is", err=True)
         if is_json:
             from deltawire.pages.feed import snapshot
 

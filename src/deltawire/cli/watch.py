@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from deltawire.cli.runs import pull_fields
 
 NUM_ROWS = 8
 REDRAW_SECONDS = 0.25
+# A server that has not answered for so long is named.
+SILENT_SECONDS = 3.0
 # Who waits for a version does not wait for a server that refuses it, and always will.
 MOST_REFUSALS = 5
 REFUSALS = (errors.EngineRejected, errors.UnknownParameter, errors.ShapeMismatch)
@@ -59,6 +62,7 @@ class Lines:
     def __init__(self, replica: "deltawire.Replica") -> None:
         self._replica, self._json = replica, terminal.wants_json()
         self._fault: str | None = None
+        self._awaited: str | None = None
 
     def pulled(self, done: "deltawire.Pull") -> None:
         data = {"time": time.time(), **pull_fields(done, self._replica)}
@@ -72,7 +76,10 @@ class Lines:
         text = f"version {data['version']} ({source}), lag {data['lag']}, {size}, {times}{pause}"
         terminal.say(f"{text} faults {data['faults']}")
 
-    def refresh(self) -> None:
+    def refresh(self, awaited: str | None = None) -> None:
+        if awaited is not None and awaited != self._awaited:
+            terminal.say(terminal.plain(awaited), err=True)
+        self._awaited = awaited
         fault = None if self._replica.error is None else str(self._replica.error)
         if fault is not None and fault != self._fault:
             terminal.say(f"fault: {terminal.plain(fault)}", err=True)
@@ -91,8 +98,8 @@ class Screen:
     def pulled(self, done: "deltawire.Pull") -> None:
         self._pulls.append((time.monotonic(), pull_fields(done, self._replica)))
 
-    def refresh(self) -> None:
-        self._drawing.draw(self.text())
+    def refresh(self, awaited: str | None = None) -> None:
+        self._drawing.draw(self.text() + ("" if awaited is None else f"\n{terminal.plain(awaited)}"))
 
     def text(self) -> str:
         replica = self._replica
@@ -133,11 +140,13 @@ class Watch:
             thread.start()
             while thread.is_alive() and not self._stop:
                 thread.join(REDRAW_SECONDS)
-                self._view.refresh()
+                self._view.refresh(self._awaited())
                 self._check()
             self._ended.set()
             self._replica.stop()
             thread.join(1.0)
+            if thread.is_alive() and self.silent():
+                return  # what it asked for changes nothing, and its answer may take minutes
             if thread.is_alive():
                 terminal.say("stopping after this pull; press Ctrl-C again to stop at once", err=True)
             thread.join()
@@ -162,6 +171,14 @@ class Watch:
         if not self._stop:
             self._replica.check_run()
             self._replica.watch(self.pulled, poll_seconds=self._poll_seconds)
+
+    def silent(self) -> tuple[str, float] | None:
+        """What is waited for that has never answered, if anything, and since when."""
+        return None
+
+    def _awaited(self) -> str | None:
+        who, since = self.silent() or ("", inf)
+        return f"waiting for {who}, which does not answer" if time.monotonic() - since > SILENT_SECONDS else None
 
     def pulled(self, done: "deltawire.Pull") -> None:
         self._view.pulled(done)

@@ -55,6 +55,11 @@ class HttpEngine(Engine):
         self._token: str | None = None
         """Names the change that is staged."""
 
+    @property
+    def silent_since(self) -> float | None:
+        """Since when, by `time.monotonic`, a server that has never answered is waited for, if it is."""
+        return self._server.silent_since
+
     def close(self) -> None:
         self._server.close()
         self._shared.close()

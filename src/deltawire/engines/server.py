@@ -1,5 +1,6 @@
 """An inference server's HTTP interface: JSON in, JSON out, and errors with a name."""
 
+import time
 from typing import Any
 
 from deltawire.errors import EngineRejected, EngineUnavailable, MissingDependency
@@ -25,6 +26,9 @@ class Server:
             address = httpx.URL("")
         if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"{self.url!r} is not a server's URL, such as http://127.0.0.1:8000")
+        self.silent_since: float | None = None
+        """Since when a request waits, by `time.monotonic`, if no answer has ever come: nothing has begun there."""
+        self._is_heard = False
         self._client = httpx.Client(base_url=address, headers=headers, trust_env=False)
 
     def get(self, path: str, timeout: float | None = None) -> Any:
@@ -50,12 +54,16 @@ class Server:
         return found
 
     def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        self.silent_since = None if self._is_heard else time.monotonic()
         try:
             answer = self._client.request(method, path, json=body, timeout=timeout or self._timeout)
+            self._is_heard = True
         except self._httpx.HTTPError as error:
             raise EngineUnavailable(
                 f"{self.url} does not answer {path}: {str(error) or type(error).__name__}", url=self.url
             ) from error
+        finally:
+            self.silent_since = None
         if answer.status_code == 404:
             raise EngineRejected(
                 f"{self.url} has no {path}: check that it is the right kind of server, started as in the guide"

@@ -1,11 +1,12 @@
 """Bytes, seconds and money of a step and a day: as deltas and as all weights, with a cache at each site or not."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from statistics import mean, median
 from typing import Any
 
-from deltawire.estimate.plan import DAY, MBIT, Plan, measured
+from deltawire.estimate.plan import DAY, LIMITS, MBIT, Plan, measured
 from deltawire.estimate.prices import Prices
 from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Scene, extra_hops, hop_of, parts_of, simulate
 from deltawire.run.planner import cheapest_route
@@ -14,6 +15,7 @@ from deltawire.run.planner import cheapest_route
 NUM_PLANNED = 500
 # Larger fleets are simulated by some of their replicas.
 MOST_SIMULATED = 10_000
+Progress = Callable[[str, int], None]
 WAYS = ((False, False), (False, True), (True, False), (True, True))
 
 
@@ -66,11 +68,13 @@ def sampled(plan: Plan, *, caches: bool) -> Plan:
 
 
 def way(
-    plan: Plan, prices: Prices, *, full: bool, caches: bool, num_versions: int = 5, seed: int = 0
-) -> dict[str, Any]:
+    plan: Plan, prices: Prices, *, full: bool, caches: bool, num_versions: int = 5, seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """One way to ship the weights: what a step and a day take."""
-    some = sampled(plan, caches=caches)
-    outcome = simulate(Scene(some, num_versions, full=full, caches=caches, seed=seed))
+    some, ships = sampled(plan, caches=caches), "all weights" if full else "deltas"
+    scene = Scene(some, num_versions, full=full, caches=caches, seed=seed)
+    outcome = simulate(scene, (lambda: progress(ships, 1)) if progress else None)
     # Each replica polls the store, or each cache.
     polls = outcome.requests["poll"] * (plan.sites / some.sites if caches else plan.replicas / some.replicas)
     kept = Planned(plan.anchor_bytes, plan.anchor_bytes, 1.0, 1.0) if full else planned(plan)
@@ -106,7 +110,7 @@ def way(
     }
     use = _use(plan, kept.uploaded_bytes, one, caches)
     return {
-        "ships": "all weights" if full else "deltas", "caches": caches, "step": step, "day": day | {"usd": usd},
+        "ships": ships, "caches": caches, "step": step, "day": day | {"usd": usd},
         "stored_bytes": stored, "join_bytes": kept.join_bytes, "use": use, "fits": max(use.values()) <= 1,
     }  # fmt: skip
 
@@ -138,8 +142,13 @@ def _use(plan: Plan, uploaded: float, one: float, caches: bool) -> dict[str, flo
     }
 
 
-def estimate(plan: Plan, prices: Prices, *, num_versions: int = 5, seed: int = 0) -> dict[str, Any]:
-    """All ways, with what they were computed from."""
+def estimate(
+    plan: Plan, prices: Prices, *, num_versions: int = 5, seed: int = 0, progress: Progress | None = None
+) -> dict[str, Any]:
+    """All ways, with what they were computed from. `progress` is called for each version of each way."""
+    for name, (least, most) in LIMITS.items():
+        if not least <= getattr(plan, name) <= most:
+            raise ValueError(f"{name} must be between {least:,g} and {most:,}, not {getattr(plan, name):g}")
     return {
         "plan": asdict(plan),
         "prices": asdict(prices),
@@ -147,7 +156,8 @@ def estimate(plan: Plan, prices: Prices, *, num_versions: int = 5, seed: int = 0
         "delta_bytes": plan.delta_bytes(),
         "anchor_bytes": plan.anchor_bytes,
         "ways": [
-            way(plan, prices, full=full, caches=caches, num_versions=num_versions, seed=seed) for full, caches in WAYS
+            way(plan, prices, full=full, caches=caches, num_versions=num_versions, seed=seed, progress=progress)
+            for full, caches in WAYS
         ],
         "from": measured("from"),
     }

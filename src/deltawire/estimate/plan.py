@@ -17,6 +17,12 @@ DAY = 86_400.0
 MBIT = 1e6 / 8  # bytes
 MACHINES = ("gpu", "cpu")
 MOST_WEIGHTS, MOST_REPLICAS = 1e14, 100_000
+# What can be estimated: far more than any run needs, and little enough to simulate, and to add to a clock.
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "steps_a_day": (0.01, 864_000), "trainer_mbits": (0.1, 1_000_000_000), "site_mbits": (0.1, 1_000_000_000),
+    "replica_mbits": (0.1, 1_000_000_000), "round_trip_ms": (0, 60_000), "poll_seconds": (0.01, 86_400),
+    "joins_a_day": (0, 1_000_000), "keep_days": (0, 36_500),
+}  # fmt: skip
 # AdamW's first beta, in every run that was measured.
 MOMENTUM = 0.9
 

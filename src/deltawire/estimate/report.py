@@ -27,7 +27,7 @@ def head_of(data: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def table_of(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: a column for each way."""
+    """Header and rows: a column for each way. At a terminal of 80 columns, nothing of it is cut."""
     ways = data["ways"]
 
     def rows(part: str, *lines: tuple[str, Callable[[Way], str]]) -> list[list[str]]:
@@ -36,36 +36,48 @@ def table_of(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     steps = rows(
         "step",
         ("uploaded", lambda way: size_text(way["step"]["uploaded_bytes"])),
-        ("leaves the store", lambda way: size_text(way["step"]["store_bytes"])),
+        ("leaves store", lambda way: size_text(way["step"]["store_bytes"])),
         ("trainer waits", lambda way: seconds_text(way["step"]["blocked_seconds"])),
-        ("published after", lambda way: seconds_text(way["step"]["publish_seconds"])),
-        ("then served, median", lambda way: seconds_text(way["step"]["served_seconds"]["median"])),
-        ("then served, last", lambda way: seconds_text(way["step"]["served_seconds"]["last"])),
+        ("published in", lambda way: seconds_text(way["step"]["publish_seconds"])),
+        ("half serve in", lambda way: seconds_text(way["step"]["served_seconds"]["median"])),
+        ("all serve in", lambda way: seconds_text(way["step"]["served_seconds"]["last"])),
         ("engines pause", pause_text),
         ("costs", lambda way: money_text(way["step"]["usd"])),
     )
     days = rows(
         "day",
         ("uploaded", lambda way: size_text(way["day"]["uploaded_bytes"])),
-        ("leaves the store", lambda way: size_text(way["day"]["store_bytes"])),
-        ("requests", lambda way: f"{way['day']['gets'] + way['day']['lists'] + way['day']['puts']:,.0f}"),
+        ("leaves store", lambda way: size_text(way["day"]["store_bytes"])),
+        ("requests", lambda way: many_text(way["day"]["gets"] + way["day"]["lists"] + way["day"]["puts"])),
         ("traffic", lambda way: money_text(way["day"]["usd"]["egress"])),
         ("requests cost", lambda way: money_text(way["day"]["usd"]["requests"])),
         ("storage", lambda way: money_text(way["day"]["usd"]["storage"])),
         ("costs", lambda way: money_text(way["day"]["usd"]["total"])),
     )
-    names = [each["ships"] + (", caches" if each["caches"] else "") for each in ways]
-    return ["", *names], [*steps, *days, ["fits the bandwidth", *(fit_text(each) for each in ways)]]
+    lines = [["fits the bandwidth", *(fit_text(each) for each in ways)]]
+    lines.append(["busiest line", *(busiest_line(each)[0] for each in ways)])
+    names = [each["ships"].removesuffix(" weights") + ", caches" if each["caches"] else each["ships"] for each in ways]
+    return ["", *names], [*steps, *days, *lines]
 
 
 def pause_text(way: Way) -> str:
     """A reload was measured with small models only."""
-    return ("at most " if way["ships"] == "all weights" else "") + seconds_text(way["step"]["pause_seconds"])
+    return ("up to " if way["ships"] == "all weights" else "") + seconds_text(way["step"]["pause_seconds"])
+
+
+def busiest_line(way: Way) -> tuple[str, float]:
+    """The line that is used most, and how much of it is."""
+    found: tuple[str, float] = max(way["use"].items(), key=lambda each: float(each[1]))
+    return found
 
 
 def fit_text(way: Way) -> str:
-    name, share = max(way["use"].items(), key=lambda each: float(each[1]))
-    return f"yes, {100 * share:.2g} % of {name}" if share <= 1 else f"no, {share:.3g} x {name}"
+    _, share = busiest_line(way)
+    return f"yes, {100 * share:.2g} %" if share <= 1 else f"no, {f'{share:,.0f}' if share >= 100 else f'{share:.3g}'} x"
+
+
+def many_text(number: float) -> str:
+    return f"{number:,.0f}" if number < 1e7 else f"{number / 1e6:,.1f} M"
 
 
 def weights_text(weights: float) -> str:

@@ -104,7 +104,7 @@ class Clock:
                 return
             self.now, _, what = heapq.heappop(self._events)
             what()
-        raise ValueError("too much to simulate: use fewer replicas or versions, or poll less often")
+        raise ValueError("too much to simulate: use fewer replicas, joins or versions, or poll less often")
 
 
 class Line:
@@ -153,7 +153,8 @@ class Line:
 class World:
     """One simulation."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, committed: Done | None = None) -> None:
+        self._committed = committed
         self.scene, self.plan, self.clock, self.outcome = scene, scene.plan, Clock(), Outcome()
         self.chance, self.trip = random.Random(scene.seed), scene.plan.round_trip_ms / 1000  # noqa: S311
         self.hops: list[ListedHop] = []
@@ -228,6 +229,8 @@ class World:
         for each in self.replicas:
             each.note_commit()
         self._begin()
+        if self._committed is not None:
+            self._committed()
 
     def _add(self, hop: ListedHop) -> None:
         kind = "anchor" if hop.base is None else "delta" if hop.version - hop.base == 1 else "skip delta"
@@ -466,6 +469,6 @@ def parts_of(num_bytes: float) -> int:
     return max(math.ceil(num_bytes / PART_BYTES), 1)
 
 
-def simulate(scene: Scene) -> Outcome:
-    """Run a scene until every replica has the last version."""
-    return World(scene).run()
+def simulate(scene: Scene, committed: Done | None = None) -> Outcome:
+    """Run a scene until every replica has the last version. `committed` is called for each version."""
+    return World(scene, committed).run()

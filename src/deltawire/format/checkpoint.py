@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import inf, prod
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from deltawire.errors import Conflict, CorruptObject, LimitExceeded, ObjectMissi
 from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes, naming, replacing, temp_path
 from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
 from deltawire.format.wire import check_stated, metadata_fields, read_number, read_tied
-from deltawire.tensors.digest import Digest, digest
+from deltawire.tensors.digest import Digest, WeightVersion, digest
 from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
 from deltawire.tensors.names import PREFIX, Ties, check_names, is_text, resolve_ties
 from deltawire.tensors.weights import DTypeChoice, Specs, Tensor, TensorSpec, Viewed, Weights, mapping_of
@@ -121,11 +122,12 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def _read_state(path: Path) -> dict[str, str]:
-    try:
-        stated = json.loads(read_small(path, MOST_STATE_BYTES))
-        return {PREFIX + key: str(stated[key]) for key in ("run", "version", "digest")}
-    except (LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
-        raise CorruptObject(f"{path} does not state run, version and digest", path=str(path)) from None
+    state = None
+    with suppress(CorruptObject, LimitExceeded, ValueError, KeyError, TypeError, RecursionError):
+        state = WeightVersion.parse(json.loads(read_small(path, MOST_STATE_BYTES)))
+    if state is None:
+        raise CorruptObject(f"{path} does not state run, version and digest", path=str(path))
+    return {PREFIX + key: str(value) for key, value in state.as_dict().items()}
 
 
 def _index_files(index: Path) -> list[str]:

@@ -335,6 +335,11 @@ def _live(weights: Weights) -> Weights:
     return live
 
 
+def _check_any(weights: Mapping[str, Any]) -> None:
+    if not weights:
+        raise ValueError("there are no tensors to publish: the mapping is empty; pass one with at least one tensor")
+
+
 def unknown_name(name: str, where: str) -> UnknownParameter:
     return UnknownParameter(
         f"{name} is {where} among the published weights: call publish(anchor=True) to start over", tensor=name
@@ -386,6 +391,7 @@ class WholeSource(Source):
         """Refuse names, ties and patterns that do not fit, before anything is published; of a stream, as it comes."""
         if isinstance(weights, Stream):
             return
+        _check_any(weights)
         check_names(_live(weights))
         self._ties(weights)
         self._fixed(weights)
@@ -408,8 +414,7 @@ class WholeSource(Source):
             wrong = untied_name(weights.with_ties({}), tied)
         if wrong is not None:
             raise _untied(wrong, tied[wrong])
-        if not bits:
-            raise ValueError("there are no tensors to publish: the mapping is empty; pass one with at least one tensor")
+        _check_any(bits)
         return Taken(weights, bits, tied, self._fixed(weights))
 
     def _take_stream(self, stream: Stream) -> Taken:

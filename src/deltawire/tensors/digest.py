@@ -78,10 +78,13 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any] | None) -> "WeightVersion | None":
-        """Read what `as_dict` returned; None stays None."""
+        """Read what `as_dict` returned; None stays None. A version that is not one is CorruptObject."""
         if fields is None:
             return None
-        return cls(str(fields["run"]), int(fields["version"]), Digest.parse(fields["digest"]))
+        version = fields["version"]
+        if type(version) is not int or version < 0:
+            raise CorruptObject(f"{str(version)[:64]!r} is not a version")
+        return cls(str(fields["run"]), version, Digest.parse(fields["digest"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,28 @@ def test_a_server_that_restarts_before_a_commit_is_not_paused(start, monkeypatch
     assert run.is_current(1)
 
 
+def test_a_server_that_restarts_before_it_is_given_a_version_is_not_at_it(start, monkeypatch):
+    run = start(ranks=2)
+    run.step()
+    run.attach(mirror=False).pull()
+    replica = run.attach(mirror=False)
+    engine = replica.target.engine
+    mark = engine.mark
+
+    def restart_and_mark(state):
+        run.server.restart()
+        mark(state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "mark", restart_and_mark)
+        with pytest.raises(EngineRejected, match="its weights are not known"):
+            replica.pull()
+    assert run.server.paused is None
+    assert replica.version is None
+    replica.pull()
+    assert run.is_current(1)
+
+
 def test_a_restart_shows_even_where_the_version_is_the_same(start):
     run = start(version="0")
     replica = run.attach()

@@ -435,6 +435,20 @@ def test_restarts_of_the_server(tmp_path, vllm_pool):
             assert server.checksums() == trainer.expected[version]
 
 
+def restart_before(call, engine, server, monkeypatch):
+    """Let a server be restarted before the next call of a method."""
+    method = getattr(engine, call)
+
+    def restart_first(*arguments):
+        monkeypatch.setattr(engine, call, method)
+        server.kill()
+        server.start()
+        server.wait()
+        return method(*arguments)
+
+    monkeypatch.setattr(engine, call, restart_first)
+
+
 @pytest.mark.parametrize("mirror", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_server_that_restarts_before_a_commit_is_not_paused(tmp_path, vllm_pool, monkeypatch, mirror):
     """It has nothing of the change, and serves what it was started with."""
@@ -443,17 +457,8 @@ def test_a_server_that_restarts_before_a_commit_is_not_paused(tmp_path, vllm_poo
     trainer.publish(density=0)
     with vllm_pool.server(tied=True) as server, following(store, server, mirror) as replica:
         replica.pull()
-        version, engine = trainer.publish(), replica.target.engine
-        commit = engine.commit
-
-        def restart_and_commit(change):
-            monkeypatch.setattr(engine, "commit", commit)
-            server.kill()
-            server.start()
-            server.wait()
-            return commit(change)
-
-        monkeypatch.setattr(engine, "commit", restart_and_commit)
+        version = trainer.publish()
+        restart_before("commit", replica.target.engine, server, monkeypatch)
         with pytest.raises(EngineRejected, match="is not the change that is staged"):
             replica.pull()
         assert server.is_in_order()
@@ -461,3 +466,24 @@ def test_a_server_that_restarts_before_a_commit_is_not_paused(tmp_path, vllm_poo
         replica.pull()
         assert server.weight_version == str(version)
         assert server.checksums() == trainer.expected[version]
+
+
+@pytest.mark.parametrize("call", ["load", "mark"])
+def test_a_server_that_restarts_before_it_is_given_a_version_is_not_at_it(tmp_path, vllm_pool, monkeypatch, call):
+    """Nor is it paused: nobody has told it of tensors."""
+    store = f"memory:{tmp_path}"
+    trainer = Trainer(tmp_path, store, tied=True)
+    version = trainer.publish(density=0.5)
+    with vllm_pool.server(tied=True) as server:
+        if call == "mark":
+            with following(store, server) as before:
+                before.pull()
+        with following(store, server) as replica:
+            restart_before(call, replica.target.engine, server, monkeypatch)
+            with pytest.raises(EngineRejected, match="its weights are not known"):
+                replica.pull()
+            assert replica.version is None
+            assert server.is_in_order()
+            replica.pull()
+            assert server.weight_version == str(version)
+            assert server.checksums() == trainer.expected[version]

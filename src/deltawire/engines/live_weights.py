@@ -141,6 +141,7 @@ class LiveModel:
 
     def check(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Refuse tensors that `load` could not make codes of, while there are still others. Nothing is written."""
+        self.check_read()
         quantized = {piece.tensor for piece in self.pieces if piece.storage in self._quantized.tensors}
         for name, value in tensors if quantized else ():
             if name in quantized and not is_finite(value):
@@ -176,6 +177,11 @@ class LiveModel:
         """Set the version of the weights, and drop what is staged."""
         self.state = state
         self.drop_staged()
+
+    def check_read(self) -> None:
+        """Refuse what was meant for a process that this one came after."""
+        if self.partial is None:
+            raise EngineRejected("its weights are not known: they were not read since it was started or bound")
 
     def drop_staged(self) -> None:
         """Release what is staged; what was written is finished first."""

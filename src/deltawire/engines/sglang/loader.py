@@ -125,7 +125,10 @@ class Worker:
             self._begin(folder)
             live.mark(None)
         elif name == "mark":
-            live.mark(WeightVersion.parse(arguments["state"]))
+            state = WeightVersion.parse(arguments["state"])
+            if state is not None:
+                live.check_read()
+            live.mark(state)
             self.busy = False
         elif name != "status":
             raise ValueError(f"unknown command {name!r}")

@@ -120,6 +120,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
                 live.load(_tensors(Path(arguments["folder"])))
             live.measure(self._counted)
         elif name == "mark":
+            live.check_read()
             live.mark(WeightVersion.parse(arguments["state"]))
         elif name == "hold":
             self._held = arguments["held"]

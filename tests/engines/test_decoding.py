@@ -84,7 +84,8 @@ class Process:
             signed = {name: flat.to(DEVICE) for name, flat in signed.items()}
         self.storages = signed
         self.live = LiveModel(lambda _: Found(pieces, signed), threads=1)
-        if kind != "host" and DEVICE == "cpu":
+        # A process that holds nothing has no device.
+        if kind != "host" and DEVICE == "cpu" and signed:
             from deltawire.engines import live_weights
 
             original = live_weights.memory_of

@@ -16,6 +16,7 @@ import pytest
 from deltawire import Checkpoint, open_store, save_anchor
 from deltawire.cli import runs
 from deltawire.run.run import Run
+from deltawire.terminal import handling_signals
 from support.command_line import bits, program, run, told
 from support.waiting import eventually
 
@@ -55,7 +56,9 @@ def test_a_publish_that_is_interrupted_publishes_nothing(tmp_path, store, steps,
 
     monkeypatch.setattr(kind, "put", interrupted)
     monkeypatch.setattr(runs, "wait_for", lambda publication, own: (waiting.append(own), wait_for(publication, own)))
-    result = run("publish", steps / "step-6", "--to", store)
+    # A program that runs the tests may have another one.
+    with handling_signals(signal.default_int_handler):
+        result = run("publish", steps / "step-6", "--to", store)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "publishing version 6 failed: it was interrupted" in result.stderr
     assert "Aborted!" in result.stderr

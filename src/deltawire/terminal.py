@@ -333,10 +333,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in texts) for i in range(len(header))]
     if is_terminal(sys.stdout):
         room = shutil.get_terminal_size().columns - 1 - 2 * (len(widths) - 1)
-        if sum(min(width, LEAST_COLUMN) for width in widths) > room and (end := _columns_that_fit(widths)) < len(
-            widths
-        ):
-            parts = [[[*row[:end]] for row in [header, *rows]], [[row[0], *row[end:]] for row in [header, *rows]]]
+        end = _columns_that_fit(widths)
+        if sum(min(width, LEAST_COLUMN) for width in widths) > room and end < len(widths):
+            parts = [[row[:end] for row in texts], [[row[0], *row[end:]] for row in texts]]
             return "\n\n".join(table(part[0], part[1:]) for part in parts)
         while sum(widths) > room and max(widths) > LEAST_COLUMN:
             widths[widths.index(max(widths))] -= 1

@@ -17,12 +17,14 @@ from deltawire.redact import redacted
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104
+# Control characters, and what is no text.
+NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 def split_url(url: str) -> SplitResult:
     """The parts of a URL, or a ValueError that names it, as that of `urlsplit` does not."""
     shown = redacted(repr(url))
-    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url):  # some of which would be left out silently
+    if NO_TEXT.search(url):  # some of which would be left out silently
         raise ValueError(f"{shown} is not a URL: it has a control character")
     try:
         parts = urlsplit(url)

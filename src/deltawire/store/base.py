@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deltawire.errors import LimitExceeded
+from deltawire.hosts import NO_TEXT
 
 Buffer = bytes | memoryview
 
@@ -18,7 +19,6 @@ Pieces = Iterable[Buffer]
 # What some store would refuse or rename in a key: some servers treat a backslash as a slash, and obstore's folders use
 # `#NUMBER` for files that are being written. File names that are not UTF-8 have surrogates.
 _REFUSED = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]|#[0-9]+(/|$)")
-_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def check_key(key: str) -> str:
 
 def check_prefix(url: str, prefix: str) -> None:
     """Raise ValueError if keys under the prefix of a store, if it has one, would be refused."""
-    if prefix and (any(part in ("", ".", "..") for part in prefix.split("/")) or _NO_TEXT.search(prefix)):
+    if prefix and (any(part in ("", ".", "..") for part in prefix.split("/")) or NO_TEXT.search(prefix)):
         raise ValueError(f"{url!r} cannot be a store: write it without '//', '.', '..' and control characters")
 
 

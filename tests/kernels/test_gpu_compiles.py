@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import native_specialize_impl
 
 from deltawire.codec import allowed_encodings
 from deltawire.codec.tiled import encode_payload, stream_edges
@@ -20,7 +22,7 @@ from deltawire.engines.staged import PieceChange
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
 from deltawire.kernels.gpu.sums import SIGNED
 from deltawire.publish.changes import box_digests, encode_changes
-from deltawire.publish.device import DeviceHistory
+from deltawire.publish.device import DeviceHistory, _encode_something
 from deltawire.publish.sources import module_source
 from deltawire.tensors.digest import tensor_key
 from deltawire.tensors.dtypes import dtype_named
@@ -112,3 +114,48 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def specializations(monkeypatch):
+    """For each kernel that was launched, what Triton would compile it for: types, alignments and constants."""
+    seen: set[tuple] = set()
+    run = InterpretedFunction.run
+
+    def record(self, *args, grid, warmup, **options):
+        given = {**dict(zip(self.arg_names, args, strict=False)), **options}
+        as_any, as_unaligned = (
+            self.kwargs[name] or () for name in ("do_not_specialize", "do_not_specialize_on_alignment")
+        )
+        kinds = (
+            (name, given[name])
+            if name.isupper()
+            else (
+                name,
+                *native_specialize_impl(CUDABackend, given[name], False, name not in as_any, name not in as_unaligned),
+            )
+            for name in self.arg_names
+        )
+        seen.add((self.fn.__name__, *kinds))
+        return run(self, *args, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    return seen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter shows what is launched")
+def test_no_publish_compiles_what_the_warm_up_did_not(specializations):
+    """On a GPU that takes up to a second and a half, in the middle of a run."""
+    _encode_something(torch.device("cpu"), "BF16")
+    weights = {f"{size}": torch.linspace(-1, 1, size).bfloat16() for size in (9000, 4099, 300, 7)}
+    module = torch.nn.ParameterDict(weights)
+    # The comparison itself is compiled when the snapshot is made.
+    history = DeviceHistory(module_source(module)(), 0, allowed=allowed_encodings(["gap", "context"]))
+    warm = set(specializations)
+    for version, share in enumerate((50, 7, 400, 51), 1):
+        for tensor in weights.values():
+            tensor.view(torch.int16)[::share] += version
+        history.stage(version, module_source(module)(), SERIAL)
+        encode_changes(history, version - 1, version, ["gap", "context"], SERIAL)
+    assert {each[0] for each in warm} >= {"find_changes", "rank_changes", "make_rows", "write"}
+    assert specializations - warm == set()

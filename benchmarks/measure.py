@@ -72,9 +72,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def private_bytes() -> int:
+def private_bytes(process: str = "self") -> int:
     """The resident memory without the pages of mapped files, which the kernel takes back when it needs them."""
-    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     return (resident - shared) * resource.getpagesize()
 
 

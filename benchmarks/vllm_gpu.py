@@ -16,7 +16,8 @@ DELTAWIRE_CPU_UNPACKED=1; its figures mean nothing.
 Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
 the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
 until the server served the version; pause_ms how long no step was computed; staging_mb how much GPU memory the pull
-took for a while, kept_mb what of it was left, host_mb by how much the agent's memory grew.
+took for a while, kept_mb what of it was left; host_mb by how much the memory of trainer and agent grew, server_mb that
+of all processes of the server, without the pages of mapped files.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -44,7 +45,7 @@ sys.path.append(str(Path(__file__).parent))
 from deltawire import Publisher, Replica
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.adapter import ROUTE, VllmEngine
-from measure import sha256, write_csv
+from measure import private_bytes, sha256, write_csv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLAGS = ("--attention-backend", "TRITON_ATTN")
@@ -289,8 +290,17 @@ def used_mb():
     return (total - free) / 1e6
 
 
-def memory_mb():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+def memory_mb(session=None):
+    """The host memory of this process, or of all processes of a session, without the pages of mapped files."""
+    if session is None:
+        return private_bytes() / 1e6
+    found = 0.0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        # A process may end meanwhile.
+        with suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[3]) == session:
+                found += private_bytes(path.parent.name) / 1e6
+    return found
 
 
 class Watch:
@@ -384,6 +394,9 @@ class Case:
         finally:
             self.streams.close()
 
+    def memory_mb(self):
+        return memory_mb(), memory_mb(self.server.process.pid)
+
     def change(self, density):
         self.seed += 1
         change(self.weights, density, self.seed)
@@ -392,7 +405,7 @@ class Case:
 
     def update(self, publisher, replica, target, about, number):
         self.change(about["changed"])
-        host = memory_mb()
+        host = self.memory_mb()
         since, clock = time.time(), time.perf_counter()
         handle = publisher.publish()
         blocked = time.perf_counter() - clock
@@ -412,7 +425,7 @@ class Case:
         before = {name: value.clone() for name, value in self.weights.items()} if kind == "patches" else {}
         if kind != "pause":
             self.change(about["changed"])
-        host, since, clock = memory_mb(), time.time(), time.perf_counter()
+        host, since, clock = self.memory_mb(), time.time(), time.perf_counter()
         watch = Watch()
         running = self.options.running_requests[0]
         made, num_bytes, pause = update_own(kind, self.server, self.weights, before, running == "recompute")
@@ -427,6 +440,7 @@ class Case:
         time.sleep(0.5)
         gap = self.streams.longest_ms(since, time.time())
         staging, kept = watch.end()
+        host, server = (now - before for now, before in zip(self.memory_mb(), host, strict=True))
         with ThreadPoolExecutor(1) as meanwhile:
             asked = meanwhile.submit(self.server.checksums)
             wanted, found = checksums(self.weights), asked.result()
@@ -435,7 +449,7 @@ class Case:
             raise SystemExit(f"{len(wrong)} of {len(wanted)} tensors differ: {wrong[:3]}")
         row = about | {
             "round": number, "tensors": len(wanted), "gap_ms": round(gap, 1), **measured, "staging_mb": round(staging),
-            "kept_mb": round(kept), "host_mb": round(memory_mb() - host),
+            "kept_mb": round(kept), "host_mb": round(host), "server_mb": round(server),
         }  # fmt: skip
         self.rows.append(row)
         self.say(json.dumps(row))

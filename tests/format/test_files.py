@@ -301,6 +301,12 @@ def test_what_is_no_checkpoint(tmp_path):
     index.write_text('{"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}')
     with pytest.raises(CorruptObject, match="in two files"):
         Checkpoint(tmp_path)
+    save_anchor({"v": np.zeros(3)}, tmp_path / "b.safetensors")
+    Checkpoint(tmp_path)
+    for places in ({"w": "b", "v": "a"}, {"w": "a", "v": "b", "u": "a"}):
+        index.write_text(json.dumps({"weight_map": {name: f"{file}.safetensors" for name, file in places.items()}}))
+        with pytest.raises(CorruptObject, match="says that"):
+            Checkpoint(tmp_path)
 
 
 @pytest.mark.process

@@ -32,7 +32,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     Raises:
         ObjectMissing: The path does not exist, or is a folder without a checkpoint.
-        CorruptObject: A header or an index is damaged, or a tensor is in two files.
+        CorruptObject: A header or an index is damaged, a tensor is in two files, or in none though the index names it.
         UnsupportedFormat: A tensor has a dtype that is not supported.
     """
 
@@ -40,6 +40,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.path = Path(path)
         if not self.path.exists():
             raise ObjectMissing(f"{path} does not exist", path=str(path))
+        self._weight_map: Mapping[str, str] = {}
         self.shards = self._open_folder() if self.path.is_dir() else {self.path.name: Container(self.path)}
         self._shard_of: dict[str, Container] = {}
         for file, shard in self.shards.items():
@@ -47,6 +48,11 @@ class Checkpoint(Mapping[str, Tensor]):
                 if name in self._shard_of:
                     raise CorruptObject(f"tensor {name!r} is in two files of {path}, one of them {file}", tensor=name)
                 self._shard_of[name] = shard
+        for name, file in self._weight_map.items():
+            if self._shard_of.get(name) is not self.shards[file]:
+                raise CorruptObject(
+                    f"the index of {path} says that {file} has tensor {name!r}: it has not", tensor=name
+                )
         self.metadata = dict(next(iter(self.shards.values())).header.metadata)
         if self.path.is_dir() and (self.path / STATE_NAME).is_file():
             self.metadata |= _read_state(self.path / STATE_NAME)
@@ -57,7 +63,8 @@ class Checkpoint(Mapping[str, Tensor]):
         indexes = sorted(file for file in found if file.name.endswith(".safetensors.index.json"))
         files = sorted(file.name for file in found if file.suffix == ".safetensors")
         if len(indexes) == 1:
-            files = _index_files(indexes[0])
+            self._weight_map = _read_index(indexes[0])
+            files = sorted(set(self._weight_map.values()))
         elif SINGLE_NAME in files:
             files = [SINGLE_NAME]
         elif len(files) != 1:
@@ -130,13 +137,14 @@ def _read_state(path: Path) -> dict[str, str]:
     return {PREFIX + key: str(value) for key, value in state.as_dict().items()}
 
 
-def _index_files(index: Path) -> list[str]:
-    try:
-        files = sorted(set(json.loads(read_small(index, MOST_HEADER_BYTES))["weight_map"].values()))
-        plain = all(Path(file).name == file and is_text(file) and "\0" not in file for file in files)
-    except (LimitExceeded, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        plain = False
-    if not plain or not files:
+def _read_index(index: Path) -> Mapping[str, str]:
+    """The file of each tensor."""
+    files: dict[str, str] = {}
+    with suppress(LimitExceeded, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        files = dict(json.loads(read_small(index, MOST_HEADER_BYTES))["weight_map"])
+        if not all(Path(file).name == file and is_text(file) and "\0" not in file for file in set(files.values())):
+            files = {}
+    if not files:
         raise CorruptObject(f"{index} has no weight_map from tensors to file names", path=str(index))
     return files
 

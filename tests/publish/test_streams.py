@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deltawire import Publisher
 from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
-from deltawire.kernels.gpu.arena import Pieces
+from deltawire.kernels.gpu.arena import Arena, Pieces
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
 from deltawire.publish.history import History
@@ -54,25 +54,25 @@ def small_is_smaller(monkeypatch):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_copies_live_as_long_as_they_are_read(turned, tmp_path, monkeypatch):
-    """Until a device, which is behind, has read them, and no longer: the first ones are as large as the model."""
+    """Until the device was told to read them, and no longer: the first ones are as large as the model."""
     sender, copies, alive = Sender(a=patterns(600, 1), b=patterns(500, 2)), [], []
-    clone, end = torch.Tensor.clone, part_module.Part.end
+    clone, launch = torch.Tensor.clone, Arena.launch
 
     def watched_clone(tensor):
         copy = clone(tensor)
         copies.append(StorageWeakRef(copy.untyped_storage()))
         return copy
 
-    def watched_end(part):
+    def watched_launch(arena, *arguments):
+        launch(arena, *arguments)
         alive.extend(not each.expired() for each in copies)
-        return end(part)
 
     def turned_pairs():
         # What does not lie in sequence is copied again.
         return ((name, value.view(-1, 10).t()) for name, value in sender())
 
     monkeypatch.setattr(torch.Tensor, "clone", watched_clone)
-    monkeypatch.setattr(part_module.Part, "end", watched_end)
+    monkeypatch.setattr(Arena, "launch", watched_launch)
     source = turned_pairs if turned else sender
     with Publisher(str(tmp_path), source, snapshot="device", check_share=0) as publisher:
         publisher.publish().wait(PATIENCE)

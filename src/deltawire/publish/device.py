@@ -1,8 +1,11 @@
 """A publisher's snapshot on the GPU that trains.
 
-`publish` runs one comparison on the device and waits for it; the weights never cross the bus. The changes are then
-encoded on the device, on a stream of its own: as the delta, and as the reverse streams that a history keeps. Only those
-bytes go to the host.
+`publish` queues one comparison on the device, after the work on the trainer's stream and before what is queued there
+later; the weights never cross the bus. The changes are then encoded on the device, on a stream of its own: as the
+delta, and as the reverse streams that a history keeps. Only those bytes go to the host.
+
+Once the weights have changed they cannot be compared again. If a comparison had too little room for what it found, as
+shows later, its record says what the snapshot has taken, and the version fails: the next one holds the rest as well.
 
 Weights that are published in bf16 or fp16 are kept in that dtype, also where they train in float32. All other tensors
 of a module, and frozen parameters, are kept in host memory as `History` does.
@@ -19,7 +22,8 @@ import torch
 from triton import knobs
 
 from deltawire.codec import CONTEXT, GAP
-from deltawire.kernels.gpu import encode as kernels
+from deltawire.errors import NotEnoughMemory
+from deltawire.kernels.gpu.arena import Begun
 from deltawire.publish.device_part import DTYPES, SMALL, Part, single_stride
 from deltawire.publish.history import History, Prepared
 from deltawire.publish.memory import Memory
@@ -42,8 +46,9 @@ class OnDevice:
     """The changes of a version: on the host, and on devices until they are encoded there."""
 
     host: Record
-    records: list[kernels.Record]
-    """One for each part, until they are encoded."""
+    begun: list[Begun]
+    """One comparison for each part, until their changes are encoded."""
+    is_complete: bool = True
     counted: Mapping[str, int] = field(default_factory=dict)
     """The number of changes of each changed tensor on devices, once they are encoded."""
     reverse: PackedVersion | None = None
@@ -135,18 +140,29 @@ class DeviceHistory(History):
             raise TypeError("a snapshot on a device needs torch tensors: use snapshot='host' for other weights")
         with self._alone:
             self._encode(self.version)
-            staged, records = super().stage(version, weights, workers, fixed), []
+            staged, begun = super().stage(version, weights, workers, fixed), []
             try:
                 self._memory.end()
                 for part in self._parts:
-                    records.append(part.end())  # noqa: PERF401 (one by one: what was staged is undone)
+                    begun.append(part.end())  # noqa: PERF401 (one by one: what was staged is undone)
             except BaseException:
-                for part, record in zip(self._parts[: len(records)], records, strict=True):
-                    part.put_back(record)
+                for part, each in zip(self._parts[: len(begun)], begun, strict=True):
+                    part.put_back(each.record)
                 super().roll_back(version)
                 raise
-            self._records[version] = OnDevice(staged, records)
+            self._records[version] = OnDevice(staged, begun)
             return staged
+
+    def check_complete(self, version: int) -> None:
+        with self._alone:
+            record = self._records.get(version)
+            if isinstance(record, OnDevice):
+                self._encode(version)
+                if not record.is_complete:
+                    raise NotEnoughMemory(
+                        "far more weights have changed than before, and than the GPU had room for: publish again, and "
+                        "the next version will hold them"
+                    )
 
     def _move(self, record: StagedVersion, weights: Tensors, workers: Workers, fixed: Collection[str]) -> None:
         if not self._on_device.issuperset(weights):
@@ -169,13 +185,16 @@ class DeviceHistory(History):
             return
         for warming in self._warming:
             warming.join()
-        counts = [part.num_changed(each) for part, each in zip(self._parts, record.records, strict=True)]
+        for part, each in zip(self._parts, record.begun, strict=True):
+            record.is_complete &= part.has_all(each)
+        records = [each.record for each in record.begun]
+        counts = [part.num_changed(each) for part, each in zip(self._parts, records, strict=True)]
         record.counted = {name: int(count.sum()) for each in counts for name, count in each.items() if count.any()}
         reverse = PackedVersion(record.num_changed, self._scratch)
         prepared: dict[str, Prepared] = {}
-        for part, each, count in zip(self._parts, record.records, counts, strict=True):
+        for part, each, count in zip(self._parts, records, counts, strict=True):
             prepared |= part.encode(each, count, self._allowed, reverse)
-        record.prepared, record.reverse, record.records = prepared, reverse, []
+        record.prepared, record.reverse, record.begun = prepared, reverse, []
 
     def changed_since(self, base: int, version: int) -> dict[str, int]:
         with self._alone:
@@ -205,8 +224,8 @@ class DeviceHistory(History):
             for part in self._parts:
                 part.give_up()
             if isinstance(record, OnDevice) and record.reverse is None:
-                for part, each in zip(self._parts, record.records, strict=True):
-                    part.put_back(each)
+                for part, each in zip(self._parts, record.begun, strict=True):
+                    part.put_back(each.record)
             super()._undo(version)
 
     def _revert_chunk(self, record: Record, name: str, index: int) -> None:
@@ -261,7 +280,7 @@ def _encode_something(device: Any, dtype: str) -> None:
         part = Part(weights, boxes, [""])
         values.view(torch.int16)[::50] += 3
         part.look(weights, Memory())
-        record = part.end()
+        record = part.end().record
         counts = part.num_changed(record)
         part.encode(record, counts, [encoding], PackedVersion({"": int(counts[""].sum())}, None))
         part.digest("")

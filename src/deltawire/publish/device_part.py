@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, islice, pairwise
 from typing import Any, NamedTuple, cast
@@ -114,14 +114,14 @@ class Part:
         dtype = weights.dtype_of(names[0])
         self._layout = kernels.Layout(dtype.exponent_shift, dtype.exponent_mask)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        with self._after_training():
+        with self._between_steps():
             self._arena = Arena([tensor.numel() for tensor in tensors], DTYPES[dtype.name], self._device)
             self._arena.point_at(tensors)
             self._arena.take_all()
             if self._stream is not None:
                 # Compiles what a comparison needs, so that the first one does not wait for that.
-                self._arena.find()
-                self._arena.expected = None
+                self._arena.estimate()
+                self._arena.begin()
         self._join()
         self._arena.let_go()
         self.held = {
@@ -138,7 +138,7 @@ class Part:
         self._chunk_edges = torch.from_numpy(edges).to(self._device)
         self._small: dict[str, Bits] | None = None
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._found: kernels.Record | Begun | Pieces | None = None
+        self._found: Begun | Pieces | None = None
         """What was found since the last end."""
         self._waiting: dict[str, torch.Tensor] = {}
 
@@ -146,11 +146,17 @@ class Part:
         """The stream of this snapshot, so that training goes on in parallel."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _after_training(self) -> AbstractContextManager[Any]:
-        """The same, after the work that is queued on the trainer's stream."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self._alone()
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """The same, after the work that is queued on the trainer's stream, and before what is queued there later."""
+        if self._stream is None:
+            yield
+            return
+        trainer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(trainer)
+        with self._alone():
+            yield
+        trainer.wait_stream(self._stream)
 
     def _join(self) -> None:
         if self._stream is not None:
@@ -173,48 +179,54 @@ class Part:
             if is_own or self.held[name].num_elements <= SMALL:
                 self._waiting[name] = tensor if is_own else tensor.clone()
                 continue
-            with self._after_training():
-                self._pieces().look(self._numbers[name], [tensor])
-            if self._stream is not None:
-                # Neither is its memory given to others before that.
-                tensor.record_stream(self._stream)
-                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            with self._between_steps():
+                self._look(self._numbers[name], [tensor])
         if mine and len(self._waiting) == len(self.names):
             self._begin([self._waiting[name] for name in self.names])
             self._waiting = {}
 
     def _begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Look at all; they stay where they are until that has ended."""
-        with self._after_training():
+        with self._between_steps():
             self._arena.point_at(tensors)
             self._found = self._arena.begin()
+        self._let_go(tensors)
+
+    def _look(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._pieces().look(first, tensors)
+        self._let_go(tensors)
+
+    def _let_go(self, tensors: Sequence[torch.Tensor]) -> None:
+        """If these are freed, their memory is not given to others before the device has looked at them."""
+        for tensor in tensors:
+            if self._stream is not None and tensor.device == self._device:
+                tensor.record_stream(self._stream)
 
     def _pieces(self) -> Pieces:
         if not isinstance(self._found, Pieces):
             self._found = Pieces(self._arena)
         return self._found
 
-    def end(self) -> kernels.Record:
-        """What all looks have found, once they have ended."""
+    def end(self) -> Begun:
+        """What all looks find, which may be under way; the weights may change on the trainer's stream from here on."""
         waiting = sorted((self._numbers[name], tensor) for name, tensor in self._waiting.items())
         self._waiting = {}
-        with self._after_training():
+        with self._between_steps():
             for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
                 numbered = [each for _, each in some]
-                self._pieces().look(numbered[0][0], [tensor for _, tensor in numbered])
-            found = self._found if isinstance(self._found, kernels.Record | Begun) else self._pieces().end()
-            if isinstance(found, Begun):
-                found = self._arena.find(found)
-        self._join()
-        self._arena.let_go()
+                self._look(numbered[0][0], [tensor for _, tensor in numbered])
+            found = self._found if isinstance(self._found, Begun) else self._pieces().end()
         self._found = None
         return found
+
+    def has_all(self, begun: Begun) -> bool:
+        """Whether there was room for all changes that looks have found; waits for their end."""
+        return self._arena.has_all(begun)
 
     def give_up(self) -> None:
         """Undo what was found since the last end."""
         self._small, self._waiting = None, {}
         if self._found is not None:
-            self.put_back(self.end())
+            self.put_back(self.end().record)
 
     def put_back(self, record: kernels.Record) -> None:
         self._small = None

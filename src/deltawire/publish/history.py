@@ -239,6 +239,9 @@ class History:
     def _between(self, base: int, version: int) -> list[Record]:
         return [record for each, record in list(self._records.items()) if base < each <= version]
 
+    def check_complete(self, version: int) -> None:
+        """Raise NotEnoughMemory if not all changes of the newest version were found."""
+
     def prepared(self, base: int, version: int) -> Mapping[str, Prepared]:
         """The tensors whose changes from `base` to `version` are encoded already."""
         return {}

@@ -17,7 +17,7 @@ import numpy as np
 
 from deltawire.errors import SnapshotMismatch
 from deltawire.publish.history import History
-from deltawire.publish.sources import TORCH_NAMES, is_wide, local_part, wait_for
+from deltawire.publish.sources import TORCH_NAMES, is_wide, lies_on_gpu, local_part, wait_for
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, box_digest, from_sums, tensor_key
@@ -33,8 +33,8 @@ FIRST_RATE = 2e8
 # Tensors count as more expensive than the last ones were, so that the share is not exceeded.
 CAUTION = 1.5
 
-# Of all weights so many are copied for one version, or a single larger tensor: `publish` waits for copies, which take
-# memory, however long the last version is ago.
+# Of all weights so many are copied for one version, or a single larger tensor: copies take memory, and time of the
+# trainer's, however long the last version is ago.
 MOST_AT_ONCE = 1 / 16
 
 Digests = Mapping[str, Digest]
@@ -49,7 +49,9 @@ class Copied:
     """The name that a reader takes the weights from."""
     value: Any
     seconds: float
-    """How long the copy took."""
+    """How long the copy took, as far as it was waited for."""
+    made: Any
+    """An event of the GPU that has copied it; None on a host."""
 
 
 class Recheck:
@@ -100,11 +102,8 @@ class Recheck:
     def copy(self, weights: Weights | Stream, history: History) -> list[Copied]:
         """Copies of the tensors whose turn it is."""
         if isinstance(weights, Stream):
-            copied = weights.copied
-        else:
-            copied = [_copied(weights, name, to, history) for name, to in self._chosen(history).items()]
-        wait_for([each.value for each in copied])
-        return copied
+            return weights.copied
+        return [_copied(weights, name, to, history) for name, to in self._chosen(history).items()]
 
     def _chosen(self, history: History) -> dict[str, str]:
         """The names whose turn it is, and those that a reader takes their weights from."""
@@ -159,7 +158,12 @@ def _copied(weights: Weights, name: str, source: str, history: History) -> Copie
     value = live[name] if name in live else live[source]
     started = time.perf_counter()
     copy = _copy(value, history.specs[source][0])
-    return Copied(name, source, copy, time.perf_counter() - started)
+    made = None
+    if lies_on_gpu(copy):
+        import torch
+
+        made = torch.cuda.current_stream(copy.device).record_event()
+    return Copied(name, source, copy, time.perf_counter() - started, made)
 
 
 def _copy(value: Any, dtype: DType) -> Any:
@@ -178,13 +182,13 @@ def _copy(value: Any, dtype: DType) -> Any:
 
 
 def _measured_now(weights: Weights, name: str, source: str, history: History) -> Digest:
-    copied = _copied(weights, name, source, history)
-    wait_for([copied.value])
-    return _measured(copied, history)
+    return _measured(_copied(weights, name, source, history), history)
 
 
 def _measured(copied: Copied, history: History) -> Digest:
     """The contribution of a copied tensor to the digest, under the name that a reader takes it from."""
+    if copied.made is not None:
+        copied.made.synchronize()
     return _hashed(copied.value, copied.source, history.specs[copied.source][0], history.boxes[copied.source])
 
 

@@ -187,6 +187,7 @@ class Worker:
                 f"the weights of publish call number {base} are no longer kept: call publish(anchor=True) on all ranks"
             )
         started = time.perf_counter()
+        held.history.check_complete(call)
         with Workers(threads or self._settings.threads) as workers:
             entries, gains = encode_changes(held.history, base, call, self._settings.allowed, workers)
         encode_seconds, check_seconds = time.perf_counter() - started, 0.0
@@ -227,6 +228,7 @@ class Worker:
     def measure(self, call: int, threads: int | None = None) -> Message:
         """What an anchor needs from this rank: the boxes that it holds, and their contribution to the digest."""
         held = self.at(call)
+        held.history.check_complete(call)
         with Workers(threads or self._settings.threads) as workers:
             held.digests = box_digests(held.history, call, workers)
         self._compare(held)

@@ -16,15 +16,16 @@ from deltawire.kernels.gpu.fetch import Fetch
 
 CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# One block in so many tells how many changes to expect, the first time; then the last time does, with a margin.
+# A look cannot be repeated once the weights have changed. So it has room for more than what was found the last time, or
+# is there by one block in so many, and for a share of all elements besides; where there are few, for all of them.
 SAMPLE = 64
-MARGIN = 1.1
+MARGIN = 1.25
+SPARE = 1 / 128
+FEW_BLOCKS = 1 << 14
 
 # The changes of many blocks go into each pool, so that there are about as many in all.
 MOST_POOLS = 256
 BLOCKS_PER_POOL = 256
-# A pool that is empty has room for any block: so each look finds some of the rest, and there is a last one.
-SPARE = BLOCK
 
 # Of weights that come one by one, so large a share may have changed altogether without a wait for how many did.
 SLACK = 1 / 32
@@ -54,8 +55,8 @@ class Arena:
         self._ordinals = self._to_device(ordinals)
         self._lengths = self._to_device(lengths.astype(np.int32))
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
-        self.expected: float | None = None
-        """How many elements of a block change, by the last look."""
+        self.expected = 0.0
+        """How many elements of a block have changed by the last look, where they were most."""
         self._words = self.snapshot.view(torch.int64)
         # How much of each pool is taken; always 0 before a look.
         self.num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
@@ -73,9 +74,9 @@ class Arena:
         return torch.zeros(self.num_pools, dtype=torch.int32, device=self._device)
 
     def point_at(self, weights: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Say where the weights lie now, all or those from one on. They must stay there until they were looked at."""
+        """Say where the weights lie now, all or those from one on. They must stay there until the device looks."""
         readable = [self._readable(tensor) for tensor in weights]
-        # Also what was copied: the device may not have read it yet.
+        # Also what was copied.
         self._kept = [*weights, *readable]
         last = first + len(weights)
         edges = self._edges[first : last + 1]
@@ -108,7 +109,7 @@ class Arena:
         return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
     def let_go(self) -> None:
-        """Do not keep the weights alive once they were looked at."""
+        """Do not keep the weights alive: what the device is given next to their memory comes after its look."""
         self._kept = []
 
     def take_all(self) -> None:
@@ -130,49 +131,32 @@ class Arena:
             )
         return counts.tolist()
 
-    def find(self, begun: "Begun | None" = None) -> Record:
-        """Move the snapshot to the weights, which may have begun; what it was.
-
-        How many changes there will be is guessed from the last time. Where there were more, the rest is found by
-        looking again.
-        """
-        record, complete = self._end(begun or self.begin())
-        if complete:
-            return record
-        try:
-            while not complete:
-                more, complete = self._end(self.begin())
-                record = _both(record, more)
-        except BaseException:
-            self.put_back(record)
-            raise
-        self.expected = int(record.begins[-1]) / self.num_blocks
-        return record
-
     def put_back(self, record: Record) -> None:
         """Undo what a record says."""
         compare.put_back[(self.num_blocks,)](record.begins, record.starts, record.changes, self.snapshot, **PUT_BACK)
 
     def begin(self) -> "Begun":
-        """Let the device look once. Blocks that find no room stay as they are."""
-        if self.expected is None:
-            self.expected = self.estimate()
-        pool = self.per_pool(MARGIN * self.expected) + SPARE
+        """Let the device move the snapshot to the weights; it has not done that yet when this returns.
+
+        Blocks that find no room stay as they are.
+        """
+        pool = self.most()
+        if self.num_blocks > FEW_BLOCKS:
+            pool = min(self.per_pool(MARGIN * max(self.estimate(), self.expected) + SPARE * BLOCK), pool)
         # All memory is there before the snapshot moves.
         changes = torch.empty(self.num_pools * pool, dtype=torch.int32, device=self._device)
         starts, begins = self.no_starts()
         self.launch(changes, self._taken, pool, starts, begins)
         taken = Fetch(self._taken)
-        # The device does the rest while the host waits.
         self._taken.zero_()
-        begins.cumsum_(0)
-        return Begun(Record(begins, starts, changes), taken, pool)
+        self.let_go()
+        return Begun(Record(begins.cumsum_(0), starts, changes), taken, pool)
 
-    def _end(self, begun: "Begun") -> tuple[Record, bool]:
-        """What one look has found, and whether that is all."""
-        found = begun.taken.wait().tolist()
-        self.expected = sum(found) / self.num_blocks
-        return begun.record, max(found) <= begun.pool
+    def has_all(self, begun: "Begun") -> bool:
+        """Whether there was room for all changes that a look has found; waits for its end."""
+        found = begun.before if begun.taken is None else begun.before + max(begun.taken.wait().tolist())
+        self.expected = found / self.per_pool(1)
+        return begun.pool is None or found <= begun.pool
 
     def most(self) -> int:
         """How much of a pool a look at what was pointed at can take."""
@@ -203,11 +187,16 @@ class Arena:
 
 
 class Begun(NamedTuple):
-    """A look that is under way: what it will have found, and how much of each pool it will have asked for."""
+    """A look that is under way."""
 
     record: Record
-    taken: Fetch
-    pool: int
+    """What it will have found."""
+    taken: Fetch | None
+    """How much of each pool it will have asked for; None if there was nothing to look at."""
+    pool: int | None
+    """How much of each pool there is; None where that is enough in any case."""
+    before: int = 0
+    """How much was asked for besides."""
 
 
 class Pieces:
@@ -223,23 +212,23 @@ class Pieces:
         self._changes: list[torch.Tensor] = []
         self._under_way: deque[tuple[Fetch, int]] = deque()
         """The counters after each look, and how much of each pool it can take."""
-        self._found: list[list[int]] = []
-        """The counters of each array of changes, as far as they are known."""
-        self._add_room(arena.per_pool(MARGIN * (arena.expected or 0)))
+        self._found: list[int] = []
+        """The largest counter of each array of changes, as far as they are known."""
+        self._add_room(arena.per_pool(MARGIN * arena.expected))
 
     def _add_room(self, pool: int) -> None:
         arena = self._arena
-        self._pool = pool + arena.per_pool(SLACK * BLOCK) + SPARE
+        self._pool = pool + arena.per_pool(SLACK * BLOCK)
         self._taken = arena.no_counts()
         self._changes.append(self._taken.new_empty(arena.num_pools * self._pool))
-        self._found.append([0])
+        self._found.append(0)
 
     def _has_room(self, most: int) -> bool:
-        return max(self._found[-1]) + sum(each for _, each in self._under_way) + most <= self._pool
+        return self._found[-1] + sum(each for _, each in self._under_way) + most <= self._pool
 
     def _wait(self) -> None:
         """Until the oldest look that is under way has ended."""
-        self._found[-1] = self._under_way.popleft()[0].wait().tolist()
+        self._found[-1] = max(self._under_way.popleft()[0].wait().tolist())
 
     def look(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         """Move the snapshot to the tensors from one on; the device has not done that yet when this returns."""
@@ -259,20 +248,9 @@ class Pieces:
             self._starts[here] += sum(len(each) for each in self._changes[:-1])
         arena.let_go()
 
-    def end(self) -> Record:
-        """What was found, after all looks have ended."""
-        while self._under_way:
-            self._wait()
-        self._arena.expected = sum(map(sum, self._found)) / self._arena.num_blocks
+    def end(self) -> Begun:
+        """All looks as one."""
+        last = self._under_way[-1][0] if self._under_way else None
+        before = sum(self._found if last is None else self._found[:-1])
         changes = self._changes[0] if len(self._changes) == 1 else torch.cat(self._changes)
-        return Record(self._begins.cumsum(0), self._starts, changes)
-
-
-def _both(first: Record, second: Record) -> Record:
-    """Two looks at the same weights: no block has changes in both."""
-    in_first = first.begins.diff() > 0
-    return Record(
-        first.begins + second.begins,
-        torch.where(in_first, first.starts, second.starts + len(first.changes)),
-        torch.cat([first.changes, second.changes]),
-    )
+        return Begun(Record(self._begins.cumsum(0), self._starts, changes), last, None, before)

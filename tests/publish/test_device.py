@@ -211,7 +211,7 @@ def test_a_version_with_more_changes_than_there_is_room_for(when_full, monkeypat
     module = module_of(a=patterns(9 * 4096, 1), b=patterns(300, 2))
     few = stepped(module.a.detach().cpu(), 0.01, 3)
     many = torch.cat([stepped(few[: 5 * 4096], 0.005, 4), stepped(few[5 * 4096 :], 0.7, 5)])
-    with Publisher("memory:full", module, snapshot="device", when_full=when_full) as publisher:
+    with Publisher(f"memory:full-{when_full}", module, snapshot="device", when_full=when_full) as publisher:
         publisher.publish().wait()
         for version, value in enumerate((few, many), 1):
             set_to(module, a=value)

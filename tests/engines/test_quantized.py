@@ -162,6 +162,34 @@ class Server:
         return sum(len(change.index) for _, change in plan.changes)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rehearsal_takes_every_way_and_changes_nothing(name, shape, monkeypatch):
+    """Also where the largest element of a group goes and where a scale moves."""
+    monkeypatch.setattr(derive, "REHEARSED", 50)
+    server, members, scales = Server(RECIPES[name], made(shape, 1)), [], []
+    model, (alike,) = server.model, server.model.alike
+    model.prepare()
+    kept = [server.weights, server.tensor.codes, server.tensor.scales, alike.maxima]
+    before = [each.clone() for each in kept]
+    look, derived = alike.members, alike.derive
+    monkeypatch.setattr(alike, "members", lambda chosen: members.append(len(chosen)) or look(chosen))
+    monkeypatch.setattr(alike, "derive", lambda *given: scales.append(derived(*given).scales) or derived(*given))
+    model.rehearse()
+    assert all(same(*pair) for pair in zip(kept, before, strict=True))
+    assert sum(members) > 0
+    assert sum(len(groups) for groups, *_ in scales) > 0
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_without_codes_are_not_rehearsed_with(name, value):
+    server = Server(RECIPES[name], made((3, 64), 1))
+    server.weights.fill_(value)
+    server.model.alike[0].forget()
+    server.model.rehearse()
+
+
 def changed(weights, seed):
     """Some elements: a step up or down, zeros, subnormals, and maxima that come, go and move."""
     generator = torch.Generator().manual_seed(seed)

@@ -120,7 +120,12 @@ class LiveModel:
         for piece, key in zip(self._quantized.pieces[:2], self._quantized.keys, strict=False):
             unsigned = f"<u{storages[piece.storage].itemsize}"
             self._memory.part(piece).warm_up(piece, key, np.dtype(unsigned))
+        self._quantized.prepare()
         return self.pieces
+
+    def rehearse(self) -> None:
+        """Let the device load what changes of codes and scales need, so that nobody waits for that later."""
+        self._quantized.rehearse()
 
     def measure(self, counted: Sequence[int]) -> Digest:
         """The digest of the pieces that count here, computed from memory."""

@@ -24,7 +24,7 @@ from triton import knobs
 from deltawire.codec import CONTEXT, GAP
 from deltawire.errors import NotEnoughMemory
 from deltawire.kernels.gpu.arena import Begun
-from deltawire.publish.device_part import DTYPES, SMALL, Part, single_stride
+from deltawire.publish.device_part import DTYPES, SHARE, SMALL, Part, single_stride
 from deltawire.publish.history import History, Prepared
 from deltawire.publish.memory import Memory
 from deltawire.publish.records import CHUNK, ChunkKey, PackedVersion, Record, StagedVersion
@@ -192,8 +192,11 @@ class DeviceHistory(History):
         record.counted = {name: int(count.sum()) for each in counts for name, count in each.items() if count.any()}
         reverse = PackedVersion(record.num_changed, self._scratch)
         prepared: dict[str, Prepared] = {}
-        for part, each, count in zip(self._parts, records, counts, strict=True):
-            prepared |= part.encode(each, count, self._allowed, reverse)
+        num_blocks = sum(part.num_blocks for part in self._parts)
+        for part, found, count in zip(self._parts, records, counts, strict=True):
+            # As much at a time as if all were one part: that bounds the memory, and each time is waited for.
+            share = num_blocks / part.num_blocks / SHARE
+            prepared |= part.encode(found, count, self._allowed, reverse, share)
         record.prepared, record.reverse, record.begun = prepared, reverse, []
 
     def changed_since(self, base: int, version: int) -> dict[str, int]:

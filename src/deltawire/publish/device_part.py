@@ -17,6 +17,7 @@ from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena, Begun, Pieces
 from deltawire.kernels.gpu.compare import BLOCK
+from deltawire.kernels.gpu.fetch import send
 from deltawire.kernels.gpu.sums import Runs, box_sum, signed
 from deltawire.publish.history import Prepared
 from deltawire.publish.memory import Memory
@@ -29,7 +30,7 @@ from deltawire.tensors.weights import torch_view
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
-# How much is encoded at a time: shares of all changes and of all blocks, and the least that is worth a launch.
+# How much is encoded at a time: a share of all changes and of all blocks, and the least that is worth a launch.
 SHARE = 16
 LEAST_CHANGES, LEAST_BLOCKS = 1 << 22, 1 << 15
 
@@ -277,10 +278,15 @@ class Part:
             counts = np.diff(record.begins[self._chunk_edges].cpu().numpy())
         return {self.names[tensor]: counts[stretch] for tensor, stretch in self._chunks.by_tensor()}
 
+    @property
+    def num_blocks(self) -> int:
+        return self._arena.num_blocks
+
     def encode(
-        self, record: kernels.Record, counts: Mapping[str, Numbers], allowed: list[str], reverse: PackedVersion
-    ) -> dict[str, Prepared]:
-        """Encode a record: return the delta, and add the reverse streams to `reverse`."""
+        self, record: kernels.Record, counts: Mapping[str, Numbers], allowed: list[str], reverse: PackedVersion,
+        share: float = 1 / SHARE,
+    ) -> dict[str, Prepared]:  # fmt: skip
+        """Encode a record, such a share of it at a time: return the delta, and add the reverse streams to `reverse`."""
         encoder = kernels.Encoder(self._arena.snapshot, record, self._layout)
         totals = {name: int(count.sum()) for name, count in counts.items()}
         log2 = [min(tile_log2_for(totals[name], self.held[name].num_elements), CHUNK_LOG2) for name in self.names]
@@ -290,7 +296,7 @@ class Part:
         # Files are written in parallel to the rest.
         with self._alone(), ThreadPoolExecutor(1) as writer:
             kept = []
-            for some in self._batches(num_changed):
+            for some in self._batches(num_changed, share):
                 chunks = Chunks(self._chunks.tensors[some], self._chunks.rows[some])
                 back = batch.encode(chunks, int(origins[some.start]), int(num_changed[some].sum()))
                 kept.append(writer.submit(self._keep, chunks, num_changed[some], back, reverse))
@@ -309,10 +315,10 @@ class Part:
                 prepared[name] = encoded, batch.gains[tensor]
         return prepared
 
-    def _batches(self, num_changed: Numbers) -> Iterator[slice]:
+    def _batches(self, num_changed: Numbers, share: float) -> Iterator[slice]:
         """Slices of the chunks. Chunks without changes are included."""
-        most_changes = max(int(num_changed.sum()) // SHARE, LEAST_CHANGES)
-        most_blocks = max(self._arena.num_blocks // SHARE, LEAST_BLOCKS)
+        most_changes = max(int(num_changed.sum() * share), LEAST_CHANGES)
+        most_blocks = max(int(self._arena.num_blocks * share), LEAST_BLOCKS)
         num_blocks = -(-self._chunks.sizes // BLOCK)
         first = blocks = changes = 0
         for i, more in enumerate(zip(num_blocks.tolist(), num_changed.tolist(), strict=True)):
@@ -385,7 +391,7 @@ class _Batch:
         """The streams of each of several kinds, of known sizes; the last of them are reverse streams."""
         edges = np.cumsum(np.concatenate([[0], *(sizes for sizes, _ in wanted)]))
         out = torch.zeros(int(edges[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
-        offsets = torch.from_numpy(edges).to(self._device)
+        offsets = send(edges, self._device)
         first = 0
         for number, (sizes, (tiles, surveyed, rows)) in enumerate(wanted, 1):
             self._encoder.write(tiles, surveyed, rows, offsets[first:], out, number == len(wanted))

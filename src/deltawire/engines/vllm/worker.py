@@ -102,6 +102,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
             live.bind(specs)
             self._specs = specs
+            with self._aside():
+                live.rehearse()
+            self._drop()
             return self._layout()
         if name == "measure":
             self._counted, *copies = arguments["numbers"][self.index]

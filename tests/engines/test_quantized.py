@@ -162,7 +162,7 @@ class Server:
         return sum(len(change.index) for _, change in plan.changes)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(256, 384), (130, 160), (3, 64)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rehearsal_takes_every_way_and_changes_nothing(name, shape, monkeypatch):
     """Also where the largest element of a group goes and where a scale moves."""

@@ -14,10 +14,10 @@ there, and `pause` does nothing in between: what running requests cost if their 
 DELTAWIRE_CPU_UNPACKED=1; its figures mean nothing.
 
 Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
-the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, served_s from that call
-until the server served the version; pause_ms how long no step was computed; staging_mb how much GPU memory the pull
-took for a while, kept_mb what of it was left; host_mb by how much the memory of trainer and agent grew, server_mb that
-of all processes of the server, without the pages of mapped files.
+the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, held_ms how long the
+stream on which it trains, served_s from that call until the server served the version; pause_ms how long no step was
+computed; staging_mb how much GPU memory the pull took for a while, kept_mb what of it was left; host_mb by how much the
+memory of trainer and agent grew, server_mb that of all processes of the server, without the pages of mapped files.
 """
 
 import argparse
@@ -322,6 +322,28 @@ class Watch:
         return self.most - self.first, used_mb() - self.first
 
 
+class Held:
+    """How long the stream on which a trainer trains waits, which the trainer does not have to."""
+
+    def __init__(self):
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if DEVICE == "cuda" else []
+        self._record(0)
+
+    def _record(self, number):
+        if self._events:
+            self._events[number].record()
+
+    def end(self):
+        self._record(1)
+
+    @property
+    def milliseconds(self):
+        if not self._events:
+            return ""
+        torch.cuda.synchronize()
+        return round(self._events[0].elapsed_time(self._events[1]), 1)
+
+
 class Case:
     """One server, and what was measured with it."""
 
@@ -406,9 +428,11 @@ class Case:
     def update(self, publisher, replica, target, about, number):
         self.change(about["changed"])
         host = self.memory_mb()
+        held = Held()
         since, clock = time.time(), time.perf_counter()
         handle = publisher.publish()
         blocked = time.perf_counter() - clock
+        held.end()
         handle.wait()
         committed = time.perf_counter() - clock
         watch = Watch()
@@ -416,8 +440,9 @@ class Case:
         served = time.perf_counter() - clock
         self.add(about, number, since, {
             "bytes": pulled.num_bytes, "pause_ms": round(1000 * target.pause_seconds, 2),
-            "blocked_ms": round(1000 * blocked, 1), "encode_s": round(handle.stats["encode_seconds"], 3),
-            "committed_s": round(committed, 3), "fetch_s": round(pulled.fetch_seconds, 3),
+            "blocked_ms": round(1000 * blocked, 1), "held_ms": held.milliseconds,
+            "encode_s": round(handle.stats["encode_seconds"], 3), "committed_s": round(committed, 3),
+            "fetch_s": round(pulled.fetch_seconds, 3),
             "apply_s": round(pulled.apply_seconds, 3), "served_s": round(served, 3),
         }, watch, host)  # fmt: skip
 
@@ -430,7 +455,7 @@ class Case:
         running = self.options.running_requests[0]
         made, num_bytes, pause = update_own(kind, self.server, self.weights, before, running == "recompute")
         self.add(about | {"source": f"vLLM {kind}", "requests": running}, number, since, {
-            "bytes": num_bytes, "pause_ms": round(1000 * pause, 2), "blocked_ms": round(1000 * made, 1),
+            "bytes": num_bytes, "pause_ms": round(1000 * pause, 2), "blocked_ms": round(1000 * made, 1), "held_ms": "",
             "encode_s": "", "committed_s": round(made, 3), "fetch_s": "", "apply_s": round(pause, 3),
             "served_s": round(time.perf_counter() - clock, 3),
         }, watch, host)  # fmt: skip

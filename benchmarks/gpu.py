@@ -217,7 +217,7 @@ def measure_sending(size: float) -> list[Row]:
         print(f"{name}: {sizes[contextual]:.3f} bytes per change, {changes / LARGE:.4f} changed")
     wide = new.float()
     arena.point_at([wide])
-    timer.add("compare from float32 (reads 1.5 floors)", timed(arena.find, reset))
+    timer.add("compare from float32 (reads 1.5 floors)", timed(find, reset))
     timer.add("ne, nonzero, gather, copy (torch)", timed(partial(torch_changes, new, old.clone()), None))
     return timer.rows
 

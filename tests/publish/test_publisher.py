@@ -11,6 +11,7 @@ import torch
 
 from deltawire import Publisher, Replica, digest
 from deltawire.errors import Conflict, ShapeMismatch, SignatureMismatch
+from deltawire.publish import worker
 from deltawire.run.planner import Route
 from deltawire.run.signing import generate_key
 from deltawire.tensors.weights import Tensor
@@ -43,6 +44,22 @@ def test_versions_are_what_the_weights_were(rng):
                                           for name, bits in states[9].items()})  # fmt: skip
     for version, state in enumerate(states):
         assert same(pulled(url, version), state)
+
+
+@pytest.mark.parametrize(
+    ("part_bytes", "max_file_bytes", "num_parts"), [(1, 1 << 40, 4), (1 << 40, 1 << 40, 1), (1, 150, 12)]
+)
+def test_large_deltas_have_parts_that_are_sent_in_parallel(part_bytes, max_file_bytes, num_parts, monkeypatch):
+    monkeypatch.setattr(worker, "PART_BYTES", part_bytes)
+    url, weights = fresh_url(), {f"w{number:02}": np.zeros(400, np.float32) for number in range(12)}
+    with Publisher(url, weights, max_file_bytes=max_file_bytes) as publisher:
+        publisher.publish().wait(PATIENCE)
+        for value in weights.values():
+            value[::8] += 1
+        publisher.publish().wait(PATIENCE)
+        assert len(publisher.run.manifest(1).hop.objects) == num_parts
+    found = pulled(url)
+    assert all(np.array_equal(found[name].bits, value.view(np.uint32)) for name, value in weights.items())
 
 
 def test_a_version_without_changes():

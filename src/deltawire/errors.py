@@ -154,7 +154,7 @@ class AddressUnavailable(DeltawireError):
 
 
 class NotEnoughMemory(DeltawireError):
-    """Memory for a tensor could not be allocated; `num_bytes` were needed."""
+    """Memory for a tensor could not be allocated (`num_bytes` were needed), or did not suffice for a sudden change."""
 
 
 class MissingDependency(DeltawireError):

@@ -130,7 +130,8 @@ class BasePublisher:
     ) -> Publication:  # fmt: skip
         """Publish the current weights as the next version. With several ranks, all of them call this.
 
-        Returns after the diff, when the weights may change again; encode, upload and commit run in the background.
+        Returns when the weights may change again; encode, upload and commit run in the background. Weights on a GPU are
+        compared by work that is queued on its current stream: what is queued there later comes after it.
 
         Args:
             step: The number of the optimizer step, for readers; the same on all ranks.

@@ -13,9 +13,6 @@ from triton import knobs
 
 from deltawire import Publisher, Replica
 from deltawire.codec import allowed_encodings
-from deltawire.errors import NotEnoughMemory
-from deltawire.kernels.gpu import arena as arena_module
-from deltawire.kernels.gpu.arena import Arena, Pieces
 from deltawire.publish import changes as changes_module
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
@@ -29,11 +26,10 @@ from deltawire.publish.sources import ModuleWeights, module_source
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.weights import torch_view
 from deltawire.workers import SERIAL
-from support.torch_bits import assert_arrived, patterns, stepped
+from support.torch_bits import DEVICE, assert_arrived, module_of, patterns, set_to, stepped
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.interpreter
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -44,19 +40,6 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(module, "CHUNK", 1 << 13, raising=False)
     monkeypatch.setattr(part_module, "LEAST_BLOCKS", 3)
     monkeypatch.setattr(part_module, "LEAST_CHANGES", 100)
-
-
-def module_of(**tensors: torch.Tensor) -> torch.nn.Module:
-    module = torch.nn.Module()
-    for name, tensor in tensors.items():
-        module.register_parameter(name, torch.nn.Parameter(tensor.to(DEVICE), requires_grad=tensor.is_floating_point()))
-    return module
-
-
-def set_to(module: torch.nn.Module, **tensors: torch.Tensor) -> None:
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            getattr(module, name).copy_(tensor)
 
 
 def bits_of(history: History, name: str, version: int) -> np.ndarray:
@@ -169,129 +152,6 @@ def test_weights_that_train_in_float32(dtype):
     if DEVICE == "cpu":
         old, new = old.nan_to_num(nan=1.0), new.nan_to_num(nan=1.0)
     assert_same(module_of(a=old), {"a": new}, "auto", dtype)
-
-
-def too_small(monkeypatch) -> None:
-    """Room for a little more than the last look has found."""
-    monkeypatch.setattr(arena_module, "FEW_BLOCKS", 0)
-    monkeypatch.setattr(arena_module, "SPARE", 0)
-    monkeypatch.setattr(arena_module, "BLOCKS_PER_POOL", 2)
-    monkeypatch.setattr(Arena, "estimate", lambda self: 0.0)
-
-
-def test_more_changes_than_there_is_room_for(monkeypatch):
-    """Some blocks stay as they were, and the record says which; the next look finds the rest."""
-    too_small(monkeypatch)
-    old = patterns(6 * 4096, 1)
-    new = stepped(old, torch.linspace(0.01, 0.3, len(old)), 2)
-    differ = old.view(torch.int16) != new.view(torch.int16)
-    arena = Arena([len(old)], torch.bfloat16, DEVICE)
-    arena.point_at([old.to(DEVICE)])
-    arena.take_all()
-    arena.expected = 200.0
-    arena.point_at([new.to(DEVICE)])
-    first = arena.begin()
-    assert not arena.has_all(first)
-    second = arena.begin()
-    assert arena.has_all(second)
-    counts = [each.record.begins.diff() for each in (first, second)]
-    assert all(count.any() for count in counts)
-    assert not (counts[0].bool() & counts[1].bool()).any()
-    assert torch.equal(sum(counts).cpu(), differ.view(-1, 4096).sum(1))
-    assert torch.equal(arena.snapshot.cpu(), new.view(torch.int16))
-    for each in (second, first):
-        arena.put_back(each.record)
-    assert torch.equal(arena.snapshot.cpu(), old.view(torch.int16))
-
-
-@pytest.mark.parametrize("when_full", ["wait", "coalesce"])
-def test_a_version_with_more_changes_than_there_is_room_for(when_full, monkeypatch):
-    """It fails by name, and the next one holds it; whoever follows gets what the trainer has."""
-    too_small(monkeypatch)
-    module = module_of(a=patterns(9 * 4096, 1), b=patterns(300, 2))
-    few = stepped(module.a.detach().cpu(), 0.01, 3)
-    many = torch.cat([stepped(few[: 5 * 4096], 0.005, 4), stepped(few[5 * 4096 :], 0.7, 5)])
-    with Publisher(f"memory:full-{when_full}", module, snapshot="device", when_full=when_full) as publisher:
-        publisher.publish().wait()
-        for version, value in enumerate((few, many), 1):
-            set_to(module, a=value)
-            with pytest.raises(NotEnoughMemory, match="publish again"):
-                publisher.publish().wait()
-            set_to(module, b=stepped(module.b.detach().cpu(), 0.01, version))
-            # What was found is what the next one has room for.
-            assert publisher.publish().wait().version == version
-            assert_arrived(publisher.run.store, {name: each.detach() for name, each in module.named_parameters()})
-
-
-def test_all_changes_in_one_block(monkeypatch):
-    """As where a single small tensor trains: there is room for them, however little the average of all blocks is."""
-    monkeypatch.setattr(arena_module, "BLOCKS_PER_POOL", 1)
-    arena = Arena([8 * 4096], torch.bfloat16, DEVICE)
-    weights = torch.zeros(8 * 4096, dtype=torch.bfloat16, device=DEVICE)
-    arena.point_at([weights])
-    arena.take_all()
-    weights[5 * 4096 : 6 * 4096] = 1
-    begun = arena.begin()
-    assert arena.has_all(begun)
-    assert int(begun.record.begins[-1]) == 4096
-    assert torch.equal(arena.snapshot, weights.view(torch.int16))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has streams")
-def test_training_goes_on_while_the_device_compares():
-    """`publish` does not wait for the device; weights that change right after it are those of the next version."""
-    module = module_of(a=patterns(9 * 4096, 1))
-    with Publisher("memory:streams", module, snapshot="device", check_share=1) as publisher:
-        publisher.publish().wait()
-        for _ in range(2):
-            set_to(module, a=stepped(module.a.detach().cpu(), 0.1, 2))
-            published = {"a": module.a.detach().clone()}
-            queued = torch.cuda.Event()
-            torch.cuda._sleep(1_000_000_000)
-            queued.record()
-            publication = publisher.publish()
-            assert not queued.query()
-            set_to(module, a=torch.zeros_like(module.a))
-            publication.wait()
-            assert_arrived(publisher.run.store, published)
-
-
-@pytest.mark.parametrize(("slack", "expected"), [(0, 0.0), (0, 500.0), (1 / 32, 1.0), (1, 0.0)])
-def test_tensors_in_pieces(slack, expected, monkeypatch):
-    """Whatever room there is: in the same memory, without a second look, what one look at all finds."""
-    monkeypatch.setattr(arena_module, "SLACK", slack)
-    monkeypatch.setattr(arena_module, "BLOCKS_PER_POOL", 4)
-    added = []
-    add = Pieces._add_room
-    monkeypatch.setattr(Pieces, "_add_room", lambda self, pool: added.append(pool) or add(self, pool))
-    sizes = [3 * 4096, 5001, 17, 4096, 2 * 4096]
-    old = [patterns(size, size) for size in sizes]
-    new = [stepped(tensor, share, 2) for tensor, share in zip(old, (0.05, 0.9, 0.5, 0.0, 0.3), strict=True)]
-    both = [Arena(sizes, torch.bfloat16, DEVICE) for _ in range(2)]
-    for arena in both:
-        arena.point_at([tensor.to(DEVICE) for tensor in old])
-        arena.take_all()
-    both[0].point_at([tensor.to(DEVICE) for tensor in new])
-    whole = both[0].begin()
-    both[1].expected = expected
-    pieces, memory = Pieces(both[1]), torch.empty(sum(sizes), dtype=torch.bfloat16, device=DEVICE)
-    for first, last in ((3, 5), (0, 1), (1, 2), (2, 3)):
-        at, tensors = 0, []
-        for tensor in new[first:last]:
-            tensors.append(memory[at : at + len(tensor)].copy_(tensor))
-            at += -(-len(tensor) // 8) * 8
-        pieces.look(first, tensors)
-    found = pieces.end()
-    assert (len(added) > 1) == (slack < 1)
-    assert both[0].has_all(whole)
-    assert both[1].has_all(found)
-    assert torch.equal(found.record.begins, whole.record.begins)
-    assert torch.equal(both[1].snapshot, both[0].snapshot)
-    assert both[1].expected >= both[0].expected
-    for arena, begun in zip(both, (whole, found), strict=True):
-        arena.put_back(begun.record)
-    assert torch.equal(both[1].snapshot, both[0].snapshot)
-    assert torch.equal(both[1].snapshot[: sizes[0]].cpu(), old[0].view(torch.int16))
 
 
 def test_streams_as_long_as_what_they_replace():

@@ -1,9 +1,11 @@
-"""Torch tensors of any bits, steps away from them, and whether they have arrived."""
+"""Torch tensors of any bits, modules of them, steps away from them, and whether they have arrived."""
 
 import numpy as np
 import torch
 
 from deltawire import Replica
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def patterns(count: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -21,6 +23,19 @@ def stepped(tensor: torch.Tensor, density: float, seed: int) -> torch.Tensor:
     where = torch.rand(bits.shape, generator=generator) < density
     bits[where] += torch.randint(-3, 4, (int(where.sum()),), generator=generator, dtype=torch.int16)
     return bits.view(tensor.dtype)
+
+
+def module_of(**tensors: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor.to(DEVICE), requires_grad=tensor.is_floating_point()))
+    return module
+
+
+def set_to(module: torch.nn.Module, **tensors: torch.Tensor) -> None:
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            getattr(module, name).copy_(tensor)
 
 
 def arrived(store: object) -> dict[str, torch.Tensor]:

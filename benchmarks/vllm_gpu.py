@@ -6,11 +6,11 @@ For each case one server is started with random weights of a Qwen3's shapes. Str
 their own, which notes every gap between two tokens. Then in each round some weights change, are published from a
 mapping, an iterator or a module in turn, pulled through a folder store, and served. After each round every parameter's
 SHA-256 in the server is compared with one that is computed here from the trainer's tensors, without deltawire's code;
-at the end log probabilities with those of a server that was started with these weights. With `--own` the same server
-is then updated in vLLM's own ways, between `/pause` and `/resume`: `patches` applies changed positions and values with
-what its `sparse_nccl` calls, from a file in shared memory instead of NCCL, `reload` loads a whole checkpoint from
-there, and `pause` does nothing in between: what running requests cost if their context is computed again. Without a GPU
-`--models tiny --out FOLDER` shows that all of it works, with VLLM_ENABLE_V1_MULTIPROCESSING=0 and
+with `--fresh`, then log probabilities with those of a server that is started with these weights. With `--own` the
+server is then updated in vLLM's own ways, between `/pause` and `/resume`: `patches` applies changed positions and
+values with what its `sparse_nccl` calls, from a file in shared memory instead of NCCL, `reload` loads a whole
+checkpoint from there, and `pause` does nothing in between: what running requests cost if their context is computed
+again. Without a GPU `--models tiny --out FOLDER` shows that all of it works, with VLLM_ENABLE_V1_MULTIPROCESSING=0 and
 DELTAWIRE_CPU_UNPACKED=1; its figures mean nothing.
 
 Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
@@ -374,12 +374,12 @@ class Case:
                     publisher.publish().wait()
                     self.follow(source, run, publisher)
                 shutil.rmtree(run)
+            if options.fresh:
+                self.compare_with_fresh()
             for kind in options.own:
                 with self.streaming(options.densities[0], options.streams[0]) as about:
                     for number in range(options.few):
                         self.update_own(kind, about, number)
-            if options.fresh:
-                self.compare_with_fresh()
         finally:
             self.server.close()
         return self.rows
@@ -489,6 +489,8 @@ class Case:
         write_csv("vllm_gpu.csv", list(rows[0]), table, folder=self.options.out, notes=notes)
 
     def compare_with_fresh(self):
+        # Other requests in a batch change the last digits: until those that streamed are gone.
+        time.sleep(3)
         ours = self.server.logprobs()
         path = self.folder / "base/model.safetensors"
         save_file({name: value.cpu() for name, value in self.weights.items()}, path, {"format": "pt"})
@@ -512,7 +514,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="of the first case")
     parser.add_argument("--few", type=int, default=3, help="rounds of each other case")
     parser.add_argument("--memory", default="0.4")
-    parser.add_argument("--fresh", action="store_true", help="compare with a server that is started at the end")
+    parser.add_argument("--fresh", action="store_true", help="compare with a server that is started then")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

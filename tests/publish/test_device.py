@@ -168,7 +168,7 @@ def test_odd_tensors_stay_on_the_host():
         empty=torch.empty(0),
         doubles=torch.randn(3, dtype=torch.float64),
     )
-    module.register_parameter("frozen", torch.nn.Parameter(torch.randn(4), requires_grad=False))
+    module.register_parameter("frozen", torch.nn.Parameter(torch.randn(4, device=DEVICE), requires_grad=False))
     weights = module_source(module)()
     assert isinstance(weights, ModuleWeights)
     assert {name for name in weights if is_kept(weights, name)} == {"floats", "doubles", "frozen"}

@@ -8,7 +8,7 @@ import torch
 from deltawire import Publisher
 from deltawire.errors import NotEnoughMemory
 from deltawire.kernels.gpu import arena as arena_module
-from deltawire.kernels.gpu.arena import Arena, Pieces
+from deltawire.kernels.gpu.arena import Arena, Pieces, Sample
 from support.torch_bits import DEVICE, assert_arrived, module_of, patterns, set_to, stepped
 
 pytestmark = pytest.mark.interpreter
@@ -19,7 +19,7 @@ def too_small(monkeypatch) -> None:
     monkeypatch.setattr(arena_module, "FEW_BLOCKS", 0)
     monkeypatch.setattr(arena_module, "SPARE", 0)
     monkeypatch.setattr(arena_module, "BLOCKS_PER_POOL", 2)
-    monkeypatch.setattr(Arena, "estimate", lambda self: 0.0)
+    monkeypatch.setattr(Sample, "wait", lambda self: 0.0)
 
 
 def test_more_changes_than_there_is_room_for(monkeypatch):
@@ -33,9 +33,9 @@ def test_more_changes_than_there_is_room_for(monkeypatch):
     arena.take_all()
     arena.expected = 200.0
     arena.point_at([new.to(DEVICE)])
-    first = arena.begin()
+    first = arena.begin(arena.sample())
     assert not arena.has_all(first)
-    second = arena.begin()
+    second = arena.begin(arena.sample())
     assert arena.has_all(second)
     counts = [each.record.begins.diff() for each in (first, second)]
     assert all(count.any() for count in counts)
@@ -74,7 +74,7 @@ def test_all_changes_in_one_block(monkeypatch):
     arena.point_at([weights])
     arena.take_all()
     weights[5 * 4096 : 6 * 4096] = 1
-    begun = arena.begin()
+    begun = arena.begin(arena.sample())
     assert arena.has_all(begun)
     assert int(begun.record.begins[-1]) == 4096
     assert torch.equal(arena.snapshot, weights.view(torch.int16))
@@ -115,7 +115,7 @@ def test_tensors_in_pieces(slack, expected, monkeypatch):
         arena.point_at([tensor.to(DEVICE) for tensor in old])
         arena.take_all()
     both[0].point_at([tensor.to(DEVICE) for tensor in new])
-    whole = both[0].begin()
+    whole = both[0].begin(both[0].sample())
     both[1].expected = expected
     pieces, memory = Pieces(both[1]), torch.empty(sum(sizes), dtype=torch.bfloat16, device=DEVICE)
     for first, last in ((3, 5), (0, 1), (1, 2), (2, 3)):

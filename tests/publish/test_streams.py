@@ -80,6 +80,7 @@ def test_copies_live_as_long_as_they_are_read(turned, tmp_path, monkeypatch):
         assert all(each.expired() for each in copies)
         sender.step(1)
         copies.clear()
+        alive.clear()
         publisher.publish().wait(PATIENCE)
     assert alive == [True, True]
     assert all(each.expired() for each in copies)

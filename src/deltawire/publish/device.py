@@ -143,6 +143,9 @@ class DeviceHistory(History):
             staged, begun = super().stage(version, weights, workers, fixed), []
             try:
                 self._memory.end()
+                # All before one of them is waited for.
+                for part in self._parts:
+                    part.sample()
                 for part in self._parts:
                     begun.append(part.end())  # noqa: PERF401 (one by one: what was staged is undone)
             except BaseException:
@@ -283,6 +286,7 @@ def _encode_something(device: Any, dtype: str) -> None:
         part = Part(weights, boxes, [""])
         values.view(torch.int16)[::50] += 3
         part.look(weights, Memory())
+        part.sample()
         record = part.end().record
         counts = part.num_changed(record)
         part.encode(record, counts, [encoding], PackedVersion({"": int(counts[""].sum())}, None))

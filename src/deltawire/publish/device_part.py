@@ -15,9 +15,8 @@ from deltawire.codec import CONTEXT, GAP, smallest_encoding
 from deltawire.codec.encoding import Encoded
 from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
-from deltawire.kernels.gpu.arena import Arena, Begun, Pieces
+from deltawire.kernels.gpu.arena import Arena, Begun, Pieces, Sample
 from deltawire.kernels.gpu.compare import BLOCK
-from deltawire.kernels.gpu.fetch import send
 from deltawire.kernels.gpu.sums import Runs, box_sum, signed
 from deltawire.publish.history import Prepared
 from deltawire.publish.memory import Memory
@@ -121,8 +120,7 @@ class Part:
             self._arena.take_all()
             if self._stream is not None:
                 # Compiles what a comparison needs, so that the first one does not wait for that.
-                self._arena.estimate()
-                self._arena.begin()
+                self._arena.begin(self._arena.sample())
         self._join()
         self._arena.let_go()
         self.held = {
@@ -139,9 +137,12 @@ class Part:
         self._chunk_edges = torch.from_numpy(edges).to(self._device)
         self._small: dict[str, Bits] | None = None
         self._numbers = {name: number for number, name in enumerate(self.names)}
-        self._found: Begun | Pieces | None = None
-        """What was found since the last end."""
+        self._pieces: Pieces | None = None
+        self._begun: Begun | None = None
+        """What was looked at since the last end."""
         self._waiting: dict[str, torch.Tensor] = {}
+        """What is looked at together at the end."""
+        self._sampled: Sample | None = None
 
     def _alone(self) -> AbstractContextManager[Any]:
         """The stream of this snapshot, so that training goes on in parallel."""
@@ -171,29 +172,31 @@ class Part:
         """
         mine = [name for name in weights if name in self.held]
         self._small = None
-        if len(mine) == len(self.names):
-            self._begin([weights.tensor(name) for name in self.names])
-            return
         for name in mine:
             tensor = weights.tensor(name)
-            is_own = memory.is_own(name, tensor)
+            if len(weights) == len(self.names) == 1:
+                with self._between_steps():
+                    self._arena.point_at([tensor])
+                    self._begun = self._arena.begin(self._arena.sample())
+                self._let_go([tensor])
+                continue
+            is_own = len(weights) > 1 or memory.is_own(name, tensor)
             if is_own or self.held[name].num_elements <= SMALL:
                 self._waiting[name] = tensor if is_own else tensor.clone()
                 continue
             with self._between_steps():
                 self._look(self._numbers[name], [tensor])
-        if mine and len(self._waiting) == len(self.names):
-            self._begin([self._waiting[name] for name in self.names])
-            self._waiting = {}
 
-    def _begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        with self._between_steps():
-            self._arena.point_at(tensors)
-            self._found = self._arena.begin()
-        self._let_go(tensors)
+    def sample(self) -> None:
+        """All have come. Where they are looked at together, the device begins to look at some of them."""
+        if len(self._waiting) == len(self.names):
+            with self._between_steps():
+                self._arena.point_at([self._waiting[name] for name in self.names])
+                self._sampled = self._arena.sample()
 
     def _look(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._pieces().look(first, tensors)
+        self._pieces = self._pieces or Pieces(self._arena)
+        self._pieces.look(first, tensors)
         self._let_go(tensors)
 
     def _let_go(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -202,22 +205,23 @@ class Part:
             if self._stream is not None and tensor.device == self._device:
                 tensor.record_stream(self._stream)
 
-    def _pieces(self) -> Pieces:
-        if not isinstance(self._found, Pieces):
-            self._found = Pieces(self._arena)
-        return self._found
-
     def end(self) -> Begun:
         """What all looks find, which may be under way; the weights may change on the trainer's stream from here on."""
         waiting = sorted((self._numbers[name], tensor) for name, tensor in self._waiting.items())
-        self._waiting = {}
+        sampled, self._waiting, self._sampled = self._sampled, {}, None
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun
         with self._between_steps():
+            if sampled is not None:
+                found = self._arena.begin(sampled)
+                self._let_go([tensor for _, tensor in waiting])
+                return found
             for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
                 numbered = [each for _, each in some]
                 self._look(numbered[0][0], [tensor for _, tensor in numbered])
-            found = self._found if isinstance(self._found, Begun) else self._pieces().end()
-        self._found = None
-        return found
+            pieces, self._pieces = self._pieces or Pieces(self._arena), None
+            return pieces.end()
 
     def has_all(self, begun: Begun) -> bool:
         """Whether there was room for all changes that looks have found; waits for their end."""
@@ -225,8 +229,9 @@ class Part:
 
     def give_up(self) -> None:
         """Undo what was found since the last end."""
-        self._small, self._waiting = None, {}
-        if self._found is not None:
+        self._small, self._waiting, self._sampled = None, {}, None
+        self._arena.let_go()
+        if self._pieces is not None or self._begun is not None:
             self.put_back(self.end().record)
 
     def put_back(self, record: kernels.Record) -> None:
@@ -330,9 +335,8 @@ class Part:
 
     def _keep(self, chunks: Chunks, num_changed: Numbers, back: list[Bits], reverse: PackedVersion) -> None:
         numbers = (chunks.starts // CHUNK).tolist()
-        for tensor, number, count, stream in zip(chunks.tensors, numbers, num_changed.tolist(), back, strict=False):
-            if count:
-                reverse.add((self.names[tensor], number), stream, count, is_raw=False)
+        every = zip(chunks.tensors, numbers, num_changed.tolist(), back, strict=False)
+        reverse.add_all([((self.names[tensor], number), each, count) for tensor, number, count, each in every if count])
 
 
 class _Batch:
@@ -391,7 +395,7 @@ class _Batch:
         """The streams of each of several kinds, of known sizes; the last of them are reverse streams."""
         edges = np.cumsum(np.concatenate([[0], *(sizes for sizes, _ in wanted)]))
         out = torch.zeros(int(edges[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
-        offsets = send(edges, self._device)
+        offsets = torch.from_numpy(edges).to(self._device)
         first = 0
         for number, (sizes, (tiles, surveyed, rows)) in enumerate(wanted, 1):
             self._encoder.write(tiles, surveyed, rows, offsets[first:], out, number == len(wanted))

@@ -6,7 +6,7 @@ import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,12 +116,23 @@ class PackedVersion:
 
     def add(self, key: ChunkKey, stream: Bits, num_changed: int, *, is_raw: bool) -> None:
         """Keep a chunk's stream or, raw, all its old bits."""
+        self._streams[key] = _Stream(self._write(stream), stream.nbytes, num_changed, is_raw)
+
+    def add_all(self, streams: Sequence[tuple[ChunkKey, Bits, int]]) -> None:
+        """Keep the streams of many chunks, in one piece: a thread would give up the interpreter with each."""
+        if streams:
+            start = self._write(np.concatenate([stream for _, stream, _ in streams]))
+            for key, stream, num_changed in streams:
+                self._streams[key] = _Stream(start, stream.nbytes, num_changed, False)
+                start += stream.nbytes
+
+    def _write(self, bits: Bits) -> int:
         with self._lock:
             start = self._file.seek(0, 2)
-            self._file.write(raw(stream))
+            self._file.write(raw(bits))
             # Now, while the bits are still in memory: the disk may be full.
             self._file.flush()
-        self._streams[key] = _Stream(start, stream.nbytes, num_changed, is_raw)
+        return start
 
     def revert(self, key: ChunkKey, bits: Bits, dtype: DType) -> None:
         from deltawire.kernels.cpu.decode import decode_tile

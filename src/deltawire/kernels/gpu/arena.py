@@ -117,32 +117,36 @@ class Arena:
         for first, stop, cast in self._kinds:
             compare.take_all[(stop - first,)](first, self._addresses, self._lengths, self._words, CAST=cast)
 
-    def estimate(self) -> float:
-        """About how many elements of a block have changed, from some of the blocks."""
+    def sample(self) -> "Sample":
+        """Let the device look at some of the blocks, to tell how many elements of a block have changed."""
         num_blocks = sum(-(-(stop - first) // SAMPLE) for first, stop, _ in self._kinds)
-        return sum(self.count(SAMPLE)) / num_blocks
+        return Sample(Fetch(self._count(SAMPLE)), num_blocks)
 
-    def count(self, stride: int = 1) -> list[int]:
-        """How many elements have changed of every so many blocks that were pointed at, by pool."""
+    def count(self) -> list[int]:
+        """How many elements of the blocks that were pointed at have changed, by pool."""
+        counts: list[int] = self._count(1).tolist()
+        return counts
+
+    def _count(self, stride: int) -> torch.Tensor:
         counts = self.no_counts()
         for first, stop, cast in self._kinds:
             compare.count_changes[(-(-(stop - first) // stride),)](
                 first, stride, self._addresses, self._lengths, self._words, counts, self.num_pools, CAST=cast
             )
-        return counts.tolist()
+        return counts
 
     def put_back(self, record: Record) -> None:
         """Undo what a record says."""
         compare.put_back[(self.num_blocks,)](record.begins, record.starts, record.changes, self.snapshot, **PUT_BACK)
 
-    def begin(self) -> "Begun":
+    def begin(self, sampled: "Sample") -> "Begun":
         """Let the device move the snapshot to the weights; it has not done that yet when this returns.
 
         Blocks that find no room stay as they are.
         """
         pool = self.most()
         if self.num_blocks > FEW_BLOCKS:
-            pool = min(self.per_pool(MARGIN * max(self.estimate(), self.expected) + SPARE * BLOCK), pool)
+            pool = min(self.per_pool(MARGIN * max(sampled.wait(), self.expected) + SPARE * BLOCK), pool)
         # All memory is there before the snapshot moves.
         changes = torch.empty(self.num_pools * pool, dtype=torch.int32, device=self._device)
         starts, begins = self.no_starts()
@@ -184,6 +188,17 @@ class Arena:
     def stretch(self, first: int, last: int) -> slice:
         """The blocks from one tensor to another."""
         return slice(self._edges[first], self._edges[last])
+
+
+class Sample(NamedTuple):
+    """A look at some blocks that is under way."""
+
+    counts: Fetch
+    num_blocks: int
+
+    def wait(self) -> float:
+        """About how many elements of a block have changed."""
+        return int(self.counts.wait().sum()) / self.num_blocks
 
 
 class Begun(NamedTuple):

@@ -10,7 +10,6 @@ import torch
 from deltawire.kernels.gpu import ranks
 from deltawire.kernels.gpu import rows as kernels
 from deltawire.kernels.gpu.compare import BLOCK
-from deltawire.kernels.gpu.fetch import send
 
 GAP_CLASSES, CONTEXT_CLASSES = 1, 16
 
@@ -70,8 +69,8 @@ def tile_table(rows: npt.NDArray[np.int64], origin: int, num_changes: int, devic
     num_blocks = -(-rows[:, 1] // BLOCK)
     block_tiles = np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks)
     return Tiles(
-        send(rows, device),
-        send(block_tiles, device),
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(block_tiles).to(device),
         int(rows[0, 0]),
         origin,
         num_changes,

@@ -1,15 +1,6 @@
-"""Numbers on their way between a device and the host, which has other things to do meanwhile."""
+"""Numbers on their way from a device to the host, which has other things to do meanwhile."""
 
-from typing import Any
-
-import numpy.typing as npt
 import torch
-
-
-def send(numbers: npt.NDArray[Any], device: Any) -> torch.Tensor:
-    """Numbers for a device. The host does not wait until they are there."""
-    found = torch.from_numpy(numbers)
-    return found.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else found
 
 
 class Fetch:

@@ -142,6 +142,13 @@ def test_tied_embeddings(shared):
     assert server.checksums() == trainer.expected[version]
 
 
+def test_what_an_agent_has_loaded_into_a_server_is_not_looked_through_again(shared):
+    """By the garbage collection, for which a server stands still."""
+    _, server, _ = shared
+    answer = server.client.post("/collective_rpc", json={"method": "num_collectable"}).raise_for_status().json()
+    assert answer["results"][0]["objects"] < 20_000
+
+
 def test_little_of_an_anchor_is_patched_and_much_is_loaded(shared):
     trainer, server, replica = shared
     loads = []

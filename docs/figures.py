@@ -337,23 +337,23 @@ def report_ways() -> str:
 
 
 def quantized_servers() -> str:
-    """Servers of one model that follow one run: medians of 20 updates."""
+    """Servers of one model that follow one run: medians of their updates."""
     rows = []
-    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    found: dict[tuple[str, str, str], list[dict[str, str]]] = {}
     for row in read("quantized_gpu.csv")[1]:
-        found.setdefault((row["model"], row["quantization"]), []).append(row)
-    for (model, kind), own in found.items():
+        found.setdefault((row["model"], row["mode"], row["quantization"]), []).append(row)
+    for (model, mode, kind), own in found.items():
         numbers = {
             each: median(float(row[each]) for row in own) for each in own[0] if each.endswith(("_ms", "_s", "_mb"))
         }
         written = [sum(int(row[each]) for each in ("served", "codes", "scales")) for row in own]
         shares = [number / int(row["changed"]) for number, row in zip(written, own, strict=True)]
         rows.append([
-            model, "bf16" if kind == "none" else f"`{kind}`", f"{median(written) / 1e6:.2f} M", f"{median(shares):.2f}",
+            f"{model}, {mode}", "bf16" if kind == "none" else f"`{kind}`", str(len(own)), f"{median(written) / 1e6:.2f} M", f"{median(shares):.2f}",
             f"{numbers['staged_mb']:.0f} MB", f"{numbers['pause_ms']:.1f} ms", f"{numbers['gap_ms']:.0f} ms",
             f"{numbers['pull_s']:.2f} s",
         ])  # fmt: skip
-    header = ["model", "served as", "elements written on the GPU", "written per changed weight", "staged", "pause",
+    header = ["model", "served as", "updates", "elements written on the GPU", "written per changed weight", "staged", "pause",
               "longest token gap", "pull"]  # fmt: skip
     return table(header, rows)
 

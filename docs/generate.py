@@ -182,14 +182,12 @@ some of the weights and publishes a mapping, an iterator or a module of CUDA ten
 on the GPU against the weights that they serve, without a mirror. After each update, every parameter's SHA-256 was equal
 to the one computed from the trainer's tensors. Times are in milliseconds:
 
-- "Blocked" is how long `publish` blocks the trainer.
+- "Blocked" is how long the call of `publish` takes, "held" how long the stream on which the trainer trains waits.
 - "Served" is the time from that call until the server serves the version.
 - "Gap" is the longest time between two tokens of any stream, including the first update. "Idle" is the same without
   updates.
-- "Recompute" computes the context of running requests again; "keep" does not.
-- The pauses of "keep" are the write alone, as it was when they were measured. Since then requests are held around it,
-  as with "recompute", until the version is named, so that no token is named after other weights. With that hold,
-  "keep" was not measured on a GPU.
+- "Recompute" computes the context of running requests again; "keep" does not. With both, requests are held until the
+  version is named, so that no token is named after other weights.
 
 Below each shape are vLLM's own methods in the same server: `pause` and resume with nothing in between, its patch API
 (which `sparse_nccl` uses) and its reload, both from files in shared memory. There, "blocked" is the time to make the
@@ -204,7 +202,7 @@ GPU = """
 2^30 bf16 weights on an {gpu} (torch {torch}), 1.15 % of them changed as in training. The same script,
 `benchmarks/gpu.py`, checks every kernel against its CPU counterpart, bit for bit, on random and recorded data. The
 floor is a copy of the weights on the device, in the same run: it moves as many bytes as reading new and old weights
-once. Times include launches and waits. `publish` waits only for "compare"; the rest runs in the background.
+once. Times include launches and waits. Training waits only for "compare"; the rest runs in the background.
 
 {table}
 {publish}"""
@@ -343,10 +341,11 @@ def vllm_gpu_section() -> str:
         lines.append([
             f"Qwen3-{model.upper()}, {mode}", source, requests, f"{100 * float(changed):g} %", streams, str(len(some)),
             spread("idle_ms"), spread("gap_ms"), spread("pause_ms"), spread("blocked_ms"),
-            spread("served_s", times=1000), f"{int(some[0]['bytes']) / 1e6:,.1f} MB",
+            spread("held_ms") if all(row["held_ms"] for row in some) else "-", spread("served_s", times=1000), f"{int(some[0]['bytes']) / 1e6:,.1f} MB",
         ])  # fmt: skip
-    header = ["shape", "from", "requests", "changed", "streams", "rounds", "idle", "gap", "pause", "blocked", "served"]
-    return VLLM_GPU.format(vllm=notes["vllm"], gpu=notes["gpu"], table=markdown_table([*header, "sent"], lines))
+    header = ["shape", "from", "requests", "changed", "streams", "rounds", "idle", "gap", "pause", "blocked", "held",
+              "served", "sent"]  # fmt: skip
+    return VLLM_GPU.format(vllm=notes["vllm"], gpu=notes["gpu"], table=markdown_table(header, lines))
 
 
 def publish_section() -> str:

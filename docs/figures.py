@@ -349,12 +349,13 @@ def quantized_servers() -> str:
         written = [sum(int(row[each]) for each in ("served", "codes", "scales")) for row in own]
         shares = [number / int(row["changed"]) for number, row in zip(written, own, strict=True)]
         rows.append([
-            f"{model}, {mode}", "bf16" if kind == "none" else f"`{kind}`", str(len(own)), f"{median(written) / 1e6:.2f} M", f"{median(shares):.2f}",
+            f"{model}, {mode}", "bf16" if kind == "none" else f"`{kind}`", str(len(own)),
+            f"{median(written) / 1e6:.2f} M", f"{median(shares):.2f}",
             f"{numbers['staged_mb']:.0f} MB", f"{numbers['pause_ms']:.1f} ms", f"{numbers['gap_ms']:.0f} ms",
             f"{numbers['pull_s']:.2f} s",
         ])  # fmt: skip
-    header = ["model", "served as", "updates", "elements written on the GPU", "written per changed weight", "staged", "pause",
-              "longest token gap", "pull"]  # fmt: skip
+    header = ["model", "served as", "updates", "elements written on the GPU", "written per changed weight", "staged",
+              "pause", "longest token gap", "pull"]  # fmt: skip
     return table(header, rows)
 
 

@@ -341,7 +341,8 @@ def vllm_gpu_section() -> str:
         lines.append([
             f"Qwen3-{model.upper()}, {mode}", source, requests, f"{100 * float(changed):g} %", streams, str(len(some)),
             spread("idle_ms"), spread("gap_ms"), spread("pause_ms"), spread("blocked_ms"),
-            spread("held_ms") if all(row["held_ms"] for row in some) else "-", spread("served_s", times=1000), f"{int(some[0]['bytes']) / 1e6:,.1f} MB",
+            spread("held_ms") if all(row["held_ms"] for row in some) else "-", spread("served_s", times=1000),
+            f"{int(some[0]['bytes']) / 1e6:,.1f} MB",
         ])  # fmt: skip
     header = ["shape", "from", "requests", "changed", "streams", "rounds", "idle", "gap", "pause", "blocked", "held",
               "served", "sent"]  # fmt: skip

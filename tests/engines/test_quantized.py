@@ -11,10 +11,11 @@ from deltawire import Publisher, Replica
 from deltawire.engines import conformance
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import HostMemory, Item, SplitMemory
-from deltawire.engines.quantized import derive
+from deltawire.engines.quantized import derive, rehearsal
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.published import quantize_checkpoint, quantized
 from deltawire.engines.quantized.recipes import RECIPES, Groups, Recipe
+from deltawire.engines.quantized.rehearsal import rehearse
 from deltawire.engines.staged import PieceChange
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
@@ -166,7 +167,7 @@ class Server:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rehearsal_takes_every_way_and_changes_nothing(name, shape, monkeypatch):
     """Also where the largest element of a group goes and where a scale moves."""
-    monkeypatch.setattr(derive, "REHEARSED", 50)
+    monkeypatch.setattr(rehearsal, "CHANGES", 50)
     server, members, scales = Server(RECIPES[name], made(shape, 1)), [], []
     model, (alike,) = server.model, server.model.alike
     model.prepare()
@@ -175,7 +176,7 @@ def test_a_rehearsal_takes_every_way_and_changes_nothing(name, shape, monkeypatc
     look, derived = alike.members, alike.derive
     monkeypatch.setattr(alike, "members", lambda chosen: members.append(len(chosen)) or look(chosen))
     monkeypatch.setattr(alike, "derive", lambda *given: scales.append(derived(*given).scales) or derived(*given))
-    model.rehearse()
+    rehearse(model)
     assert all(same(*pair) for pair in zip(kept, before, strict=True))
     assert sum(members) > 0
     assert sum(len(groups) for groups, *_ in scales) > 0
@@ -187,7 +188,7 @@ def test_weights_without_codes_are_not_rehearsed_with(name, value):
     server = Server(RECIPES[name], made((3, 64), 1))
     server.weights.fill_(value)
     server.model.alike[0].forget()
-    server.model.rehearse()
+    rehearse(server.model)
 
 
 def changed(weights, seed):

@@ -15,6 +15,7 @@ from deltawire.engines.layout import Piece, each_once
 from deltawire.engines.memory import Item, Memory, Written, memory_of
 from deltawire.engines.quantized.derive import Plan, QuantizedModel, not_finite
 from deltawire.engines.quantized.recipes import is_finite
+from deltawire.engines.quantized.rehearsal import rehearse
 from deltawire.engines.staged import PieceChange, StagedChange
 from deltawire.engines.trace import Fill, torch_dtype
 from deltawire.errors import BaseMismatch, DigestMismatch, EngineRejected, UnsupportedFormat
@@ -125,7 +126,7 @@ class LiveModel:
 
     def rehearse(self) -> None:
         """Let the device load what changes of codes and scales need, so that nobody waits for that later."""
-        self._quantized.rehearse()
+        rehearse(self._quantized)
 
     def measure(self, counted: Sequence[int]) -> Digest:
         """The digest of the pieces that count here, computed from memory."""

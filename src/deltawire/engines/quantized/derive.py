@@ -6,7 +6,7 @@ elements are. Where a group is divided between workers, they tell each other the
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,16 +17,12 @@ import torch
 from deltawire.engines.layout import Piece, cuts, pieces_of_copy
 from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, group_of, is_finite, magnitudes
 from deltawire.engines.staged import PieceChange
-from deltawire.errors import EngineRejected, UnsupportedFormat
+from deltawire.errors import EngineRejected
 from deltawire.tensors.digest import TensorKey, tensor_key
 from deltawire.tensors.dtypes import ALIASES, dtype_named
 
 # So many weights are looked at together.
 TOGETHER = 1 << 28
-# So many changes are rehearsed: a device sorts few of them in other ways than many.
-REHEARSED = 1 << 17
-# To the bits of a number: at least twice as large.
-HIGHER = 1 << 10
 
 Change = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions, ascending, and what is there before and after."""
@@ -141,22 +137,6 @@ class Alike:
         if self._agreed is None:
             self._agreed = self.maxima.clone()
         return self._agreed
-
-    def rehearse(self) -> Iterator[Requantized]:
-        """What changes as in training would do, where once the largest element of a matrix becomes zero, and once the
-        smallest one the largest.
-        """
-        tensor = self.tensors[0]
-        flat = tensor.original.view(-1)
-        bits, sizes, size = flat.view(torch.int16), magnitudes(flat), len(flat)
-        extremes = int(sizes.argmax()), int(sizes.argmin())
-        index = np.union1d(np.arange(0, size, -(-size // REHEARSED)), extremes)
-        old, piece = bits[torch.from_numpy(index)].numpy(), Piece("", "", 1, size, 0, size, (0, size, 1))
-        for place, becomes in zip(extremes, (0, int(sizes.max()) + HIGHER), strict=True):
-            new = np.where(index == place, becomes, old ^ 1).astype(np.uint16)
-            change = PieceChange(0, index.astype(np.uint32), old.view(np.uint16), new)
-            seen = self.look({tensor.name: [(piece, change)]}, is_done=False)
-            yield self.derive(seen, seen.touched, seen.before, seen.after)
 
     def forget(self) -> None:
         """The weights are others now."""
@@ -359,18 +339,8 @@ class QuantizedModel:
     def prepare(self) -> None:
         """Compute what is kept, before there is a change."""
         for alike in self.alike:
-            assert len(alike.agreed) == len(alike.maxima)
-
-    def rehearse(self) -> None:
-        """Do all that a change takes, but for agreeing with other workers, and keep nothing: the first time a device
-        does something it loads what it needs, and whoever it serves waits for that.
-        """
-        for alike in self.alike:
-            # Of weights that have no codes there is nothing to rehearse with.
-            with suppress(EngineRejected, UnsupportedFormat):
-                for found in alike.rehearse():
-                    self._split(alike, "codes", alike.starts, found.codes)
-                    self._split(alike, "scales", alike.bases, found.scales)
+            # When they are first asked for.
+            _ = alike.agreed
 
     def load(self) -> None:
         for each in self.tensors.values():
@@ -403,8 +373,8 @@ class QuantizedModel:
             own = seen.pop(alike, None) or alike.look(changes, is_done=is_done)
             here = own.touched, own.before, own.after
             codes, scales = alike.derive(own, *agreed.get(alike, here))
-            plan.changes += self._split(alike, "codes", alike.starts, _turned(codes, is_done))
-            plan.changes += self._split(alike, "scales", alike.bases, _turned(scales, is_done))
+            plan.changes += self.split(alike, "codes", alike.starts, _turned(codes, is_done))
+            plan.changes += self.split(alike, "scales", alike.bases, _turned(scales, is_done))
             tables = [(alike.maxima, here), *([(alike.agreed, agreed[alike])] if alike.is_shared else [])]
             for table, (groups, before, after) in tables:
                 moved = before != after
@@ -434,7 +404,7 @@ class QuantizedModel:
             for alike, (groups, *_), pair in zip(seen, changes, largest, strict=True)
         }
 
-    def _split(self, alike: Alike, kind: str, starts: Sequence[int], change: Change) -> list[tuple[int, PieceChange]]:
+    def split(self, alike: Alike, kind: str, starts: Sequence[int], change: Change) -> list[tuple[int, PieceChange]]:
         """A change of tensors that are alike as changes of pieces."""
         positions, old, new = (_numpy(each) for each in change)
         edges = [*np.searchsorted(positions, starts), len(positions)]

@@ -170,6 +170,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _write_once(self, token: str) -> None:
         self.live.write(token)
+        if self._stream is not None:
+            # What is staged next reads what was noted of codes and scales.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         staged = self.live.staged
         if staged is None or self.live.partial != staged.partial:
             raise EngineRejected("after the write, the weights do not have the digest computed before it")

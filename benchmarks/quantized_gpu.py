@@ -257,6 +257,7 @@ class Case:
         run = str(self.folder / "run")
         with ExitStack() as stack:
             self.followers = self.start(stack, [PLAIN, *options.quantizations])
+            vllm_gpu.take_turn(options.turn)
             publisher = stack.enter_context(
                 Publisher(run, self.weights, run="quantized", anchors=None, skips=(), check_share=0)
             )
@@ -381,6 +382,7 @@ def main():
     parser.add_argument("--warm-up", type=float, default=12)
     parser.add_argument("--memory", default="0.2", help="of the GPU, for each server")
     parser.add_argument("--cache-mb", type=int, default=4096, help="for the context of requests, for each server")
+    parser.add_argument("--turn", type=Path, help="a folder: wait for `go` in it, and put `up` there before")
     parser.add_argument("--one-by-one", action="store_true", help="start servers after each other")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()

@@ -215,6 +215,15 @@ class Server:
             self.process.wait()
 
 
+def take_turn(folder):
+    """Several benchmarks may start their servers together, which takes most of the time, and measure in turns."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "up").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.2)
+
+
 class Streams:
     """Requests all the time, from a process of its own, and the gaps between tokens."""
 
@@ -355,8 +364,11 @@ class Case:
         self.server = self.start()
 
     def start(self):
-        memory = self.options.memory
-        return Server(self.folder / "base", self.out, eager=self.mode == "eager", memory=memory)
+        cache = ["--kv-cache-memory-bytes", str(self.options.cache_mb << 20)] if self.options.cache_mb else []
+        return Server(
+            self.folder / "base", self.out, eager=self.mode == "eager", memory=self.options.memory,
+            flags=(*FLAGS, *cache),
+        )  # fmt: skip
 
     def say(self, *words):
         print(f"[{time.time() - self.started:6.1f}] {self.model} {self.mode}:", *words, flush=True)
@@ -366,6 +378,7 @@ class Case:
         try:
             self.server.wait()
             self.say("up")
+            take_turn(options.turn)
             for source in options.sources:
                 run = str(self.folder / f"run-{source}")
                 with Publisher(
@@ -513,7 +526,9 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=5, help="of the first case")
     parser.add_argument("--few", type=int, default=3, help="rounds of each other case")
-    parser.add_argument("--memory", default="0.4")
+    parser.add_argument("--memory", default="0.4", help="of the GPU, for a server")
+    parser.add_argument("--cache-mb", type=int, help="for the context of requests, where other servers start as well")
+    parser.add_argument("--turn", type=Path, help="a folder: wait for `go` in it, and put `up` there before")
     parser.add_argument("--fresh", action="store_true", help="compare with a server that is started then")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()

@@ -1,10 +1,11 @@
 """The tensors of one device: their snapshot in an arena, and its encoding on the device."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby, islice, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from deltawire.codec.tiled import HEAD_BYTES, tile_log2_for
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena, Begun, Pieces, Sample
 from deltawire.kernels.gpu.compare import BLOCK
+from deltawire.kernels.gpu.fetch import Fetch
 from deltawire.kernels.gpu.sums import Runs, box_sum, signed
 from deltawire.publish.history import Prepared
 from deltawire.publish.memory import Memory
@@ -93,6 +95,20 @@ class Streams:
     def is_whole(self) -> bool:
         """Whether all streams were written, and not only measured."""
         return sum(map(len, self.pieces)) == sum(self.sizes)
+
+
+class Written(NamedTuple):
+    """Streams of some chunks that a device writes, and that are on their way to the host."""
+
+    chunks: Chunks
+    num_changed: Numbers
+    split: Chunks
+    """The tiles of the chunks."""
+    used: Sequence[str]
+    """The encodings that were written; after them come the reverse streams."""
+    edges: Sequence[Sequence[int]]
+    """For each of these where its streams begin and end."""
+    bytes: Fetch | None
 
 
 class Held(NamedTuple):
@@ -300,11 +316,15 @@ class Part:
         origins = np.cumsum(num_changed) - num_changed
         # Files are written in parallel to the rest.
         with self._alone(), ThreadPoolExecutor(1) as writer:
-            kept = []
-            for some in self._batches(num_changed, share):
-                chunks = Chunks(self._chunks.tensors[some], self._chunks.rows[some])
-                back = batch.encode(chunks, int(origins[some.start]), int(num_changed[some].sum()))
-                kept.append(writer.submit(self._keep, chunks, num_changed[some], back, reverse))
+            kept, coming = [], deque[Written]()
+            for some in chain(self._batches(num_changed, share), [None]):
+                if some is not None:
+                    chunks = Chunks(self._chunks.tensors[some], self._chunks.rows[some])
+                    coming.append(batch.encode(chunks, num_changed[some], int(origins[some.start])))
+                # What the device has written before the last has come by now.
+                if len(coming) > 1 or some is None:
+                    written = coming.popleft()
+                    kept.append(writer.submit(self._keep, written, batch.arrived(written), reverse))
         for each in kept:
             each.result()
         prepared = {}
@@ -333,9 +353,9 @@ class Part:
                 first, (blocks, changes) = i, more
         yield slice(first, len(num_changed))
 
-    def _keep(self, chunks: Chunks, num_changed: Numbers, back: list[Bits], reverse: PackedVersion) -> None:
-        numbers = (chunks.starts // CHUNK).tolist()
-        every = zip(chunks.tensors, numbers, num_changed.tolist(), back, strict=False)
+    def _keep(self, written: Written, back: list[Bits], reverse: PackedVersion) -> None:
+        numbers = (written.chunks.starts // CHUNK).tolist()
+        every = zip(written.chunks.tensors, numbers, written.num_changed.tolist(), back, strict=False)
         reverse.add_all([((self.names[tensor], number), each, count) for tensor, number, count, each in every if count])
 
 
@@ -350,14 +370,14 @@ class _Batch:
         self.streams = {each: [Streams(int(size)) for size in log2] for each in encodings}
         self.gains = [Digest()] * len(log2)
 
-    def encode(self, chunks: Chunks, origin: int, num_changes: int) -> list[Bits]:
-        """The reverse streams, one for each chunk; none where nothing changed."""
-        split = chunks.split(self._log2[chunks.tensors])
+    def encode(self, chunks: Chunks, num_changed: Numbers, origin: int) -> Written:
+        """What the device begins to write."""
+        split, num_changes = chunks.split(self._log2[chunks.tensors]), int(num_changed.sum())
         if num_changes == 0:
             for tensor, some in split.by_tensor():
                 for streams in self.streams.values():
                     streams[tensor].sizes += [0] * (some.stop - some.start)
-            return []
+            return Written(chunks, num_changed, split, [], [], None)
         tiles = kernels.tile_table(split.rows, origin, num_changes, self._device)
         surveyed = self._encoder.survey(tiles, self._contextual)
         rows = {GAP.name: self._encoder.gap_rows(tiles, surveyed)}
@@ -383,26 +403,32 @@ class _Batch:
         }
         used = [each for each in self._allowed if each in best.values()]
         wanted = [(sizes[each], (tiles, surveyed, rows[each])) for each in used]
-        *written, reverse = self._written([*wanted, (lengths[-1], back)])
-        for each, pieces in zip(used, written, strict=True):
-            for tensor, some in split.by_tensor():
+        return Written(chunks, num_changed, split, used, *self._write([*wanted, (lengths[-1], back)]))
+
+    def arrived(self, written: Written) -> list[Bits]:
+        """Once it has come: the reverse streams, one for each chunk; none where nothing changed."""
+        if written.bytes is None:
+            return []
+        host = written.bytes.wait().numpy().view(np.uint8)
+        *forward, reverse = ([host[start:end] for start, end in pairwise(edges)] for edges in written.edges)
+        for each, pieces in zip(written.used, forward, strict=True):
+            for tensor, some in written.split.by_tensor():
                 self.streams[each][tensor].pieces += pieces[some]
         return reverse
 
-    def _written(
+    def _write(
         self, wanted: Sequence[tuple[Numbers, tuple[kernels.Tiles, kernels.Surveyed, kernels.Rows]]]
-    ) -> list[list[Bits]]:
-        """The streams of each of several kinds, of known sizes; the last of them are reverse streams."""
+    ) -> tuple[list[list[int]], Fetch]:
+        """Streams of several kinds, of known sizes: where those of each begin and end. The last ones are reverse."""
         edges = np.cumsum(np.concatenate([[0], *(sizes for sizes, _ in wanted)]))
         out = torch.zeros(int(edges[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
-        offsets = torch.from_numpy(edges).to(self._device)
-        first = 0
+        offsets = torch.from_numpy(edges).to(self._device, non_blocking=True)
+        first, found = 0, []
         for number, (sizes, (tiles, surveyed, rows)) in enumerate(wanted, 1):
             self._encoder.write(tiles, surveyed, rows, offsets[first:], out, number == len(wanted))
+            found.append(edges[first : first + len(sizes) + 1].tolist())
             first += len(sizes)
-        host = torch_view(out).view(np.uint8)
-        streams = (host[start:end] for start, end in pairwise(edges.tolist()))
-        return [list(islice(streams, len(sizes))) for sizes, _ in wanted]
+        return found, Fetch(out)
 
 
 def single_stride(box: Box) -> Runs | None:

@@ -69,8 +69,8 @@ def tile_table(rows: npt.NDArray[np.int64], origin: int, num_changes: int, devic
     num_blocks = -(-rows[:, 1] // BLOCK)
     block_tiles = np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks)
     return Tiles(
-        torch.from_numpy(rows).to(device),
-        torch.from_numpy(block_tiles).to(device),
+        torch.from_numpy(rows).to(device, non_blocking=True),
+        torch.from_numpy(block_tiles).to(device, non_blocking=True),
         int(rows[0, 0]),
         origin,
         num_changes,

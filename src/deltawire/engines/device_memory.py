@@ -32,8 +32,8 @@ from deltawire.workers import SERIAL
 
 # Of a piece that is not contiguous so many elements are gathered at a time.
 GATHERED = 1 << 24
-# So many elements are decoded at a time, which bounds the memory that it takes.
-DECODED = 1 << 29
+# So many elements are decoded at a time, and a share of them, which bounds the memory that it takes.
+DECODED, DECODED_SHARE, LEAST_DECODED = 1 << 29, 1 / 8, 1 << 25
 # Of tensors that are held in part so many changes are decoded at a time: most of them may be another process's.
 DIVIDED = 1 << 26
 
@@ -93,7 +93,10 @@ class DeviceMemory(Memory):
                 others.setdefault(entry.dtype.itemsize, []).append(i)
         for (dtype, encoding, _, part), numbers in batches.items():
             near = self._bits[entries[numbers[0]][1].storage]
-            found = decode_boxes([boxes[i] for i in numbers], near, DTYPES[dtype], encoding == CONTEXT.name, DECODED)
+            own = [boxes[i] for i in numbers]
+            share = int(DECODED_SHARE * sum(box.num_elements for box in own))
+            most = min(max(share, LEAST_DECODED), DECODED)
+            found = decode_boxes(own, near, DTYPES[dtype], encoding == CONTEXT.name, most)
             for i, (status, positions, old, new) in zip(numbers, found, strict=True):
                 entry = entries[i][0]
                 try:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -37,6 +38,10 @@ if not torch.cuda.is_available():
             launch(self, *args, **named)
 
     GridExecutor.__call__ = launch_alone
+
+# A shell that runs the tests in the background leaves Ctrl-C to nobody, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tensors are small, and threads that wait for each other spin: with another worker on the cores, many times as long.
 torch.set_num_threads(1)

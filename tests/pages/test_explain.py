@@ -168,6 +168,7 @@ def test_areas_are_bytes(explain):
 def test_the_total_upload_is_that_of_an_estimate(explain, density):
     plan = Plan(8.19e9, density, 1440)
     with explain(link=f"#packets?density={density}") as page:
+        page.wait_for_selector("#packets[data-delta-bytes]")
         text = page.inner_text("#packets [data-uploaded]")
         delta = float(info(page, "packets")["deltaBytes"])
     size, unit, times = re.search(r"joiners: ([\d.]+) (\w+) a step, ([\d.]+) times the delta", text).groups()

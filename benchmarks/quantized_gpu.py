@@ -344,6 +344,7 @@ class Case:
             seconds = time.perf_counter() - clock
             time.sleep(0.5)
             gap = streams.longest_ms(since, time.time())
+            self.say(f"{follower.kind}: the longest gap ended {streams.ended - since:.3f} s after the pull began")
             staging = watch.end()[0] if watch else 0
         follower.measured = {"requests": running, "round": number}, {
             "pause_ms": round(1000 * follower.target.pause_seconds, 2), "gap_ms": round(gap, 1),

@@ -181,7 +181,6 @@ class Follower:
 
     def __init__(self, folder, out, kind, options):
         self.kind, self.out = kind, out / kind
-        self.out.mkdir(exist_ok=True)
         # With a size for the cache servers that start at the same time do not measure each other's memory.
         flags = ["--kv-cache-memory-bytes", str(options.cache_mb << 20)]
         flags += ["--moe-backend", "triton"] if kind == PLAIN else ["--quantization", kind]
@@ -257,7 +256,6 @@ class Case:
         run = str(self.folder / "run")
         with ExitStack() as stack:
             self.followers = self.start(stack, [PLAIN, *options.quantizations])
-            vllm_gpu.take_turn(options.turn)
             publisher = stack.enter_context(
                 Publisher(run, self.weights, run="quantized", anchors=None, skips=(), check_share=0)
             )
@@ -265,6 +263,8 @@ class Case:
             self.together(lambda each: self.check(each, "as started"))
             for running in options.running_requests:
                 self.together(partial(self.join, run=run, running=running))
+                if running == options.running_requests[0]:
+                    vllm_gpu.take_turn(options.turn)
                 for number in range(options.rounds):
                     total, quantized = change(self.weights, options.density, self.num_changes)
                     self.num_changes += 1
@@ -336,7 +336,7 @@ class Case:
     def update(self, follower, running, number):
         with follower.streaming(self.options.streams) as streams:
             # Until the processes that stream are up, and requests are at different places.
-            time.sleep(2.5)
+            time.sleep(2)
             idle = streams.longest_ms(time.time() - 1, time.time())
             watch = vllm_gpu.Watch() if vllm_gpu.DEVICE == "cuda" else None
             since, clock = time.time(), time.perf_counter()

@@ -6,7 +6,8 @@ For each case one server is started with random weights of a Qwen3's shapes. Str
 their own, which notes every gap between two tokens. Then in each round some weights change, are published from a
 mapping, an iterator or a module in turn, pulled through a folder store, and served. After each round every parameter's
 SHA-256 in the server is compared with one that is computed here from the trainer's tensors, without deltawire's code;
-with `--fresh`, then log probabilities with those of a server that is started with these weights. With `--own` the
+with `--fresh`, at the end log probabilities with those of a server that was started with the weights of the last
+round, which are known beforehand: changes are drawn by number. With `--own` the
 server is then updated in vLLM's own ways, between `/pause` and `/resume`: `patches` applies changed positions and
 values with what its `sparse_nccl` calls, from a file in shared memory instead of NCCL, `reload` loads a whole
 checkpoint from there, and `pause` does nothing in between: what running requests cost if their context is computed
@@ -184,6 +185,7 @@ class Server:
         ]  # fmt: skip
         # DEV_MODE is for vLLM's own checksums, pause and patches, which this compares with.
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        out.mkdir(exist_ok=True)
         self.log = out / "vllm.log"
         self.process = launch("vllm.entrypoints.cli.main", arguments, self.log, **own)
 
@@ -375,14 +377,37 @@ class Case:
         self.before = before
         self.started, self.rows, self.seed = time.time(), [], 0
         self.weights = make_model(folder / "base", dict(zip(FIELDS, SHAPES[model], strict=True)))
-        self.server = self.start()
+        self.plan = self.planned()
+        self.server = self.start("base")
+        self.fresh = self.start_fresh() if options.fresh else None
 
-    def start(self):
+    def planned(self):
+        """For each source its cases: what becomes of running requests, streams, density, and the number of rounds. All
+        cases for the first source, and one for the others.
+        """
+        options = self.options
+        cases = list(product(options.running_requests, options.streams, options.densities))
+        first = [(*case, options.few if number else options.rounds) for number, case in enumerate(cases)]
+        return {source: [(*cases[0], options.few)] if number else first
+                for number, source in enumerate(options.sources)}  # fmt: skip
+
+    def start(self, weights):
         cache = ["--kv-cache-memory-bytes", str(self.options.cache_mb << 20)] if self.options.cache_mb else []
         return Server(
-            self.folder / "base", self.out, eager=self.mode == "eager", memory=self.options.memory,
+            self.folder / weights, self.out / weights, eager=self.mode == "eager", memory=self.options.memory,
             flags=(*FLAGS, *cache),
         )  # fmt: skip
+
+    def start_fresh(self):
+        """A server with the weights of the last round."""
+        shutil.copytree(self.folder / "base", self.folder / "last", ignore=shutil.ignore_patterns("*.safetensors"))
+        last = {name: value.clone() for name, value in self.weights.items()}
+        rounds = [density for cases in self.plan.values() for _, _, density, rounds in cases for _ in range(rounds)]
+        for seed, density in enumerate(rounds, 1):
+            change(last, density, seed)
+        save_file({name: value.cpu() for name, value in last.items()}, self.folder / "last/model.safetensors",
+                  {"format": "pt"})  # fmt: skip
+        return self.start("last")
 
     def say(self, *words):
         print(f"[{time.time() - self.started:6.1f}] {self.model} {self.mode}:", *words, flush=True)
@@ -390,16 +415,19 @@ class Case:
     def run(self):
         options = self.options
         try:
-            self.server.wait()
-            self.say("up")
-            take_turn(options.turn)
-            for source in options.sources:
+            for server in self.servers:
+                server.wait()
+            # The first requests of a server compile.
+            with self.streaming(0, options.streams[0], 12):
+                self.say("up")
+            for source, cases in self.plan.items():
                 run = str(self.folder / f"run-{source}")
                 with Publisher(
                     run, source_of(source, self.weights), run=source, anchors=None, skips=(), check_share=0
                 ) as publisher:
                     publisher.publish().wait()
-                    self.follow(source, run, publisher)
+                    for case in cases:
+                        self.follow(source, case, run, publisher)
                 shutil.rmtree(run)
             if options.fresh:
                 self.compare_with_fresh()
@@ -408,34 +436,35 @@ class Case:
                     for number in range(options.few):
                         self.update_own(kind, about, number)
         finally:
-            self.server.close()
+            for server in self.servers:
+                server.close()
         return self.rows
 
-    def follow(self, source, url, publisher):
-        """All cases for the first source, and one for the others."""
-        options = self.options
-        cases = list(product(options.running_requests, options.streams, options.densities))
-        for case in cases if source == options.sources[0] else cases[:1]:
-            running, streams, density = case
-            target = EngineTarget(VllmEngine(self.server.url, running_requests=running))
-            # By name: the server may have followed another run before.
-            with Replica(url, target, run=source, heartbeat_seconds=None) as replica:
-                clock = time.perf_counter()
-                replica.pull()
-                self.say("attached, bound and at the newest version in", round(time.perf_counter() - clock, 2), "s")
-                with self.streaming(density, streams) as about:
-                    about |= {"source": source, "requests": running}
-                    is_first = source == options.sources[0] and case == cases[0]
-                    for number in range(options.rounds if is_first else options.few):
-                        self.update(publisher, replica, target, about, number)
+    @property
+    def servers(self):
+        return [self.server, *([self.fresh] if self.fresh else [])]
+
+    def follow(self, source, case, url, publisher):
+        running, streams, density, rounds = case
+        target = EngineTarget(VllmEngine(self.server.url, running_requests=running))
+        # By name: the server may have followed another run before.
+        with Replica(url, target, run=source, heartbeat_seconds=None) as replica:
+            clock = time.perf_counter()
+            replica.pull()
+            self.say("attached, bound and at the newest version in", round(time.perf_counter() - clock, 2), "s")
+            if not self.rows:
+                take_turn(self.options.turn)
+            with self.streaming(density, streams) as about:
+                about |= {"source": source, "requests": running}
+                for number in range(rounds):
+                    self.update(publisher, replica, target, about, number)
 
     @contextmanager
-    def streaming(self, density, number):
-        path = self.out / f"gaps-{len(self.rows)}.jsonl"
+    def streaming(self, density, number, warm_up=2):
+        path = self.out / f"gaps-{len(self.rows)}-{density}.jsonl"
         self.streams = Streams(self.server.url, number, path)
         try:
-            # The first requests of a server compile.
-            time.sleep(2 if self.rows else 12)
+            time.sleep(warm_up)
             quiet = time.time()
             time.sleep(3)
             idle = round(self.streams.longest_ms(quiet, time.time()), 1)
@@ -517,12 +546,9 @@ class Case:
         write_csv("vllm_gpu.csv", list(rows[0]), table, folder=self.options.out, notes=notes)
 
     def compare_with_fresh(self):
-        ours = self.server.logprobs()
-        path = self.folder / "base/model.safetensors"
-        save_file({name: value.cpu() for name, value in self.weights.items()}, path, {"format": "pt"})
-        self.server.close()
-        self.server = self.start()
-        theirs = self.server.wait().logprobs()
+        if self.fresh.checksums() != self.server.checksums():
+            raise SystemExit("the fresh server has other weights")
+        ours, theirs = self.server.logprobs(), self.fresh.logprobs()
         equal = [one == other for one, other in zip(ours, theirs, strict=True)]
         self.say("log probabilities equal to a fresh server's:", equal, ours[0][:3], theirs[0][:3])
 
@@ -554,9 +580,9 @@ def main():
                 case = Case(Path(folder), Path(logs), options, model, mode, rows)
                 rows = [*rows, *case.run()]
             finally:
-                log = Path(logs) / "vllm.log"
-                if log.exists():
-                    (options.out / f"vllm-{model}-{mode}.log").write_bytes(log.read_bytes()[-200_000:])
+                for log in Path(logs).rglob("vllm.log"):
+                    name = f"vllm-{model}-{mode}-{log.parent.name}.log"
+                    (options.out / name).write_bytes(log.read_bytes()[-200_000:])
         del case
         torch.cuda.empty_cache()
 

@@ -34,6 +34,7 @@ def test_the_bill_of_deltas():
     assert found["step"]["usd"] == pytest.approx(day["usd"]["total"] / 1440)
     heartbeats = 64 * 86_400 / 15
     assert heartbeats < day["puts"] < 2 * heartbeats
+    assert day["lists"] == PLAN.joins_a_day + 1440 * 64, "a minute without a version: one of each replica"
     assert found["fits"]
 
 

@@ -50,7 +50,7 @@ def test_one_replica_that_is_told_takes_the_sum_of_the_parts():
     assert outcome.commits[1] - outcome.calls[1] == pytest.approx(upload)
     overhead = measured()["replica"]["s3"]
     poll = overhead["poll_cpu"] + trip
-    pull = 3 * trip + size / 125e6 + overhead["pull_cpu"] + plan.decode_seconds + plan.pause_seconds
+    pull = 2 * trip + size / 125e6 + overhead["pull_cpu"] + plan.decode_seconds + plan.pause_seconds
     assert outcome.delays() == pytest.approx([poll + pull])
 
 
@@ -88,13 +88,22 @@ def test_one_that_was_killed_joins_with_an_anchor():
     assert [len(outcome.served[version]) for version in (1, 2, 3)] == [2, 2, 2]
 
 
+def test_the_next_version_is_found_without_a_listing():
+    outcome = simulate(Scene(replace(PLAN, joins_a_day=0), num_versions=4))
+    assert outcome.requests["list"] == 0
+    outcome = simulate(Scene(PLAN, num_versions=1, cold=True))
+    assert outcome.requests["list"] >= PLAN.replicas
+
+
 def test_polls_that_are_skipped_over_are_counted_as_if_they_were_not():
     """With cores that are shared every poll is an event of its own; with more than enough of them nothing waits."""
     for every in (60, 1440):
         plan = replace(PLAN, steps_a_day=86_400 / every)
         quick, each = (simulate(Scene(plan, num_versions=6, cores=cores)) for cores in (None, 10_000))
         assert quick.requests["poll"] == pytest.approx(each.requests["poll"], rel=0.15)
-        assert median(quick.delays()) == pytest.approx(median(each.delays()), rel=0.05)
+        # With shared cores a replica decodes in one thread.
+        slower = (measured()["cpu"]["threads_speedup"] - 1) * plan.decode_seconds
+        assert median(quick.delays()) + slower == pytest.approx(median(each.delays()), rel=0.05)
         assert quick.delays()[-1] == pytest.approx(each.delays()[-1], rel=0.2)
         assert quick.requests["poll"] < 16 * quick.seconds / 2, "polls adapt"
 

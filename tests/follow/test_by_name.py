@@ -56,6 +56,10 @@ def test_few_requests_find_it(tmp_path):
     store.asked.clear()
     assert by_name.latest(999) is None
     assert store.asked == [manifest_key(1000)], "one request where nothing is new"
+    by_name._manifests.clear()
+    store.asked.clear()
+    assert by_name.latest(998) == 999
+    assert store.asked == [manifest_key(999), manifest_key(1000)], "two where one version is"
     assert by_name.latest(990) == 999
 
 

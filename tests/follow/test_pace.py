@@ -89,8 +89,11 @@ def test_one_request_by_name_when_nothing_is_new(monkeypatch):
         assert run.latest(3) is None
     assert asked == [("get", manifest_key(4))] * 3
     asked.clear()
+    assert run.latest(2) == 3
+    assert [verb for verb, _ in asked] == ["get"] * 3, "a single one is found by name, and the run's id is checked"
+    asked.clear()
     assert run.latest(1) == 3
-    assert asked.count(("list", MANIFESTS)) == 1
+    assert asked.count(("list", MANIFESTS)) == 1, "several are listed"
     asked.clear()
     monkeypatch.setattr(run_module.time, "monotonic", lambda: 1e12)
     assert run.latest(3) is None

@@ -1,6 +1,7 @@
 """Replicas: exact or unchanged, whatever the store holds; they find another route, or report what is wrong."""
 
 import json
+import threading
 import time
 from hashlib import sha256
 
@@ -18,7 +19,7 @@ from deltawire.errors import (
     UnknownParameter,
 )
 from deltawire.follow.target import MemoryTarget
-from deltawire.run.keys import manifest_key
+from deltawire.run.keys import DELTAS, manifest_key, replica_key
 from deltawire.store import open_store
 from deltawire.tensors.weights import Tensor, view
 from support.chains import BF16, Hooked, copy_of, fresh_url, make_run, make_weights, same, seal, step, unsealed
@@ -398,7 +399,7 @@ def test_heartbeats_are_best_effort(rng):
 
 
 def test_a_caught_up_replica_asks_little(rng):
-    """One request to look, and for one new version its manifest, a listing and its object."""
+    """One request to look, and for one new version its manifest, the one after it and its object."""
     url, weights, asked = fresh_url(), make_weights(), []
     with Publisher(url, weights) as publisher:
         publisher.publish().wait(PATIENCE)
@@ -411,9 +412,45 @@ def test_a_caught_up_replica_asks_little(rng):
             assert asked == [("get", manifest_key(1))]
             step(weights, rng)
             publisher.publish().wait(PATIENCE)
-            store.calls.clear()
+            asked.clear()
             replica.pull()
-            assert sorted(verb for verb, _ in store.calls) == ["get", "get_range", "list"]
+            (delta,) = open_store(url).list(DELTAS)
+            assert asked == [("get", manifest_key(1)), ("get", manifest_key(2)), ("get_range", delta.key)]
+
+
+def test_an_update_looks_once(rng):
+    """`watch` asks the store and the target for what is new, and pulls what it found."""
+    url, weights, asked = fresh_url(), make_weights(), []
+    store = Hooked(url)
+    store.before = lambda verb, key: asked.append((verb, key))
+    with Publisher(url, weights) as publisher, replica_of(store) as replica:
+        publisher.publish().wait(PATIENCE)
+        replica.pull()
+        looked, look = [], replica.target.refresh
+        replica.target.refresh = lambda: looked.append(replica.version) or look()
+        step(weights, rng)
+        publisher.publish().wait(PATIENCE)
+        asked.clear()
+        assert next(iter(replica)).version == 1
+        assert looked == [0]
+        assert asked[:2] == [("get", manifest_key(1)), ("get", manifest_key(2))]
+        assert [verb for verb, _ in asked[2:]] == ["get_range"]
+
+
+def test_the_heartbeat_does_not_delay_the_fetch(rng):
+    url, states = make_run(2)
+    store, fetched = Hooked(url), threading.Event()
+
+    def wait_for_the_fetch(verb, _key):
+        if verb == "put":
+            assert fetched.wait(PATIENCE)
+
+    store.before = wait_for_the_fetch
+    store.after = lambda verb, _key: verb == "get_range" and fetched.set()
+    with Replica(store, {}) as replica:
+        replica.pull()
+        assert same(replica.target.weights(), states[1])
+        assert [key for verb, key in store.calls if verb == "put"] == [replica_key(replica.name)] * 2
 
 
 def test_verify_compares_every_element():

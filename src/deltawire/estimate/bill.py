@@ -10,6 +10,7 @@ from deltawire.estimate.plan import DAY, LIMITS, MBIT, Plan, measured
 from deltawire.estimate.prices import Prices
 from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Scene, extra_hops, hop_of, parts_of, simulate
 from deltawire.run.planner import cheapest_route
+from deltawire.run.run import HINT_SECONDS
 
 # Over how many versions the mean of what is uploaded and of what a joiner fetches is taken: as many as were measured.
 NUM_PLANNED = 500
@@ -121,9 +122,11 @@ def _requests(plan: Plan, kept: Planned, polls: float, fetches: int, one: float,
     # Where a site has a cache, replicas read through it: they list nothing, and cannot write heartbeats.
     direct = fetches == plan.replicas
     heartbeats = plan.replicas * DAY / HEARTBEAT_SECONDS + 2 * pulls if direct else 0.0
+    # Who joins lists, and who has found nothing for a while.
+    lists = plan.joins_a_day + plan.steps_a_day * plan.replicas * (plan.step_seconds // HINT_SECONDS)
     return {
         "gets": objects + polls,
-        "lists": pulls if direct else 0.0,
+        "lists": lists if direct else 0.0,
         "puts": plan.steps_a_day * (1 + kept.objects + parts_of(kept.uploaded_bytes)) + heartbeats,
     }
 

@@ -21,8 +21,8 @@ from deltawire.store.transfer import PART_BYTES
 MISSING_SECONDS, LOCK_SECONDS = 0.25, 0.5
 # From a replica to the cache of its site.
 INSIDE_TRIP = 0.001
-# From a version that was found to its objects: list what is new, write a heartbeat, ask for the objects.
-FOUND_TRIPS, COMMIT_TRIPS = 3, 2
+# From a version that was found to its objects: look for the next one (or list them), ask for the objects.
+FOUND_TRIPS, COMMIT_TRIPS = 2, 2
 HEARTBEAT_SECONDS = 15.0
 # The measurement of replicas that are threads of one process.
 SHARED = "nginx, 16 threads"
@@ -412,7 +412,9 @@ class Replica:
         if self.version == latest:
             self._later(self._wait())
             return
-        world.outcome.requests.update({"list": 0 if world.scene.caches else 1, "put": 2})
+        if not world.scene.caches:
+            is_next = self.version is not None and latest == self.version + 1
+            world.outcome.requests.update({"poll" if is_next else "list": 1, "put": 2})
         hops = world.route(self.version, latest)
         left = len(hops)
 

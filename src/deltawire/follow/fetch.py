@@ -64,7 +64,9 @@ class Fetcher:
         self._folder = scratch if scratch is not None else Path(self._temporary.name)  # type: ignore[union-attr]
 
     @contextmanager
-    def fetch(self, hops: Sequence[StoredHop], progress: Progress | None = None) -> Iterator[list[Fetched]]:
+    def fetch(
+        self, hops: Sequence[StoredHop], progress: Progress | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[Fetched]]:
         """Fetch all objects of some hops. They are deleted if the block succeeds, else kept for the next attempt."""
         total = sum(hop.num_bytes for hop in hops)
         there: dict[str, int] = {}
@@ -87,9 +89,12 @@ class Fetcher:
                 store = store_of(each.hop, self._store)
                 download_object(store, stored, each.folder, partial(arrived, stored.key))
 
-        with ThreadPoolExecutor(PARALLEL, "deltawire-fetch") as pool:
+        with ThreadPoolExecutor(PARALLEL + 1, "deltawire-fetch") as pool:
+            other = pool.submit(meanwhile) if meanwhile is not None else None
             # The first failure cancels what has not started.
             list(pool.map(fetch_one, jobs))
+            if other is not None:
+                other.result()
         yield fetched
         self.clear()
 

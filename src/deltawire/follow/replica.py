@@ -143,9 +143,13 @@ class Replica(AbstractContextManager["Replica"]):
             DeltawireError: No route to the version works (ChainError, FormatError, MismatchError), the target cannot
                 load the weights (EngineError), or the store does not answer (StoreUnavailable).
         """
+        return self._pull(version, progress, looks=True)
+
+    def _pull(self, version: int | None, progress: Progress | None, *, looks: bool) -> Pull:
         with self._pulling:
             self._check_open()
-            self.target.refresh()
+            if looks:
+                self._look()
             self.check_run()
             manifest = self._manifest(version)
             done = self._reach(manifest, self._have(manifest), progress)
@@ -175,6 +179,7 @@ class Replica(AbstractContextManager["Replica"]):
     def route(self, version: int | None = None) -> Route[StoredHop]:
         """The route that a pull would take, without fetching it."""
         self.check_run()
+        self._refresh()
         manifest = self._manifest(version)
         return find_route(self.run, self._start(self._have(manifest), manifest), manifest)
 
@@ -185,7 +190,6 @@ class Replica(AbstractContextManager["Replica"]):
         return None if have is None else have.version
 
     def _manifest(self, version: int | None) -> Manifest:
-        self._refresh()
         want = self.latest if version is None else version
         if want is None:
             raise errors.ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
@@ -195,6 +199,11 @@ class Replica(AbstractContextManager["Replica"]):
             # A version that was listed but does not exist is a transfer error: list from the start next time.
             self.latest = None
             raise
+
+    def _look(self) -> None:
+        """See which weights are in use, and what is new in the store."""
+        self.target.refresh()
+        self._refresh()
 
     def _refresh(self) -> None:
         found = self.run.latest(after=-1 if self.latest is None else self.latest)
@@ -262,8 +271,9 @@ class Replica(AbstractContextManager["Replica"]):
         self, manifest: Manifest, have: WeightVersion | None, route: Route[StoredHop], progress: Progress | None
     ) -> Pull:
         started = time.perf_counter()
-        self._heartbeat.beat(self.status() | {"using": [str(hop) for hop in route.hops]}, at_once=bool(route.hops))
-        with self._fetcher.fetch(route.hops, progress) as fetched, Workers(self._threads) as workers:
+        status = self.status() | {"using": [str(hop) for hop in route.hops]}
+        beat = partial(self._heartbeat.beat, status, at_once=bool(route.hops))
+        with self._fetcher.fetch(route.hops, progress, beat) as fetched, Workers(self._threads) as workers:
             fetch_seconds = time.perf_counter() - started
             deltas = [each.delta(self.run.id) for each in fetched if each.hop.base is not None]
             state = WeightVersion(self.run.id, manifest.version, manifest.digest)
@@ -340,7 +350,7 @@ class Replica(AbstractContextManager["Replica"]):
                 behind = self._is_behind()
                 pace.saw(self.latest, time.monotonic())
                 if behind:
-                    done = self.pull()
+                    done = self._pull(None, None, looks=False)
                     if on_pull is not None:
                         on_pull(done)
                 failures, self.error = 0, None
@@ -372,8 +382,7 @@ class Replica(AbstractContextManager["Replica"]):
         self._wake.clear()
 
     def _is_behind(self) -> bool:
-        self.target.refresh()
-        self._refresh()
+        self._look()
         # `version` needs the run's id, to ignore versions of another run.
         return self.latest is not None and bool(self.run.id) and (self.version is None or self.version < self.latest)
 
@@ -419,7 +428,7 @@ class Replica(AbstractContextManager["Replica"]):
                 with self._changed:
                     self._changed.wait(min(left, 0.5))
             elif self._is_behind():
-                self.pull()
+                self._pull(None, None, looks=False)
             else:
                 self._wake.wait(min(left, 0.2))
                 self._wake.clear()

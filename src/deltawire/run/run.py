@@ -123,10 +123,13 @@ class Run:
         """The newest version; None if none is later than `after`. Mostly one request if nothing is new."""
         if not self.listable:
             return self._ask_latest(after)
-        # The next one by name: stores charge twelve times as much for a listing, which finds what lies behind a gap.
-        if after >= 0 and time.monotonic() < self._hint_due and not self._has(after + 1):
+        # The next ones by name: stores charge twelve times as much for a listing, which finds what lies behind a gap.
+        by_name = after >= 0 and time.monotonic() < self._hint_due
+        if by_name and not self._has(after + 1):
             return None
         self._hint_due = time.monotonic() + HINT_SECONDS
+        if by_name and not self._has(after + 2):
+            return after + 1
         versions = self.versions(after)
         return versions[-1] if versions else None
 
@@ -136,15 +139,15 @@ class Run:
         return getattr(self.store, "listable", True)
 
     def _ask_latest(self, after: int) -> int | None:
-        """The newest version, in steps that double and then halve: one request if nothing is new."""
-        low, step = after, 1
+        """The newest version, in steps that double and then halve: one request if nothing is new, two if one is."""
+        low = after
         if self.id and (after < 0 or time.monotonic() >= self._hint_due):
             self._hint_due = time.monotonic() + HINT_SECONDS
             hint = self._hint()
             low = hint if hint > after and self._has(hint) else after
-        while self._has(low + step):
-            low, step = low + step, 2 * step
-        high = low + step
+        first, high = low, low + 1
+        while self._has(high):
+            low, high = high, 2 * high - first
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._has(middle) else (low, middle)

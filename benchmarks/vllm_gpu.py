@@ -520,7 +520,8 @@ class Case:
         """A row, after looking at what streams saw until half a second later, and at every parameter."""
         time.sleep(0.5)
         gap = self.streams.longest_ms(since, time.time())
-        self.say(f"the longest gap ended {self.streams.ended - since:.3f} s after the publish began")
+        if gap:
+            self.say(f"the longest gap ended {self.streams.ended - since:.3f} s after the publish began")
         staging, kept = watch.end()
         host, server = (now - before for now, before in zip(self.memory_mb(), host, strict=True))
         with ThreadPoolExecutor(1) as meanwhile:

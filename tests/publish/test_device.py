@@ -4,6 +4,8 @@ Without a GPU the kernels run in Triton's interpreter, so tensors are small here
 """
 
 import threading
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -353,6 +355,22 @@ def test_masters_of_float32_are_cast_where_they_lie(form, snapshot, tmp_path):
             for tensor in masters.values():
                 tensor[::9] += 0.01
         assert publisher.snapshot == ("device and host" if snapshot == "device" else "host")
+
+
+@pytest.mark.parametrize("form", ["module", "pairs"])
+@pytest.mark.parametrize("mode", [partial(torch.device, "meta"), torch.inference_mode], ids=["meta", "inference"])
+def test_torch_in_another_mode(mode, form, tmp_path, monkeypatch):
+    """Where new tensors lie elsewhere by default, or are only for inference; at the first call, and at a later one."""
+    monkeypatch.setattr("deltawire.publish.device_part.SMALL", 40)
+    module = module_of(a=patterns(5000, 1), b=patterns(700, 2), c=patterns(30, 3))
+    source = module if form == "module" else lambda: iter(module.state_dict().items())
+    with Publisher(tmp_path / "run", source, snapshot="device", check_share=1) as publisher:
+        for number, context in enumerate([mode(), nullcontext(), mode()]):
+            set_to(module, b=stepped(module.b.detach().cpu(), 0.1, number))
+            with context:
+                publication = publisher.publish()
+            publication.wait(PATIENCE)
+            assert_arrived(tmp_path / "run", {name: each.detach() for name, each in module.named_parameters()})
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,9 @@ class DeviceHistory(History):
         tensors, self._num_copied[place] = self._coming.pop(place), 0
         # Small ones lie together, to be looked at together.
         names = sorted(tensors, key=lambda name: tensors[name].numel() <= SMALL)
-        part = Part(ModuleWeights(tensors, dict.fromkeys(tensors, place[1]), frozenset(), {}), self.boxes, names)
+        # What a call in this mode has made, none outside of it may write to.
+        with torch.inference_mode(False):
+            part = Part(ModuleWeights(tensors, dict.fromkeys(tensors, place[1]), frozenset(), {}), self.boxes, names)
         self._parts.append(part)
         for name in names:
             self._snapshot[name] = cast(Bits, DeviceBits(part, name))

@@ -294,6 +294,6 @@ def torch_view(flat: Any) -> Bits:
         import torch
 
         # Into page-locked memory, which torch caches for the next call.
-        signed = torch.empty(signed.shape, dtype=signed.dtype, pin_memory=True).copy_(signed)
+        signed = torch.empty(signed.shape, dtype=signed.dtype, device="cpu", pin_memory=True).copy_(signed)
     bits: Bits = signed.cpu().numpy().view(f"<u{flat.element_size()}")
     return bits

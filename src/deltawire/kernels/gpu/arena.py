@@ -89,7 +89,8 @@ class Arena:
                 [(start, item_bytes)] = pointers
                 torch.mul(self._ordinals[here], item_bytes * BLOCK, out=self._addresses[here]).add_(start)
             else:
-                starts, item_bytes = torch.tensor(pointers, dtype=torch.int64).T.contiguous().to(self._device)
+                table = torch.tensor(pointers, dtype=torch.int64, device="cpu").T.contiguous()
+                starts, item_bytes = table.to(self._device)
                 tensors = self._tensors[here] - first
                 self._addresses[here] = starts[tensors] + self._ordinals[here] * (item_bytes[tensors] * BLOCK)
         # Stretches of blocks to be cast, and of blocks to be taken as they are.

@@ -341,7 +341,7 @@ class _Batch:
     def before(self) -> npt.NDArray[np.int64]:
         """How many changes and codes the tiles before each have, and all have. The first time the host waits."""
         counts = self._counts.wait()
-        before = torch.zeros((len(counts) + 1, 2), dtype=torch.int64)
+        before = torch.zeros((len(counts) + 1, 2), dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=before[1:])
         self.facts[:, FIRST_CHANGE.value : FIRST_CODE.value + 1] = before[:-1].to(self.device, non_blocking=True)
         return before.numpy()

@@ -8,7 +8,7 @@ class Fetch:
 
     def __init__(self, numbers: torch.Tensor) -> None:
         on_gpu = numbers.is_cuda
-        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=on_gpu)
         self._host.copy_(numbers, non_blocking=True)
         self._done = torch.cuda.Event() if on_gpu else None
         if self._done is not None:

@@ -22,6 +22,10 @@ def too_small(monkeypatch) -> None:
     monkeypatch.setattr(Sample, "wait", lambda self: 0.0)
 
 
+def no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
 def test_more_changes_than_there_is_room_for(monkeypatch):
     """Some blocks stay as they were, and the record says which; the next look finds the rest."""
     too_small(monkeypatch)
@@ -78,6 +82,26 @@ def test_all_changes_in_one_block(monkeypatch):
     assert arena.has_all(begun)
     assert int(begun.record.begins[-1]) == 4096
     assert torch.equal(arena.snapshot, weights.view(torch.int16))
+
+
+@pytest.mark.parametrize("sizes", [[5000], [5000, 70]])
+def test_no_room_to_say_where_weights_lie(sizes, monkeypatch):
+    """Where they lay before is forgotten then, and where they lie now is not taken as said."""
+    arena = Arena(sizes, torch.bfloat16, DEVICE)
+    places = [[patterns(size, seed).to(DEVICE) for size in sizes] for seed in (1, 2)]
+    arena.point_at(places[0])
+    for again in (1, 0):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "add_", no_memory)
+            patch.setattr(torch.Tensor, "__add__", no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                arena.point_at(places[1])
+        arena.point_at(places[again])
+        arena.take_all()
+        for tensor, first in zip(places[again], arena.first_blocks, strict=True):
+            kept = arena.snapshot[first * 4096 :][: len(tensor)]
+            assert torch.equal(kept, tensor.view(torch.int16))
+        arena.point_at(places[0])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has streams")

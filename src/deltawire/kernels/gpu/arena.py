@@ -82,7 +82,8 @@ class Arena:
         edges = self._edges[first : last + 1]
         pointers = [(tensor.data_ptr(), tensor.itemsize) for tensor in readable]
         if pointers != self._pointers[first:last]:
-            self._pointers[first:last] = pointers
+            # Until the table is there, which may find no room.
+            self._pointers[first:last] = [(0, 0)] * len(pointers)
             here = slice(edges[0], edges[-1])
             if len(pointers) == 1:
                 # Without a table, which would have to cross the bus.
@@ -90,9 +91,10 @@ class Arena:
                 torch.mul(self._ordinals[here], item_bytes * BLOCK, out=self._addresses[here]).add_(start)
             else:
                 table = torch.tensor(pointers, dtype=torch.int64, device="cpu").T.contiguous()
-                starts, item_bytes = table.to(self._device)
+                starts, item_bytes = table.to(self._device, non_blocking=True)
                 tensors = self._tensors[here] - first
                 self._addresses[here] = starts[tensors] + self._ordinals[here] * (item_bytes[tensors] * BLOCK)
+            self._pointers[first:last] = pointers
         # Stretches of blocks to be cast, and of blocks to be taken as they are.
         self._kinds = []
         for tensor, (begin, end) in zip(readable, pairwise(edges), strict=True):

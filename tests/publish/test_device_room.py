@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from deltawire import Publisher
-from deltawire.errors import NotEnoughMemory
+from deltawire.errors import ChainError, NotEnoughMemory
 from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena, Pieces, Sample
 from support.torch_bits import DEVICE, assert_arrived, module_of, patterns, set_to, stepped
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.interpreter
 
@@ -102,6 +103,49 @@ def test_no_room_to_say_where_weights_lie(sizes, monkeypatch):
             kept = arena.snapshot[first * 4096 :][: len(tensor)]
             assert torch.equal(kept, tensor.view(torch.int16))
         arena.point_at(places[0])
+
+
+def test_a_snapshot_that_cannot_go_back(tmp_path, monkeypatch):
+    """It has moved, and what it has found is lost: nothing is compared with it any more."""
+    module = module_of(a=patterns(5000, 1), b=patterns(300, 2))
+    with Publisher(tmp_path, module, snapshot="device", check_share=0) as publisher:
+        publisher.publish().wait(PATIENCE)
+        set_to(module, a=stepped(module.a.detach().cpu(), 0.1, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "cumsum_", no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                publisher.publish()
+        for _ in range(2):
+            set_to(module, b=stepped(module.b.detach().cpu(), 0.1, 2))
+            with pytest.raises(ChainError, match="to start over"):
+                publisher.publish()
+        for version in (1, 2):
+            set_to(module, a=stepped(module.a.detach().cpu(), 0.1, version))
+            assert publisher.publish(anchor=version == 1).wait(PATIENCE).version == version
+            assert_arrived(tmp_path, {name: each.detach() for name, each in module.named_parameters()})
+
+
+def test_no_room_to_put_back_what_came_one_by_one(tmp_path, monkeypatch):
+    """It is put back as soon as there is."""
+    monkeypatch.setattr("deltawire.publish.device_part.SMALL", 40)
+    live = {"a": patterns(5000, 1), "n": torch.arange(5), "b": patterns(300, 2)}
+    # In other memory each time, so that they are looked at one by one.
+    with Publisher(
+        tmp_path, lambda: ((name, tensor.to(DEVICE).clone()) for name, tensor in live.items()), snapshot="device",
+        check_share=0,
+    ) as publisher:  # fmt: skip
+        publisher.publish().wait(PATIENCE)
+        for seed in range(2):
+            before = dict(live)
+            live |= {"a": stepped(live["a"], 0.1, seed), "n": live["n"] + 1}
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "cumsum", no_memory)
+                for _ in range(2):
+                    with pytest.raises(torch.OutOfMemoryError):
+                        publisher.publish()
+            live = before | {"b": stepped(live["b"], 0.1, seed)}
+            assert publisher.publish().wait(PATIENCE).version == seed + 1
+            assert_arrived(tmp_path, live)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has streams")

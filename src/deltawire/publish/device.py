@@ -22,7 +22,7 @@ import torch
 from triton import knobs
 
 from deltawire.codec import CONTEXT, GAP
-from deltawire.errors import NotEnoughMemory
+from deltawire.errors import ChainError, NotEnoughMemory
 from deltawire.kernels.gpu.arena import Begun
 from deltawire.publish.device_part import DTYPES, SHARE, SMALL, Part, single_stride
 from deltawire.publish.history import History, Prepared
@@ -141,6 +141,10 @@ class DeviceHistory(History):
         if not isinstance(weights, ModuleWeights | Stream):
             raise TypeError("a snapshot on a device needs torch tensors: use snapshot='host' for other weights")
         with self._alone:
+            # What there was no room to put back: there may be by now.
+            for undone in [each for each, record in self._records.items() if not isinstance(record, OnDevice)]:
+                self.roll_back(undone)
+            self._check_not_lost()
             self._encode(self.version)
             staged, begun = super().stage(version, weights, workers, fixed), []
             try:
@@ -156,7 +160,16 @@ class DeviceHistory(History):
                 super().roll_back(version)
                 raise
             self._records[version] = OnDevice(staged, begun)
+            for part in self._parts:
+                part.settle()
             return staged
+
+    def _check_not_lost(self) -> None:
+        if any(part.is_lost for part in self._parts):
+            raise ChainError(
+                "the snapshot on the GPU had moved when publish was interrupted or failed, and could not be put back: "
+                "call publish(anchor=True) to start over"
+            )
 
     def check_complete(self, version: int) -> None:
         with self._alone:
@@ -253,12 +266,14 @@ class DeviceHistory(History):
             # Without the lock: the thread that packs them has it, and waits for others that read them.
             return super()._take_chunk(name, index)
         with self._alone:
+            self._check_not_lost()
             self._encode(self.version)
             return super()._take_chunk(name, index)
 
     def digest_of(self, name: str, version: int, workers: Workers) -> Digest:
         with self._alone:
             if name in self._on_device and version == self.version:
+                self._check_not_lost()
                 return self._part_of(name).digest(name)
         return super().digest_of(name, version, workers)
 

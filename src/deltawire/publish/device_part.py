@@ -139,6 +139,7 @@ class Part:
                 self._arena.begin(self._arena.sample())
         self._join()
         self._arena.let_go()
+        self.settle()
         self.held = {
             name: Held(
                 dtype, int(tensor_key(name, dtype, boxes[name].full).seed), first, tensor.numel(),
@@ -236,8 +237,17 @@ class Part:
             for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
                 numbered = [each for _, each in some]
                 self._look(numbered[0][0], [tensor for _, tensor in numbered])
-            pieces, self._pieces = self._pieces or Pieces(self._arena), None
-            return pieces.end()
+            found, self._pieces = (self._pieces or Pieces(self._arena)).end(), None
+            return found
+
+    def settle(self) -> None:
+        """What all looks have found is kept."""
+        self._arena.is_ahead = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the snapshot has moved, and cannot be put back: nobody has what was found."""
+        return self._arena.is_ahead
 
     def has_all(self, begun: Begun) -> bool:
         """Whether there was room for all changes that looks have found; waits for their end."""
@@ -255,6 +265,7 @@ class Part:
         with self._alone():
             self._arena.put_back(record)
         self._join()
+        self.settle()
 
     def copy_of(self, name: str, shape: Shape) -> torch.Tensor:
         """A copy of a tensor, as it was last seen."""

@@ -57,6 +57,8 @@ class Arena:
         self.snapshot = torch.zeros(self.num_blocks * BLOCK, dtype=torch.int16, device=device)
         self.expected = 0.0
         """How many elements of a block have changed by the last look, where they were most."""
+        self.is_ahead = False
+        """Whether the snapshot has moved, and who looked has not kept yet how it gets back."""
         self._words = self.snapshot.view(torch.int64)
         # How much of each pool is taken; always 0 before a look.
         self.num_pools = max(min(self.num_blocks // BLOCKS_PER_POOL, MOST_POOLS), 1)
@@ -182,6 +184,7 @@ class Arena:
         self, changes: torch.Tensor, taken: torch.Tensor, pool: int, starts: torch.Tensor, begins: torch.Tensor
     ) -> None:
         """Look at what was pointed at."""
+        self.is_ahead = True
         for first, stop, cast in self._kinds:
             compare.find_changes[(stop - first,)](
                 first, self._addresses, self._lengths, self._words, taken, pool, changes, starts, begins,

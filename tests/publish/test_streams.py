@@ -13,6 +13,7 @@ from deltawire.kernels.gpu.arena import Arena, Pieces
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
 from deltawire.publish.history import History
+from deltawire.publish.memory import Memory
 from support.torch_bits import arrived, assert_arrived, patterns, stepped
 from support.waiting import PATIENCE
 
@@ -161,6 +162,39 @@ def test_tensors_that_stay_where_they_are_are_compared_together(tmp_path, monkey
         live["a"].copy_(right["a"])
         publisher.publish().wait(PATIENCE)
         assert_arrived(store, right)
+
+
+@pytest.mark.usefixtures("small_is_smaller")
+def test_tensors_that_are_written_into_one_buffer_one_after_the_other(tmp_path):
+    """Each always in the same part of it: that it was written to says nothing of the other parts."""
+    tensors = {name: patterns(size, size) for name, size in {"a": 600, "b": 480, "norm": 32}.items()}
+    buffer, store = torch.empty(1200, dtype=torch.bfloat16, device=DEVICE), tmp_path / "run"
+
+    def send():
+        at = 0
+        for name, tensor in tensors.items():
+            yield name, buffer[at : at + len(tensor)].copy_(tensor)
+            at += len(tensor)
+
+    with Publisher(store, send, snapshot="device", check_share=1) as publisher:
+        for seed in range(3):
+            publisher.publish().wait(PATIENCE)
+            assert_arrived(store, tensors)
+            for name in tensors:
+                tensors[name] = stepped(tensors[name], 0.05, seed)
+
+
+def test_parameters_in_one_buffer_have_memory_of_their_own():
+    """Each counts by itself how often it was written to."""
+    buffer, memory = torch.zeros(30), Memory()
+    parameters = {name: torch.nn.Parameter(torch.ones(10), requires_grad=False) for name in "abc"}
+    for number, (name, parameter) in enumerate(parameters.items()):
+        parameter.data = buffer[10 * number :][:10]
+        for _ in range(name == "b"):
+            parameter.zero_()
+    for is_own in (False, True):
+        assert [memory.is_own(name, each) for name, each in parameters.items()] == [is_own] * 3
+        memory.end()
 
 
 @pytest.mark.usefixtures("small_is_smaller")

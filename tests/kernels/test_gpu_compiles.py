@@ -13,10 +13,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import native_specialize_impl
 
+import deltawire
 from deltawire.codec import allowed_encodings
 from deltawire.codec.tiled import encode_payload, stream_edges
 from deltawire.engines.device_memory import DeviceMemory, warm_up_decoding
 from deltawire.engines.layout import Piece
+from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.engines.memory import Item
 from deltawire.engines.staged import PieceChange
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
@@ -24,8 +26,9 @@ from deltawire.kernels.gpu.sums import SIGNED
 from deltawire.publish.changes import box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory, _encode_something
 from deltawire.publish.sources import module_source
-from deltawire.tensors.digest import tensor_key
+from deltawire.tensors.digest import WeightVersion, digest, tensor_key
 from deltawire.tensors.dtypes import dtype_named
+from deltawire.tensors.weights import Tensor
 from deltawire.workers import SERIAL
 from support import ROOT
 
@@ -158,4 +161,39 @@ def test_no_publish_compiles_what_the_warm_up_did_not(specializations):
         history.stage(version, module_source(module)(), SERIAL)
         encode_changes(history, version - 1, version, ["gap", "context"], SERIAL)
     assert {each[0] for each in warm} >= {"find_changes", "rank_changes", "make_rows", "write"}
+    assert specializations - warm == set()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter shows what is launched")
+def test_no_update_of_an_engine_compiles_what_the_warm_up_did_not(specializations, monkeypatch):
+    """Tensors of its own memory and of one that several share, where they may begin at any element."""
+    warm_up_decoding(torch.device("cpu"), {"BF16", "F32"})
+    warm = set(specializations)
+    rng = np.random.default_rng(0)
+    sizes = {"fused": {"a": 6001, "b": 7, "c": 5000}, "d": {"d": 9000}, "e": {"e": 128}, "f": {"f": 300}}
+    old, pieces, storages = {}, [], {}
+    for storage, own in sizes.items():
+        kind = dtype_named("F32" if storage == "f" else "BF16")
+        bits = rng.integers(0, 1 << 14, sum(own.values()), kind.unsigned)
+        storages[storage] = torch.from_numpy(bits.view(f"i{kind.itemsize}"))
+        start = 0
+        for name, size in own.items():
+            old[name] = Tensor(kind, (size,), bits[start : start + size].copy())
+            pieces.append(Piece(name, storage, 1, size, 0, size, (start, size, 1)))
+            start += size
+    new = {
+        name: Tensor(each.dtype, each.shape, each.bits ^ (rng.random(len(each.bits)) < 0.1))
+        for name, each in old.items()
+    }
+    base, state = WeightVersion("run", 0, digest(old)), WeightVersion("run", 1, digest(new))
+    live = LiveModel(lambda _: Found(pieces, storages), threads=1)
+    monkeypatch.setattr("deltawire.engines.live_weights.memory_of", lambda storages, _: DeviceMemory(storages))
+    live.bind({name: (each.dtype.name, each.shape) for name, each in old.items()})
+    live.measure(range(len(pieces)))
+    live.mark(base)
+    for encoding in (["gap"], ["context"], ["coo", "dense"]):
+        live.stage_delta("t", deltawire.diff(old, new, encoding=encoding, run="run"), base, state)
+        live.write("t")
+        live.write("t", undo=True)
+    assert {each[0] for each in warm} >= {"locate", "find_members", "put_changes", "sum_box"}
     assert specializations - warm == set()

@@ -183,10 +183,11 @@ def box_sum(bits: torch.Tensor, seed: int, runs: Runs = WHOLE) -> torch.Tensor:
 def _sum_part(words: torch.Tensor, per_word: int, first: int, seed: int, runs: Runs) -> torch.Tensor:
     programs = num_programs(words.numel(), WORDS)
     sums = torch.empty(programs, 2, dtype=torch.int64, device=words.device)
+    # One run is compiled once, whatever its length.
+    is_long = runs.is_one or runs.length >= WORDS * per_word
     sum_box[(programs,)](
         words, words.numel(), first, sums, signed(seed), *runs, ITEM_BITS=8 * words.itemsize // per_word,
-        PER_WORD=per_word, ONE_RUN=runs.is_one, LONG_RUNS=runs.length >= WORDS * per_word, MASKED=per_word == 1,
-        VECTOR=WORDS,
+        PER_WORD=per_word, ONE_RUN=runs.is_one, LONG_RUNS=is_long, MASKED=per_word == 1, VECTOR=WORDS,
     )  # fmt: skip
     return sums.sum(0)
 

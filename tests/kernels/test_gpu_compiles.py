@@ -20,6 +20,8 @@ from deltawire.engines.device_memory import DeviceMemory, warm_up_decoding
 from deltawire.engines.layout import Piece
 from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.engines.memory import Item
+from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
+from deltawire.engines.quantized.recipes import CODES, RECIPES
 from deltawire.engines.staged import PieceChange
 from deltawire.kernels.gpu.decode import apply, decode, tile_table
 from deltawire.kernels.gpu.sums import SIGNED
@@ -197,3 +199,19 @@ def test_no_update_of_an_engine_compiles_what_the_warm_up_did_not(specialization
         live.write("t", undo=True)
     assert {each[0] for each in warm} >= {"locate", "find_members", "put_changes", "sum_box"}
     assert specializations - warm == set()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter shows what is launched")
+def test_what_writes_scales_is_compiled_when_an_agent_attaches(specializations, monkeypatch):
+    """Also where codes, which come first, are in several pieces."""
+    original = torch.zeros(3, 40, 96, dtype=torch.bfloat16)
+    codes = torch.zeros(3, 48, 104).to(CODES)[:, :40, :96]
+    quantized = QuantizedModel(
+        [QuantizedTensor("t", original, RECIPES["fp8_per_channel"], codes, torch.zeros(3, 40, 1))]
+    )
+    piece = Piece("t", "t", 1, original.numel(), 0, original.numel(), (0, original.numel(), 1))
+    live = LiveModel(lambda _: Found([piece], {"t": original.view(-1)}, quantized=quantized), threads=1)
+    monkeypatch.setattr("deltawire.engines.live_weights.memory_of", lambda storages, _: DeviceMemory(storages))
+    live.bind({"t": ("BF16", tuple(original.shape))})
+    kinds = {str(dict(each[-4:])["KIND"]) for each in specializations if each[0] == "put_changes"}
+    assert kinds == {"int8", "int16", "int32"}

@@ -118,9 +118,9 @@ class LiveModel:
         kinds = {(self._memory.part(piece), specs[piece.tensor][0]): piece for piece in self.pieces}
         for (memory, kind), piece in kinds.items():
             memory.warm_up(piece, self._keys[piece.tensor], dtype_named(kind).unsigned)
-        for piece, key in zip(self._quantized.pieces[:2], self._quantized.keys, strict=False):
-            unsigned = f"<u{storages[piece.storage].itemsize}"
-            self._memory.part(piece).warm_up(piece, key, np.dtype(unsigned))
+        own = zip(self._quantized.pieces, self._quantized.keys, strict=True)
+        for size, (piece, key) in {storages[each[0].storage].itemsize: each for each in own}.items():
+            self._memory.part(piece).warm_up(piece, key, np.dtype(f"<u{size}"))
         self._quantized.prepare()
         return self.pieces
 

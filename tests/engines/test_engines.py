@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from deltawire import digest
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout
-from deltawire.engines.live_weights import Found, LiveModel, Ready
+from deltawire.engines.live_weights import Found, Gains, LiveModel, Ready
 from deltawire.engines.memory import memory_of
 from deltawire.engines.quantized.derive import Plan
 from deltawire.engines.staged import PieceChange, StagedChange, changed_elements, split
@@ -312,7 +312,7 @@ def test_a_status_while_another_thread_drops_what_is_staged():
             return found
 
     live = Dropped(lambda _: Found([], {}))
-    live.staged = Ready("t", BASE, STATE, [], Digest(1, 2), Plan(), [], [], [])
+    live.staged = Ready("t", BASE, STATE, [], Digest(1, 2), Plan(), [], [], [], Gains(Digest(), Digest()), [])
     live.state, live.partial = BASE, Digest(1, 2)
     told = live.status()
     assert [told[name] for name in ("staged", "planned", "partial")] == ["t", str(Digest(1, 2)), str(Digest(1, 2))]

@@ -1,5 +1,7 @@
 """Changes written into weights on a GPU, or in Triton's interpreter, against the same on the CPU."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -170,3 +172,27 @@ def test_a_live_model_on_a_device(monkeypatch):
     assert model._memory._ready is not None
     model.mark(base)
     assert model._memory._ready is None
+
+
+def test_a_pause_does_not_grow_with_the_number_of_tensors(monkeypatch):
+    """Experts are some ten thousand tensors: what is done in Python for each would be a tenth of a second."""
+    numbers = []
+    for count in (2, 30):
+        flat = torch.zeros(4 * count, dtype=torch.int16, device=DEVICE)
+        pieces = [Piece(f"{i}", "s", 1, 4, 0, 4, (4 * i, 4, 1)) for i in range(count)]
+        model = LiveModel(lambda specs, pieces=pieces, flat=flat: Found(pieces, {"s": flat}))
+        with monkeypatch.context() as patch:
+            patch.setattr("deltawire.engines.live_weights.memory_of", lambda storages, workers: DeviceMemory(storages))
+            model.bind({piece.tensor: ("BF16", (4,)) for piece in pieces})
+        base, state = WeightVersion("r", 0, model.measure(range(count))), WeightVersion("r", 1, Digest())
+        model.mark(base)
+        index, old = np.array([1, 2], np.uint32), np.zeros(2, np.uint16)
+        model.stage(StagedChange("a", base, state, [PieceChange(i, index, old, old + 7) for i in range(count)]))
+        seen = []
+        sys.setprofile(lambda frame, event, _, seen=seen: seen.append(frame.f_code) if event == "call" else None)
+        model.write("a")
+        sys.setprofile(None)
+        numbers.append(sum("/deltawire/engines/" in each.co_filename or each.co_name == "from_sums" for each in seen))
+        assert flat.tolist() == [0, 7, 7, 0] * count
+        assert model.partial == model.staged.partial == model.measure(range(count))
+    assert numbers[0] == numbers[1]

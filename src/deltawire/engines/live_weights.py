@@ -50,6 +50,15 @@ class Found(NamedTuple):
     """Codes and scales that are computed with, where pieces are of the weights that these were made of."""
 
 
+class Gains(NamedTuple):
+    """What digests gain by a write."""
+
+    counted: Digest
+    """That of the pieces that count."""
+    derived: Digest
+    """That of codes and scales."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A change that only has to be written."""
@@ -66,8 +75,12 @@ class Ready:
     """Those of what is computed with."""
     kept: Sequence[Item]
     """Those of weights that codes are made of. Nobody computes with them."""
-    gains: Sequence[Written]
-    """What writing these does."""
+    found: Sequence[Written]
+    """What writing these, and then those that are served, does."""
+    gains: Gains
+    """All of that, added up."""
+    tensors: Collection[str]
+    """Those of all items."""
 
 
 class LiveModel:
@@ -242,10 +255,12 @@ class LiveModel:
         items = [*items, *(Item(-1 - number, own.pieces[number], own.keys[number], each) for number, each in derived)]
         kept = [item for item in items if item.piece.storage in own.tensors]
         served = [item for item in items if item.piece.storage not in own.tensors]
-        every, gains = [*kept, *served], self._put_kept(kept, writes=False)
-        found = [*gains, *self._memory.put(served, writes=False)]
+        every = [*kept, *served]
+        found = [*self._put_kept(kept, writes=False), *self._memory.put(served, writes=False)]
         _refuse(every, found)
-        self.staged = Ready(token, base, state, items, self._after(every, found), plan, served, kept, gains)
+        gains, tensors = self._gains(every, found), {item.piece.tensor for item in items}
+        partial = None if self.partial is None else self.partial + gains.counted
+        self.staged = Ready(token, base, state, items, partial, plan, served, kept, found, gains, tensors)
         self._is_new = True
 
     def _plan(self, items: Sequence[Item], *, is_done: bool) -> Plan:
@@ -256,11 +271,12 @@ class LiveModel:
                 changes.setdefault(item.piece.storage, []).append((item.piece, item.change))
         return self._quantized.plan(changes, is_done=is_done)
 
-    def _after(self, items: Sequence[Item], found: Sequence[Written]) -> Digest | None:
-        """The digest of the pieces that count, after a write."""
-        counted = set(self._counted)
-        gains = (each.gain for item, each in zip(items, found, strict=True) if item.number in counted)
-        return None if self.partial is None else sum(gains, self.partial)
+    def _gains(self, items: Sequence[Item], found: Sequence[Written]) -> Gains:
+        counted, every = set(self._counted), list(zip(items, found, strict=True))
+        return Gains(
+            sum((each.gain for item, each in every if item.number in counted), Digest()),
+            sum((each.gain for item, each in every if item.number < 0), Digest()),
+        )
 
     def write(self, token: str, *, undo: bool = False) -> None:
         """Write what is staged, or the old bits again to `undo`. May be repeated.
@@ -276,20 +292,23 @@ class LiveModel:
         before, self.partial = self.partial, None
         leaves, self._is_new = self._is_new and not undo, False
         written = self._memory.put(staged.served, undo=undo)
-        gains = staged.gains if leaves else self._put_kept(staged.kept, undo=undo)
-        every, found = [*staged.served, *staged.kept], [*written, *gains]
+        kept = staged.found[: len(staged.kept)] if leaves else self._put_kept(staged.kept, undo=undo)
+        every, found = [*staged.kept, *staged.served], [*kept, *written]
+        # As a rule. There may be tens of thousands of pieces, and nothing is done for each while requests are held.
+        is_planned = found == staged.found
         self._quantized.settle(staged.plan, undo=undo)
-        self.refresh({item.piece.tensor for item in staged.items})
+        self.refresh(staged.tensors)
         self.partial = before
         self._unwritten = staged if leaves else None
         if before is None:
             # The write before this one was interrupted, so the gain of the digest is unknown.
             self.measure(self._counted)
         else:
-            self.partial = self._after(every, found)
-            own = (each.gain for item, each in zip(every, found, strict=True) if item.number < 0)
-            self.derived = sum(own, self.derived or Digest())
-        _refuse(every, found)
+            gains = staged.gains if is_planned else self._gains(every, found)
+            self.partial = before + gains.counted
+            self.derived = (self.derived or Digest()) + gains.derived
+        if not is_planned:
+            _refuse(every, found)
         self.state = staged.base if undo else staged.state
 
     def finish(self) -> None:
@@ -300,7 +319,7 @@ class LiveModel:
         try:
             found = self._put_kept(staged.kept)
             _refuse(staged.kept, found)
-            if found != staged.gains:
+            if found != staged.found[: len(found)]:
                 raise EngineRejected("the weights that codes are made from do not have the digest computed before")
         except BaseException:
             self.state = self.partial = None

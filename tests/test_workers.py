@@ -1,5 +1,6 @@
 """Threads: results in order, errors to the caller, nothing left running."""
 
+import gc
 import signal
 import subprocess
 import sys
@@ -86,6 +87,29 @@ def test_a_thread_gets_its_turns_next_to_one_that_never_rests():
     usual = sys.getswitchinterval()
     assert 2 * seconds(short_turns) < seconds(nullcontext)
     assert sys.getswitchinterval() == usual
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nobody_waits_while_python_looks_for_garbage(collects):
+    """A delta of many tensors is more objects than Python looks through at once without being noticed."""
+    looked = []
+
+    def note(phase, info):
+        looked.append(info["generation"])
+
+    gc.callbacks.append(note)
+    if not collects:
+        gc.disable()
+    try:
+        with short_turns():
+            kept = [[i] for i in range(100_000)]
+            assert not looked
+        assert gc.isenabled() == collects
+        kept += [[i] for i in range(1000)]
+        assert bool(looked) == collects
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
 
 
 def test_an_interrupt_leaves_nothing_running():

@@ -1,5 +1,6 @@
 """A thread pool for one operation. The kernels release the GIL, so tiles and tensors are processed in parallel."""
 
+import gc
 import os
 import sys
 import time
@@ -139,10 +140,16 @@ def short_turns() -> Iterator[None]:
     """For work in a thread next to one that serves: whoever asks for the interpreter gets it after some microseconds
     instead of five milliseconds. A step of a server asks a hundred times; and a server that waits for requests in a
     loop would leave nothing to the thread.
+
+    Nor does Python look for garbage meanwhile: among the objects of some ten thousand tensors that takes a tenth of a
+    second at a time, for which all threads wait.
     """
-    usual = sys.getswitchinterval()
+    usual, collects = sys.getswitchinterval(), gc.isenabled()
     sys.setswitchinterval(0.00002)
+    gc.disable()
     try:
         yield
     finally:
         sys.setswitchinterval(usual)
+        if collects:
+            gc.enable()

@@ -9,9 +9,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
-from deltawire import Replica
+from deltawire import Publisher, Replica
 from deltawire.workers import SMALL, TINY, Workers, short_turns
 from support.waiting import PATIENCE
 
@@ -180,3 +181,33 @@ def test_a_trainer_in_a_thread_goes_on_after_the_end_of_the_main_one(tmp_path):
     with Replica(tmp_path / "run", copy := {}, heartbeat_seconds=None) as replica:
         replica.pull()
     assert [int((copy[name] == 1).sum()) for name in "ab"] == [5, 5]
+
+
+FOLLOWED_AT_THE_END = """
+import sys, threading
+from deltawire import Replica
+
+copy = {}
+
+
+def follow():
+    threading.main_thread().join()
+    with Replica(sys.argv[1], copy, heartbeat_seconds=None) as replica:
+        replica.pull()
+        replica.pull(1)  # by a route that is searched for
+        print(int((copy["a"] == 1).sum()))
+
+
+threading.Thread(target=follow).start()
+"""
+
+
+@pytest.mark.process
+def test_a_replica_in_a_thread_goes_on_after_the_end_of_the_main_one(tmp_path):
+    weights = {"a": np.zeros(100, np.float16)}
+    with Publisher(tmp_path / "run", weights) as publisher:
+        for number in range(3):
+            publisher.publish()
+            weights["a"][number] = 1
+    command = [sys.executable, "-c", FOLLOWED_AT_THE_END, tmp_path / "run"]
+    assert subprocess.run(command, check=True, timeout=PATIENCE, capture_output=True).stdout == b"1\n"

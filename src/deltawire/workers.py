@@ -3,11 +3,12 @@
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 # Tensors with more elements are split over the threads tile by tile.
 SMALL = 1 << 22
@@ -18,6 +19,7 @@ PER_CHANGE = 2
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 def check_threads(threads: int | None) -> int | None:
@@ -133,6 +135,25 @@ def _wait_for(others: Sequence[Future[None]], have_ended: Callable[[], bool]) ->
 
 
 SERIAL = Workers(1)
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads for what is not mapped. Once the main thread has ended none can be had: then it is done at once."""
+
+    def submit(
+        self, function: Callable[Arguments, Result], /, *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Future[Result]:
+        try:
+            return super().submit(function, *arguments, **named)
+        except RuntimeError:
+            if threading.main_thread().is_alive():
+                raise
+        done: Future[Result] = Future()
+        try:
+            done.set_result(function(*arguments, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from deltawire.redact import redacted
 from deltawire.run.manifest import StoredHop, StoredObject
 from deltawire.store import Store, open_store
 from deltawire.store.transfer import download
+from deltawire.workers import Pool
 
 PARALLEL = 4
 
@@ -89,7 +89,7 @@ class Fetcher:
                 store = store_of(each.hop, self._store)
                 download_object(store, stored, each.folder, partial(arrived, stored.key))
 
-        with ThreadPoolExecutor(PARALLEL + 1, "deltawire-fetch") as pool:
+        with Pool(PARALLEL + 1, "deltawire-fetch") as pool:
             other = pool.submit(meanwhile) if meanwhile is not None else None
             # The first failure cancels what has not started.
             list(pool.map(fetch_one, jobs))

@@ -1,13 +1,13 @@
 """Find the route from one version of a run to another. For most replicas the manifest has all the hops they need."""
 
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from deltawire.errors import ChainError, EngineRejected, FormatError, MismatchError, ObjectMissing
 from deltawire.run.manifest import Manifest, StoredHop
 from deltawire.run.planner import Hop, HopKey, Route, cheapest_route, skip_bases
 from deltawire.run.run import Run
+from deltawire.workers import Pool
 
 # For longer routes it pays to list the store: longer hops may have been added since the manifest was written.
 MANY_HOPS = 10
@@ -99,7 +99,7 @@ def _search(run: Run, want: int, known: dict[HopKey, StoredHop]) -> None:
     """Learn every hop to the last versions, by the names of documents, and those on routes that manifests name."""
     versions = range(max(want - MOST_ASKED, 0), want + 1)
     _learn(run, [(each, base) for each in versions for base in (None, *skip_bases(each, ASKED_SKIPS))], known)
-    with ThreadPoolExecutor(PARALLEL, "deltawire-route") as pool:
+    with Pool(PARALLEL, "deltawire-route") as pool:
         named = [hop for hops in pool.map(lambda version: _named_hops(run, version), versions) for hop in hops]
     known |= {(hop.version, hop.base): hop for hop in named}
 
@@ -115,7 +115,7 @@ def _named_hops(run: Run, version: int) -> list[StoredHop]:
 
 def _learn(run: Run, keys: list[HopKey], known: dict[HopKey, StoredHop]) -> list[HopKey]:
     """Read the documents of some hops into `known`; returns the hops without a valid document."""
-    with ThreadPoolExecutor(PARALLEL, "deltawire-route") as pool:
+    with Pool(PARALLEL, "deltawire-route") as pool:
         found = dict(zip(keys, pool.map(lambda key: _hop(run, key), keys), strict=True))
     known |= {key: hop for key, hop in found.items() if hop is not None}
     return [key for key, hop in found.items() if hop is None]

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise
@@ -28,6 +27,7 @@ from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, from_sums, tensor_key
 from deltawire.tensors.dtypes import Bits, DType
 from deltawire.tensors.weights import torch_view
+from deltawire.workers import Pool
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -326,7 +326,7 @@ class Part:
         num_changed = np.concatenate([counts[name] for name in self.names])
         origins = np.cumsum(num_changed) - num_changed
         # Files are written in parallel to the rest.
-        with self._alone(), ThreadPoolExecutor(1) as writer:
+        with self._alone(), Pool(1) as writer:
             kept, coming = [], deque[Written]()
             for some in chain(self._batches(num_changed, share), [None]):
                 if some is not None:

@@ -5,12 +5,13 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 from deltawire.errors import CorruptObject, ObjectMissing, StoreUnavailable
 from deltawire.store.base import Buffer, Pieces, Store
 from deltawire.store.retry import retried
+from deltawire.workers import Pool
 
 PART_BYTES = 16 << 20
 MAX_PARTS_IN_FLIGHT = 8
@@ -89,7 +90,7 @@ def fetch_parts(store: Store, key: str, num_bytes: int, start: int = 0) -> Itera
         # Nothing is left to read, so a deleted object would not be noticed otherwise.
         store.stat(key)
         return
-    pool = ThreadPoolExecutor(MAX_PARTS_IN_FLIGHT, "deltawire-download")
+    pool = Pool(MAX_PARTS_IN_FLIGHT, "deltawire-download")
     try:
         window: deque[Future[bytes]] = deque()
         for at in range(start, num_bytes, PART_BYTES):

@@ -9,7 +9,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from deltawire.errors import DeltawireError
 from deltawire.hosts import split_url
 from deltawire.redact import redacted
 from deltawire.run.run import Run
+from deltawire.workers import Pool
 
 # How often an agent on another machine is polled while it is behind.
 ASK_SECONDS = 0.1
@@ -162,7 +162,7 @@ class Fleet:
                 _log.warning("the engine at %s follows the run again, and serves version %s", name, each.version)
 
     def close(self) -> None:
-        with ThreadPoolExecutor(max(len(self._connections), 1)) as pool:
+        with Pool(max(len(self._connections), 1)) as pool:
             list(pool.map(lambda each: each.close(), self._connections.values()))
 
     def _notify(self) -> None:

@@ -307,6 +307,13 @@ def test_what_is_no_checkpoint(tmp_path):
         index.write_text(json.dumps({"weight_map": {name: f"{file}.safetensors" for name, file in places.items()}}))
         with pytest.raises(CorruptObject, match="says that"):
             Checkpoint(tmp_path)
+    save_anchor({"w": np.ones(3)}, tmp_path / "model.safetensors")
+    for places in ({"w": "a", "v": "b"}, {"w": "model", "v": "b"}):
+        index.write_text(json.dumps({"weight_map": {name: f"{file}.safetensors" for name, file in places.items()}}))
+        with pytest.raises(CorruptObject, match="has both"):
+            Checkpoint(tmp_path)
+    index.write_text('{"weight_map": {"w": "model.safetensors"}}')
+    assert list(Checkpoint(tmp_path)) == ["w"]
 
 
 @pytest.mark.process

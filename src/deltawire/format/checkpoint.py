@@ -32,7 +32,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
     Raises:
         ObjectMissing: The path does not exist, or is a folder without a checkpoint.
-        CorruptObject: A header or an index is damaged, a tensor is in two files, or in none though the index names it.
+        CorruptObject: A header or an index is damaged, a tensor is in two files, or in none though the index names it,
+            or a folder has an index and `model.safetensors` as well.
         UnsupportedFormat: A tensor has a dtype that is not supported.
     """
 
@@ -64,7 +65,12 @@ class Checkpoint(Mapping[str, Tensor]):
         files = sorted(file.name for file in found if file.suffix == ".safetensors")
         if len(indexes) == 1:
             self._weight_map = _read_index(indexes[0])
-            files = sorted(set(self._weight_map.values()))
+            named = sorted(set(self._weight_map.values()))
+            if SINGLE_NAME in files and named != [SINGLE_NAME]:
+                # Some programs read the one, some the other.
+                problem = f"has both {SINGLE_NAME} and {indexes[0].name}, which names other files: remove one of them"
+                raise CorruptObject(f"{self.path} {problem}", path=str(self.path))
+            files = named
         elif SINGLE_NAME in files:
             files = [SINGLE_NAME]
         elif len(files) != 1:

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -152,6 +153,19 @@ def test_count_mismatch_is_found_without_the_weights(encoding):
     delta = Delta.from_bytes(with_metadata(fewer, changed=str(Delta.from_bytes(data).num_changed - 1)))
     with pytest.raises(CorruptObject, match="the header says"):
         check_structure(next(entry for entry in delta.entries if entry.name == "w"))
+
+
+def test_a_gap_stream_is_checked_to_its_end_without_the_weights():
+    data = delta_bytes("gap")
+    entries = Delta.from_bytes(data).entries
+    num_changed = next(entry.num_changed for entry in entries if entry.name == "w")
+    shorter = with_entry(data, "w", f"gap BF16 40x30 {num_changed}")
+    assert data[-1] < 0x80, "the last bit is not in use"
+    damaged = data[:-1] + bytes([data[-1] | 0x80])
+    for each, problem in (data, None), (shorter, "position out of range"), (damaged, "left over"):
+        with nullcontext() if problem is None else pytest.raises(CorruptObject, match=problem):
+            for entry in Delta.from_bytes(each).entries:
+                check_structure(entry)
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,17 @@ def sound_tiles(payload: Bits, num_elements: int, num_changed: int, contextual: 
     return tiles, counts
 
 
+def check_gaps(encoded: Encoded, num_elements: int, dtype: DType) -> None:
+    """CorruptObject if `gap` cannot be decoded. Weights of 0 do, since only the new bits depend on the old ones."""
+    from deltawire.kernels.cpu.decode import decode_tile
+
+    num_changed, layout = encoded.num_changed, kernel_layout(dtype)
+    for tile, count in zip(*sound_tiles(encoded.arrays["gap"], num_elements, num_changed, False), strict=True):
+        old = np.zeros(tile.stop - tile.start, dtype.unsigned)
+        positions, bits = np.empty(count, np.int64), np.empty(count, old.dtype)
+        check_status(decode_tile(tile.stream, old, *layout, False, positions, bits))
+
+
 def step_lengths(payload: Bits, num_elements: int, num_changed: int, contextual: bool) -> npt.NDArray[np.uint64]:
     """The lengths of all changes longer than one step, read from the payload without the old weights."""
     from deltawire.kernels.cpu.decode import longer_steps

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.codec import ENCODINGS, decode
-from deltawire.codec.tiled import Tiled, step_lengths
+from deltawire.codec import CONTEXT, ENCODINGS, GAP, decode
+from deltawire.codec.tiled import Tiled, check_gaps, step_lengths
 from deltawire.format.wire import Entry
 from deltawire.workers import SERIAL
 
@@ -32,8 +32,12 @@ def inspect_entry(entry: Entry) -> dict[str, Any]:
 
 
 def check_structure(entry: Entry) -> None:
-    """Check without the old weights: all of `coo` and `dense`, the headers and steps of `gap` and `context`."""
-    if _step_histogram(entry) is None:
+    """Check without the old weights: all of `gap`, `coo` and `dense`, the headers and steps of `context`."""
+    if entry.encoding == CONTEXT.name:
+        _step_histogram(entry)
+    elif entry.encoding == GAP.name:
+        check_gaps(entry.encoded, entry.box.num_elements, entry.dtype)
+    else:
         # Not as a patch, which takes memory for each row of its box: a small file may state any number of them.
         decode(entry.encoded, None, entry.box.num_elements, entry.dtype, SERIAL)
 

@@ -209,7 +209,7 @@ def test_a_replica_with_the_base_at_hand_fetches_deltas_alone(base, tmp_path, rn
     with Replica(store, tmp_path / "mirror", base=tmp_path / "own", heartbeat_seconds=None) as replica:
         assert replica.route().hops[0].base == 0
         done = replica.pull()
-        assert done.anchor
+        assert (done.anchor, done.base) == (False, 0)
         assert done.num_bytes == sum(hop.num_bytes for hop in replica.run.manifest(4).route if hop.base is not None) + (
             replica.run.manifest(4).hop.num_bytes
         )
@@ -319,6 +319,7 @@ def test_the_commands(base, tmp_path, rng):
     save_anchor(weights, tmp_path / "trained")
     assert told("publish", tmp_path / "trained", "--to", tmp_path / "run", "--base", base)["version"] == 1
     assert not (tmp_path / "run" / "anchors").exists()
-    assert told("pull", tmp_path / "run", "--to", tmp_path / "mirror", "--base", base)["version"] == 1
+    pulled = told("pull", tmp_path / "run", "--to", tmp_path / "mirror", "--base", base)
+    assert (pulled["version"], pulled["base"], pulled["anchor"]) == (1, 0, False)
     with Replica(tmp_path / "run", tmp_path / "mirror", heartbeat_seconds=None) as replica:
         assert same(replica.target.weights(), copy_of(weights))

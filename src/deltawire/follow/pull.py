@@ -9,11 +9,11 @@ class Pull:
 
     Attributes:
         version: The version that the weights are at now.
-        base: The version they were at before; None if an anchor was loaded.
+        base: The version they were at before, or that of the checkpoint at hand; None if an anchor was loaded.
         num_bytes: Bytes downloaded.
         num_objects: Objects downloaded.
         num_changed: Changed elements, summed over the deltas of the route.
-        anchor: Whether the route started with an anchor, that is, all weights were replaced.
+        anchor: Whether the route started with an anchor.
         fetch_seconds: Time to download.
         decode_seconds: Time to decode and check.
         apply_seconds: Time to write to the target.

@@ -305,11 +305,11 @@ class Replica(AbstractContextManager["Replica"]):
                 self._unfinished = None
         return Pull(
             version=manifest.version,
-            base=None if route.starts_over or have is None else have.version,
+            base=None if route.starts_over else route.have,
             num_bytes=route.num_bytes,
             num_objects=sum(len(hop.objects) for hop in route.hops),
             num_changed=sum(delta.num_changed for delta in deltas),
-            anchor=route.starts_over or have is None,
+            anchor=route.starts_over,
             fetch_seconds=fetch_seconds,
             decode_seconds=applied - started - fetch_seconds,
             apply_seconds=time.perf_counter() - applied,

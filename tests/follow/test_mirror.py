@@ -190,6 +190,29 @@ def test_an_unfinished_update_of_files_that_others_replaced(run, tmp_path, monke
     check(folder, states, 6)
 
 
+@pytest.mark.parametrize("how", ["in place", "another file", "no file", "not"])
+def test_an_update_that_is_tried_again_after_others_have_changed_files(run, tmp_path, monkeypatch, how):
+    url, states = run
+    folder = tmp_path / "mirror"
+    with Replica(url, folder) as replica:
+        replica.pull(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(Mirror, "_finish_apply", fail)
+            with pytest.raises(EngineRejected):
+                replica.pull(6)
+        shard, data = spoiled(folder)
+        if how == "in place":
+            shard.write_bytes(data)
+        elif how == "another file":
+            (tmp_path / "other").write_bytes(data)
+            (tmp_path / "other").replace(shard)
+        elif how == "no file":
+            shard.unlink()
+        assert replica.pull(6).anchor == (how != "not")
+        assert same(replica.target.weights(), states[6])
+    check(folder, states, 6)
+
+
 def test_the_journal_is_on_the_disk_before_the_first_write(run, tmp_path, monkeypatch):
     url, _ = run
     folder = tmp_path / "mirror"

@@ -79,6 +79,9 @@ class Mirror(Target):
         return self._weights
 
     def apply(self, patches: Sequence[Patch], base: WeightVersion, state: WeightVersion, tied: Ties) -> None:
+        if self._state is None and self._journal.exists():
+            self._apply_again(state)
+            return
         total = sum(len(tensor.bits) for tensor in self._weights.values())
         num_changed = sum(len(patch.bits) for patch in patches)
         gain = state.digest - base.digest
@@ -91,6 +94,14 @@ class Mirror(Target):
             for folder in (self._own, self.folder):
                 sync_folder(folder)
             self._finish_apply(patches, state)
+
+    def _apply_again(self, state: WeightVersion) -> None:
+        """Finish an update that failed while it was written, as an earlier process's: the files may not be the same."""
+        with self._writing():
+            self._unmap()
+            self._finish_journal()
+        if self._state != state:
+            raise BaseMismatch(f"{self.folder} was changed by another program: it is not at version {state.version}")
 
     def _check_untouched(self, base: WeightVersion) -> None:
         """Refuse weights that another program has changed since: the digest of a delta would not tell."""

@@ -3,6 +3,7 @@
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from deltawire.codec.tiled import encode_payload, stream_edges
-from deltawire.kernels.gpu.decode import MOST_ELEMENTS, Decoded, apply, decode, tile_table
-from deltawire.kernels.gpu.sums import Runs, box_sum, change_sum
+from deltawire.kernels.gpu.decode import MOST_ELEMENTS, Decoded, decode, tile_table
+from deltawire.kernels.gpu.live import Launch
+from deltawire.kernels.gpu.sums import Runs, box_sum, signed
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, TensorKey, box_digest
 from deltawire.tensors.dtypes import DTYPES, DType
@@ -107,17 +109,25 @@ def check(vectors: dict[str, npt.NDArray[np.generic]]) -> list[Row]:
                 assert torch.equal(found.positions.long(), where), (case.name, encoding)
                 assert torch.equal(found.new, new[where]), (case.name, encoding)
                 assert torch.equal(found.old, old[where]), (case.name, encoding)
-            assert change_sum(found.positions, found.old, found.new, SEED).tolist() == gain.tolist()
-            for expected in (found.old, None):
-                weights = old.clone()
-                applied = apply(weights, found.positions, expected, found.new, SEED)
-                assert torch.equal(weights, new)
-                assert (applied.num_mismatches.item(), applied.gain.tolist()) == (0, gain.tolist())
-            again = apply(weights, found.positions, found.old, found.old, SEED)
-            assert again.num_mismatches.item() == len(where)
+            weights = old.clone()
+            launch = writing(weights, found)
+            assert launch.run(writes=True).tolist() == [[0, *gain.tolist()]]
             assert torch.equal(weights, new)
+            other = replace(found, new=found.old)
+            assert writing(weights, other).run(writes=True).tolist() == [[len(where), 0, 0]]
+            assert torch.equal(weights, new)
+            assert launch.run(writes=True, undo=True).tolist() == [[0, *(-gain).tolist()]]
+            assert torch.equal(weights, old)
         rows.append(Row(f"checked: {case.name}, {len(where)} changes", 0.0, 0.0))
     return rows
+
+
+def writing(weights: torch.Tensor, found: Decoded) -> Launch:
+    """The changes of a whole tensor, as an engine's worker writes them; all tensors must outlive this."""
+    addresses = [each.data_ptr() for each in (weights, found.positions, found.old, found.new)]
+    size = len(weights)
+    row = (*addresses, len(found.positions), size, 0, size, 0, size, 1, signed(SEED))
+    return Launch([row], weights.itemsize, weights.device)
 
 
 def repeated(payload: Bits, num_elements: int, times: int) -> Bits:
@@ -200,23 +210,22 @@ def measure_encoding(
     results = sum(each.nbytes for each in (found.positions, found.old, found.new))
     print(f"{encoding}: payload {len(payload):,}, results {results:,}, scratch {peak - results:,} bytes")
 
-    forth = partial(apply, weights, found.positions, found.old, found.new, SEED)
-    back = partial(apply, weights, found.positions, found.new, found.old, SEED)
+    launch = writing(weights, found)
+    forth, back = partial(launch.run, writes=True), partial(launch.run, writes=True, undo=True)
     assert not found.statuses.any()
-    assert forth().num_mismatches.item() == 0
+    assert forth()[0, 0].item() == 0
     assert torch.equal(weights, new)
-    assert back().num_mismatches.item() == 0
+    assert back()[0, 0].item() == 0
     assert torch.equal(weights, old)
 
     def decode_and_apply() -> None:
         changes = run()
-        apply(weights, changes.positions, changes.old, changes.new, SEED)
+        writing(weights, changes).run(writes=True)
 
     timer.time(f"{encoding}: decode", run)
     timer.time(f"{encoding}: decode, all at a time", partial(run, most_elements=LARGE))
     timer.time(f"{encoding}: decode, payload from the host", partial(run, on_host))
     timer.time(f"{encoding}: apply with check and digest", lambda: (forth(), back()), parts=2)
-    timer.time(f"{encoding}: digest of the change", partial(change_sum, found.positions, found.old, found.new, SEED))
     timer.add(f"{encoding}: decode and apply", timed(decode_and_apply, partial(weights.copy_, old)))
     assert torch.equal(weights, new)
     weights.copy_(old)

@@ -7,9 +7,9 @@ import torch
 from deltawire.codec.tiled import encode_payload, kernel_layout, stream_edges
 from deltawire.kernels.cpu.decode import count_changes, decode_tile
 from deltawire.kernels.gpu import decode as gpu
-from deltawire.kernels.gpu.sums import Runs, box_sum, change_sum
+from deltawire.kernels.gpu.sums import Runs, box_sum
 from deltawire.tensors.boxes import Box
-from deltawire.tensors.digest import Digest, TensorKey, box_digest, change_digest
+from deltawire.tensors.digest import Digest, TensorKey, box_digest
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import SERIAL
 from support.patterns import CORNERS
@@ -80,21 +80,14 @@ def test_digest(itemsize, full, offset, shape):
     box = Box(full, offset, shape)
     starts, length = box.runs()
     runs = Runs(length, int(starts[1] - starts[0]) if len(starts) > 1 else length, int(starts[0]))
-    old, new = (rng.integers(0, 1 << 63, box.num_elements, np.uint64).astype(f"u{itemsize}") for _ in range(2))
+    bits = rng.integers(0, 1 << 63, box.num_elements, np.uint64).astype(f"u{itemsize}")
     for before in (0, 1):
-        assert digest_of(box_sum(on_device(old, before), SEED, runs)) == box_digest(KEY, box, old)
-    where = np.flatnonzero(rng.random(len(old)) < 0.3)
-    expected = change_digest(KEY, box.to_tensor(where), old[where], new[where])
-    for dtype in (np.int32, np.int64):
-        positions = on_device(where.astype(dtype))
-        gain = change_sum(positions, on_device(old[where]), on_device(new[where]), SEED, runs)
-        assert digest_of(gain) == expected
+        assert digest_of(box_sum(on_device(bits, before), SEED, runs)) == box_digest(KEY, box, bits)
 
 
 def test_digest_of_nothing():
     empty = torch.empty(0, dtype=torch.int16, device=DEVICE)
     assert box_sum(empty, SEED).tolist() == [0, 0]
-    assert change_sum(empty.int(), empty, empty, SEED).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -194,40 +187,3 @@ def test_a_damaged_stream_is_an_error_or_means_something(contextual, num_streams
         at += len(expected)
     assert at == len(positions)
     assert any(statuses)
-
-
-def test_apply_in_place():
-    rng = np.random.default_rng(3)
-    old, new = pair(rng, 5000, 0.3, "patterns")
-    where = np.flatnonzero(old != new)
-    box = Box((100, 90), (0, 20), (100, 50))
-    runs = Runs(50, 90, 20)
-    gain = change_digest(KEY, box.to_tensor(where), old[where], new[where])
-    for expected in (None, on_device(old[where])):
-        weights = on_device(old)
-        done = gpu.apply(weights, on_device(where), expected, on_device(new[where]), SEED, runs)
-        assert (int(done.num_mismatches), digest_of(done.gain)) == (0, gain)
-        assert weights.cpu().numpy().tobytes() == new.tobytes()
-
-
-def test_apply_finds_a_wrong_base_and_leaves_it():
-    old, new = np.arange(1000, dtype=np.uint16), np.arange(1000, dtype=np.uint16) + 7
-    where = np.arange(0, 1000, 3)
-    wrong = old.copy()
-    wrong[[3, 300, 500]] ^= 1
-    weights = on_device(wrong)
-    done = gpu.apply(weights, on_device(where.astype(np.int32)), on_device(old[where]), on_device(new[where]), SEED)
-    good = np.setdiff1d(where, [3, 300])
-    expected = wrong.copy()
-    expected[good] = new[good]
-    assert int(done.num_mismatches) == 2
-    assert weights.cpu().numpy().tolist() == expected.tolist()
-    assert digest_of(done.gain) == change_digest(KEY, good, old[good], new[good])
-
-
-def test_apply_stays_inside():
-    weights = torch.zeros(12, dtype=torch.int16, device=DEVICE)
-    positions = torch.tensor([-1, 0, 9, 10], dtype=torch.int32, device=DEVICE)
-    done = gpu.apply(weights[1:11], positions, None, torch.ones(4, dtype=torch.int16, device=DEVICE), SEED)
-    assert int(done.num_mismatches) == 2
-    assert weights.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]

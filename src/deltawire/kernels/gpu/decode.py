@@ -1,4 +1,4 @@
-"""From a payload and old weights, both on a GPU, to changed positions and new bits, and on to the weights.
+"""From a payload and old weights, both on a GPU, to changed positions and new bits.
 
 A payload is decoded some tiles at a time, so that the memory that it takes beside its results stays bounded. The host
 waits once, for what the headers say, to know how much memory that is.
@@ -40,17 +40,6 @@ from deltawire.kernels.gpu.streams import (
     get,
     inverted_member,
 )
-from deltawire.kernels.gpu.sums import (
-    SIGNED,
-    WHOLE,
-    Runs,
-    gain,
-    in_tensor,
-    num_programs,
-    signed,
-    store_sums,
-    unsigned,
-)
 
 if TYPE_CHECKING:
     from deltawire.tensors.dtypes import DType
@@ -68,7 +57,6 @@ SEARCH = {"VECTOR": 256, "num_warps": 4}
 LOCATE = {"VECTOR": 32, "num_warps": 1, "maxnreg": 64}
 NUMBER = {"VECTOR": 4096, "num_warps": 16}
 TAKE = {"VECTOR": 256, "num_warps": 4}
-WRITE = {"VECTOR": 128, "num_warps": 4}
 
 WORD_BYTES = 4
 # A row of `grids`, for each tile: which elements of its box are there, as rows and columns, and where they lie.
@@ -98,15 +86,6 @@ class Decoded:
     statuses: torch.Tensor
     before: Numbers
     """How many changes the tiles before each have, and all have."""
-
-
-class Applied(NamedTuple):
-    """What a patch did, on the device."""
-
-    num_mismatches: torch.Tensor
-    """Elements that did not have the expected bits, or lie outside; they were left as they are."""
-    gain: torch.Tensor
-    """What the digest's two sums gained."""
 
 
 @triton.jit
@@ -176,43 +155,6 @@ def take_steps(
         tl.store(positions + out, element, mask=live)
         tl.store(olds + out, before, mask=live)
         tl.store(news + out, after.to(tl.int16), mask=live)
-
-
-@triton.jit(do_not_specialize=["size", "num_changes", "seed", "run_length", "run_stride", "offset"])
-def write_changes(
-    weights, size, positions, expected, new, num_changes, mismatches, sums,
-    seed, run_length, run_stride, offset,
-    ITEM_BITS: tl.constexpr, CHECKED: tl.constexpr, ONE_RUN: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Write new bits where the old ones are those expected, and add up what the digest gains."""
-    program = tl.program_id(0)
-    seed = unsigned(seed)
-    run_length, run_stride, offset = run_length.to(tl.int64), run_stride.to(tl.int64), offset.to(tl.int64)
-    wrong = tl.zeros((VECTOR,), tl.int64)
-    low = tl.zeros((VECTOR,), tl.uint64)
-    high = tl.zeros((VECTOR,), tl.uint64)
-    for at in range(program.to(tl.int64) * VECTOR, num_changes, tl.num_programs(0) * VECTOR):
-        each = at + tl.arange(0, VECTOR)
-        live = each < num_changes
-        position = tl.load(positions + each, mask=live, other=0)
-        good = live & (position >= 0) & (position < size)
-        before = tl.load(weights + position, mask=good, other=0)
-        after = tl.load(new + each, mask=live, other=0)
-        if CHECKED:
-            good = good & (before == tl.load(expected + each, mask=live, other=0))
-        # The store waits for what it replaces, and so finds it in the cache: a blind one takes twice the time.
-        tl.store(weights + position, after, mask=good & (before != after))
-        wrong += (live & (good == 0)).to(tl.int64)
-        before, after = unsigned(before), unsigned(after)
-        if ITEM_BITS < 64:
-            before &= (1 << ITEM_BITS) - 1
-            after &= (1 << ITEM_BITS) - 1
-        position = in_tensor(position, run_length, run_stride, offset, ONE_RUN)
-        add_low, add_high = gain(seed, position, before, after, good)
-        low += add_low
-        high += add_high
-    tl.store(mismatches + program, tl.sum(wrong, 0))
-    store_sums(sums, program, low, high)
 
 
 def tile_table(size: int, edges: Numbers, num_elements: int) -> Numbers:
@@ -427,20 +369,3 @@ class _Batch:
             self.facts, first, bitmap, numbers, self.tile_blocks * BITMAP_WORDS, **NUMBER
         )
         return found, found_old, bitmap, numbers
-
-
-def apply(
-    weights: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor | None, new: torch.Tensor,
-    seed: int = 0, runs: Runs = WHOLE,
-) -> Applied:  # fmt: skip
-    """Write new bits to weights in place, where they have the bits expected, if any; nothing waits for the device."""
-    programs = num_programs(len(positions), WRITE["VECTOR"])
-    mismatches = torch.empty(programs, dtype=torch.int64, device=weights.device)
-    sums = torch.empty(programs, 2, dtype=torch.int64, device=weights.device)
-    kind = SIGNED[weights.itemsize]
-    write_changes[(programs,)](
-        weights.view(kind), len(weights), positions, (new if expected is None else expected).view(kind), new.view(kind),
-        len(positions), mismatches, sums, signed(seed), *runs,
-        ITEM_BITS=8 * weights.itemsize, CHECKED=expected is not None, ONE_RUN=runs.is_one, **WRITE,
-    )  # fmt: skip
-    return Applied(mismatches.sum(), sums.sum(0))

@@ -24,7 +24,6 @@ LAST = tl.constexpr(0xE7037ED1A0B428DB)
 WORD_BYTES = 8
 ALIGNMENT_BYTES = 16
 WORDS = 512
-CHANGES = 512
 MOST_PROGRAMS = 132 * 16
 
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,15 +67,6 @@ def scramble(x):
 @triton.jit
 def unsigned(value):
     return value.to(tl.int64).to(tl.uint64, bitcast=True)
-
-
-@triton.jit
-def in_tensor(element, run_length, run_stride, offset, ONE_RUN: tl.constexpr):
-    """Positions in the tensor, from positions in the box."""
-    if ONE_RUN:
-        return element.to(tl.int64) + offset
-    run = element // run_length.to(element.dtype)
-    return element.to(tl.int64) + run.to(tl.int64) * (run_stride - run_length) + offset
 
 
 @triton.jit
@@ -141,31 +131,6 @@ def sum_box(
     store_sums(sums, program, low, high)
 
 
-@triton.jit(do_not_specialize=["num_changes", "seed", "run_length", "run_stride", "offset"])
-def sum_changes(
-    positions, old, new, num_changes, sums, seed, run_length, run_stride,
-    offset, ITEM_BITS: tl.constexpr, ONE_RUN: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    seed = unsigned(seed)
-    run_length, run_stride, offset = run_length.to(tl.int64), run_stride.to(tl.int64), offset.to(tl.int64)
-    low = tl.zeros((VECTOR,), tl.uint64)
-    high = tl.zeros((VECTOR,), tl.uint64)
-    for at in range(program.to(tl.int64) * VECTOR, num_changes, tl.num_programs(0) * VECTOR):
-        each = at + tl.arange(0, VECTOR)
-        live = each < num_changes
-        position = in_tensor(tl.load(positions + each, mask=live, other=0), run_length, run_stride, offset, ONE_RUN)
-        before = unsigned(tl.load(old + each, mask=live, other=0))
-        after = unsigned(tl.load(new + each, mask=live, other=0))
-        if ITEM_BITS < 64:
-            before &= (1 << ITEM_BITS) - 1
-            after &= (1 << ITEM_BITS) - 1
-        add_low, add_high = gain(seed, position, before, after, live)
-        low += add_low
-        high += add_high
-    store_sums(sums, program, low, high)
-
-
 def box_sum(bits: torch.Tensor, seed: int, runs: Runs = WHOLE) -> torch.Tensor:
     """The sums over a box, whose elements lie in one dimension."""
     per_word = WORD_BYTES // bits.itemsize
@@ -188,20 +153,6 @@ def _sum_part(words: torch.Tensor, per_word: int, first: int, seed: int, runs: R
     sum_box[(programs,)](
         words, words.numel(), first, sums, signed(seed), *runs, ITEM_BITS=8 * words.itemsize // per_word,
         PER_WORD=per_word, ONE_RUN=runs.is_one, LONG_RUNS=is_long, MASKED=per_word == 1, VECTOR=WORDS,
-    )  # fmt: skip
-    return sums.sum(0)
-
-
-def change_sum(
-    positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor, seed: int, runs: Runs = WHOLE
-) -> torch.Tensor:
-    """What the sums gain when the elements at `positions` of a box go from `old` to `new` bits."""
-    programs = num_programs(positions.numel(), CHANGES)
-    sums = torch.empty(programs, 2, dtype=torch.int64, device=positions.device)
-    kind = SIGNED[old.itemsize]
-    sum_changes[(programs,)](
-        positions, old.view(kind), new.view(kind), positions.numel(), sums, signed(seed), *runs,
-        ITEM_BITS=8 * old.itemsize, ONE_RUN=runs.is_one, VECTOR=CHANGES,
     )  # fmt: skip
     return sums.sum(0)
 

@@ -56,11 +56,9 @@ def error_from(message: Message) -> DeltawireError:
 
 def final(error: BaseException | None) -> DeltawireError | None:
     """The error, if all later versions would fail with it too: another writer, other weights, no way to the others."""
-    is_lost = isinstance(error, RankFailed) and error.fields.get("is_lost")
-    return error if isinstance(error, DeltawireError) and (is_lost or isinstance(error, FINAL)) else None
-
-
-FINAL = (Fenced, SnapshotMismatch)
+    if isinstance(error, Fenced | SnapshotMismatch) or (isinstance(error, RankFailed) and error.fields.get("is_lost")):
+        return error
+    return None
 
 
 def _is_plain(value: Any) -> bool:

@@ -60,7 +60,7 @@ def delta_hop(info: DeltaInfo, objects: Objects, encodings: Mapping[str, int]) -
     return StoredHop(info.version, info.base_version, info.digest, info.base_digest, objects, info.num_changed, used)
 
 
-def pieces_of(history: History, version: int) -> Callable[[str], Iterator[Buffer]]:
+def pieces_of(history: History, version: int) -> PiecesOf:
     """A function that yields the bytes of a tensor at a version."""
 
     def pieces(name: str) -> Iterator[Buffer]:

@@ -192,9 +192,9 @@ class FolderStore(ObjectStore):
 
     def __init__(self, folder: Path) -> None:
         self._folder = os.path.abspath(folder)
-        # Rooted at `/`, since a client cannot be rooted at a folder that does not exist yet.
         # What a URL cannot hold as it is: others open the folder by it.
         path = re.sub("[%#?]", lambda found: quote(found[0]), self._folder)
+        # Rooted at `/`, since a client cannot be rooted at a folder that does not exist yet.
         super().__init__(f"file://{path}", LocalStore("/"), self._folder.strip("/"))
 
     def _readable_path(self, key: str) -> str:

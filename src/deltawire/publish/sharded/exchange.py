@@ -19,6 +19,7 @@ from deltawire.errors import RankFailed
 from deltawire.format.container import raw
 from deltawire.publish.alone import Message
 from deltawire.publish.sharded.messages import Ranks, first_line, pauses
+from deltawire.publish.upload import PiecesOf
 from deltawire.publish.worker import Held, Worker
 from deltawire.store import Buffer
 from deltawire.tensors.boxes import Box, Shape
@@ -162,7 +163,7 @@ class ShardWorker(Worker):
             self._exchange = None
         return super().do(command)
 
-    def _pieces(self, held: Held, call: int, folder: str, boxes: Message) -> Callable[[str], Iterable[Buffer]]:
+    def _pieces(self, held: Held, call: int, folder: str, boxes: Message) -> PiecesOf:
         if not self._ranks.others:
             return super()._pieces(held, call, folder, boxes)
         exchange = self._exchange = Exchange(

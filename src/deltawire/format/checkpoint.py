@@ -13,9 +13,18 @@ from deltawire.format.container import MOST_HEADER_BYTES, Container, file_bytes,
 from deltawire.format.parts import MAX_FILE_BYTES, grouped, part_names
 from deltawire.format.wire import check_stated, metadata_fields, read_number, read_tied
 from deltawire.tensors.digest import Digest, WeightVersion, digest
-from deltawire.tensors.dtypes import DTYPES, Bits, dtype_named
+from deltawire.tensors.dtypes import Bits, dtype_named
 from deltawire.tensors.names import PREFIX, Ties, check_names, is_text, resolve_ties
-from deltawire.tensors.weights import DTypeChoice, Specs, Tensor, TensorSpec, Viewed, Weights, mapping_of
+from deltawire.tensors.weights import (
+    DTypeChoice,
+    Specs,
+    Tensor,
+    TensorSpec,
+    Viewed,
+    Weights,
+    mapping_of,
+    num_bytes_of,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -208,11 +217,6 @@ def group_specs(specs: Specs, max_shard_bytes: float) -> list[dict[str, TensorSp
     """Group tensors by a size limit; there is at least one group."""
     groups = grouped(sorted(specs), lambda name: num_bytes_of(specs[name]), max_shard_bytes)
     return [{name: specs[name] for name in group} for group in groups]
-
-
-def num_bytes_of(spec: TensorSpec) -> int:
-    dtype, shape = spec
-    return prod(shape) * DTYPES[dtype].itemsize
 
 
 def name_shards(groups: list[dict[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:

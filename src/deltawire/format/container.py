@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from math import prod
 from pathlib import Path
 from secrets import token_hex
 from typing import IO, Any, BinaryIO
@@ -22,7 +21,7 @@ from deltawire.errors import CorruptObject, LimitExceeded, UnsupportedFormat
 from deltawire.tensors.boxes import Shape
 from deltawire.tensors.dtypes import DTYPES, Bits, empty_bits
 from deltawire.tensors.names import METADATA, is_text
-from deltawire.tensors.weights import Specs
+from deltawire.tensors.weights import Specs, num_bytes_of
 
 MOST_HEADER_BYTES = 100_000_000
 # The product of as many as a header can hold would take hours.
@@ -156,7 +155,7 @@ def _slot(name: str, entry: Any, corrupt: Any) -> Slot:
         raise UnsupportedFormat(
             f"tensor {name!r} has dtype {dtype!r}, which is not supported", tensor=name, actual=dtype
         )
-    if stop - start != prod(shape) * DTYPES[dtype].itemsize:
+    if stop - start != num_bytes_of((dtype, shape)):
         raise corrupt(f"tensor {name!r} has shape {shape} but {stop - start} bytes")
     return Slot(dtype, tuple(shape), start, stop)
 
@@ -170,10 +169,9 @@ def lay_out(specs: Specs) -> dict[str, Slot]:
     """Place tensors of given dtype and shape in sequence, the widest items first so that all are aligned."""
     slots, at = {}, 0
     for name in sorted(specs, key=lambda name: (-DTYPES[specs[name][0]].itemsize, name)):
-        dtype, shape = specs[name]
-        size = prod(shape) * DTYPES[dtype].itemsize
-        slots[name] = Slot(dtype, shape, at, at + size)
-        at += size
+        end = at + num_bytes_of(specs[name])
+        slots[name] = Slot(*specs[name], at, end)
+        at = end
     return slots
 
 

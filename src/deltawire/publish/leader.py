@@ -42,7 +42,7 @@ from deltawire.run.run import Run
 from deltawire.tensors.digest import Digest, WeightVersion, digest, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.tensors.names import Ties
-from deltawire.tensors.weights import Specs, TensorSpec
+from deltawire.tensors.weights import Specs, TensorSpec, num_bytes_of
 
 log = logging.getLogger("deltawire")
 
@@ -76,7 +76,7 @@ class Model:
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        return {name: DTYPES[dtype].itemsize * prod(shape) for name, (dtype, shape) in self.specs.items()}
+        return {name: num_bytes_of(spec) for name, spec in self.specs.items()}
 
 
 @dataclass(frozen=True, slots=True)

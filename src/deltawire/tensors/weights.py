@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deltawire.tensors.boxes import Positions, Shape
-from deltawire.tensors.dtypes import ALIASES, Bits, DType, dtype_named, no_room
+from deltawire.tensors.dtypes import ALIASES, DTYPES, Bits, DType, dtype_named, no_room
 from deltawire.tensors.names import Ties
 
 Weights = Mapping[str, Any]
@@ -171,6 +171,11 @@ def spec(weights: Weights, name: str, dtype: DTypeChoice = None) -> TensorSpec:
         return known(name)
     tensor = view(name, weights[name], dtype)
     return tensor.dtype.name, tensor.shape
+
+
+def num_bytes_of(spec: TensorSpec) -> int:
+    dtype, shape = spec
+    return prod(shape) * DTYPES[dtype].itemsize
 
 
 def read(bits: Bits, positions: Positions) -> Bits:

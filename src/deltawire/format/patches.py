@@ -66,7 +66,7 @@ def encode_box(
     return entry, sum(gains, Digest())
 
 
-def decode_entry(entry: Entry, old: Tensor | None, workers: Workers = SERIAL) -> Patch:
+def decode_entry(entry: Entry, old: Tensor | None, workers: Workers) -> Patch:
     """Decode an entry to a patch; `old` is the whole tensor."""
     bits = None if old is None else _cut(old, entry.box)
     positions, new = decode(entry.encoded, bits, entry.box.num_elements, entry.dtype, workers)
@@ -74,7 +74,7 @@ def decode_entry(entry: Entry, old: Tensor | None, workers: Workers = SERIAL) ->
     return Patch(entry.name, entry.dtype.name, entry.box, new, absolute)
 
 
-def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers = SERIAL) -> Patch | None:
+def decode_part(entry: Entry, part: Box, shard: Tensor | None, workers: Workers) -> Patch | None:
     """Decode the part of an entry that lies in a shard, from the shard's own old bits; None if there is no overlap."""
     if part.full != entry.box.full:
         problem = f"the shard of {entry.name} is of a tensor of shape {list(part.full)}, not {list(entry.box.full)}"
@@ -119,7 +119,7 @@ def write_patches(targets: Mapping[str, Iterable[Any]], patches: Iterable[Patch]
             write(value, patch.where, patch.bits)
 
 
-def patch_digest(patch: Patch, old: Tensor, workers: Workers = SERIAL) -> Digest:
+def patch_digest(patch: Patch, old: Tensor, workers: Workers) -> Digest:
     """What the digest gains when a patch is applied to the old tensor."""
     key = tensor_key(patch.name, old.dtype, old.shape)
     if patch._positions is None:

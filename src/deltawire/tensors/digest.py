@@ -107,7 +107,7 @@ def box_digest(key: TensorKey, box: Box, bits: Elements, workers: Workers = SERI
     return runs_digest(key, starts, length, bits, workers)
 
 
-def runs_digest(key: TensorKey, starts: Positions, length: int, bits: Elements, workers: Workers = SERIAL) -> Digest:
+def runs_digest(key: TensorKey, starts: Positions, length: int, bits: Elements, workers: Workers) -> Digest:
     """Like `box_digest`, for runs of consecutive elements of the tensor: `length` from each of `starts`."""
     from deltawire.kernels.cpu.sums import sum_runs
 

@@ -3,6 +3,7 @@
 import builtins
 import importlib.util
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,6 +170,22 @@ def test_commands_without_enough_memory(tmp_path, monkeypatch):
     result = CliRunner().invoke(main, ["ls", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: not enough memory: Unable to allocate 256. TiB")
+
+
+@pytest.mark.parametrize("path", ["~", "~/runs/1", Path("~/runs/1")])
+def test_a_home_that_only_a_shell_knows(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url, _ = make_run(1)
+    saved = diff(weights(), weights())
+    for use in (
+        open_store, lambda it: Publisher(it, weights()).publish(), lambda it: Replica(url, it),
+        lambda it: save_anchor(weights(), it), saved.save,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="begins with ~, which only a shell replaces: write the whole path"):
+            use(path)
+    ended = CliRunner().invoke(main, ["pull", url, "--to", str(path)])
+    assert (ended.exit_code, "write the whole path" in ended.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("base", [torch.nn.Linear(2, 2), [1, 2]])

@@ -17,12 +17,15 @@ from deltawire.redact import redacted
 def local_path(path: str | Path) -> Path:
     """A path on this machine. A URL is refused: it would be taken for a folder that is named after its scheme.
 
-    So is an empty text, which a script has whose variable is not set: it would be taken for the current folder.
+    So is an empty text, which a script has whose variable is not set: it would be taken for the current folder. And so
+    is ~, outside of a shell: a folder of that name would be made.
     """
     if not str(path):
         raise ValueError("the path is empty: name a file or folder, or use . for the current folder")
     if re.match("[A-Za-z][A-Za-z0-9+.-]+://", str(path)):
         raise ValueError(f"{redacted(str(path))} is a URL, but this must be a file or folder on this machine")
+    if Path(path).parts[:1] == ("~",):
+        raise ValueError(f"{path} begins with ~, which only a shell replaces: write the whole path")
     return Path(path)
 
 

@@ -37,7 +37,7 @@ REFUSED = {
     "too few": (
         {"a": np.zeros((2, 3), np.float32)},
         UnknownParameter,
-        "the run has b, which the target does not have",
+        "the run has b, which the target does not have: add it, or pass an empty dictionary, which is filled",
         {"tensor": "b"},
     ),
     "too many": (
@@ -50,13 +50,15 @@ REFUSED = {
     "another shape": (
         {"a": np.zeros((3, 2), np.float32), "b": np.zeros(4, np.float32)},
         ShapeMismatch,
-        "a is F32 [3, 2] at the target, but F32 [2, 3] in the run",
+        "a is F32 [3, 2] at the target, but F32 [2, 3] in the run: check that both have the same model, or pass an "
+        "empty dictionary, which is filled",
         {"tensor": "a", "expected": "('F32', (2, 3))", "actual": "('F32', (3, 2))"},
     ),
     "another dtype": (
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)},
         ShapeMismatch,
-        "b is F16 [4] at the target, but F32 [4] in the run",
+        "b is F16 [4] at the target, but F32 [4] in the run: cast it to the run's dtype first, or pass an empty "
+        "dictionary, which is filled",
         {"tensor": "b", "expected": "('F32', (4,))", "actual": "('F16', (4,))"},
     ),
     "bits": (
@@ -74,7 +76,8 @@ REFUSED = {
     "other integers": (
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.uint16)},
         ShapeMismatch,
-        "b is U16 [4] at the target, but F32 [4] in the run",
+        "b is U16 [4] at the target, but F32 [4] in the run: cast it to the run's dtype first, or pass an empty "
+        "dictionary, which is filled",
         {"tensor": "b", "expected": "('F32', (4,))", "actual": "('U16', (4,))"},
     ),
 }

@@ -204,7 +204,7 @@ def test_what_is_no_longer_the_same_model_is_said():
         ({"a": weights["a"]}, UnknownParameter, "b is no longer among the published weights: "),
         ({**weights, "c": weights["b"]}, UnknownParameter, "c is not among the published weights: "),
         ({**weights, "b": Tensor(BF16, (2, 2), np.zeros(4, np.uint16))}, ShapeMismatch,
-         "b was BF16 [4] whole and is now BF16 [2, 2] whole: "),
+         "b was BF16 [4] and is now BF16 [2, 2]: "),
         ({**weights, "b": Tensor(DTYPES["F16"], (4,), np.zeros(4, np.uint16))}, ShapeMismatch,
          "b was BF16 [4] and is now F16 [4]: "),
     ):  # fmt: skip

@@ -162,6 +162,8 @@ def test_what_is_promised_to_be_frozen_is_in_anchors_and_not_compared():
     for bad, error in (("layer.*", TypeError), (["layr.*"], ValueError), ([3], TypeError)):
         with pytest.raises(error, match="frozen"):
             Publisher(fresh_url(), model, frozen=bad)
+    with pytest.raises(ValueError, match=r"no tensor name matches 'module\.\*': names are such as 'scale'"):
+        Publisher(fresh_url(), torch.nn.DataParallel(model), frozen=["module.*"])
 
 
 def test_a_broken_promise_stops_the_publisher():
@@ -202,8 +204,10 @@ def test_dtypes_of_a_module():
     assert [mixed.spec(name)[0] for name in ("embed.weight", "layer.weight", "scale")] == ["BF16", "F32", "BF16"]
     with pytest.raises(ValueError, match="published as"):
         module_source(model, dtype="I8")()
-    with pytest.raises(ValueError, match="no floating-point tensor called a"):
-        Publisher(fresh_url(), model, dtype={"a": "BF16"})
+    for name, wrapped in (("a", model), ("module.layer.weight", torch.nn.DataParallel(model))):
+        message = f"no floating-point tensor called {name}: names are such as 'scale'"
+        with pytest.raises(ValueError, match=message):
+            Publisher(fresh_url(), wrapped, dtype={name: "BF16"})
 
 
 def test_a_dtype_for_a_tensor_that_is_not_there_is_refused():

@@ -21,6 +21,7 @@ from deltawire.tensors.weights import (
     Place,
     Tensor,
     Tensors,
+    TensorSpec,
     Viewed,
     Weights,
     num_elements,
@@ -31,6 +32,8 @@ from deltawire.tensors.weights import (
     writables,
     write,
 )
+
+FILLED = "pass an empty dictionary, which is filled"
 
 
 class Target(Protocol):
@@ -187,7 +190,8 @@ class MemoryTarget(Target):
         now = Viewed(weights, self._dtype)
         for name in base:
             if name not in weights:
-                raise UnknownParameter(f"the run has {name}, which the target does not have", tensor=name)
+                problem = f"the run has {name}, which the target does not have: add it, or {FILLED}"
+                raise UnknownParameter(problem, tensor=name)
         for name in weights:
             if name not in base and name not in tied:
                 raise UnknownParameter(
@@ -199,7 +203,7 @@ class MemoryTarget(Target):
             if expected != actual:
                 raise ShapeMismatch(
                     f"{name} is {actual[0]} {list(actual[1])} at the target, but {expected[0]} {list(expected[1])} "
-                    "in the run" + _advice(expected[0], actual[0]),
+                    f"in the run: {_advice(expected, actual)}",
                     tensor=name, expected=str(expected), actual=str(actual),
                 )  # fmt: skip
         writable(weights, weights, tied)
@@ -229,10 +233,12 @@ def _places(weights: Weights) -> dict[str, Place | None]:
     return {name: place(weights[name]) for name in weights}
 
 
-def _advice(expected: str, actual: str) -> str:
-    is_integer = actual.startswith(("I", "U"))
-    same_size = dtype_named(expected).itemsize == dtype_named(actual).itemsize
-    return f': pass dtype="{expected}" if these integers are its bits' if is_integer and same_size else ""
+def _advice(expected: TensorSpec, actual: TensorSpec) -> str:
+    if expected[1] != actual[1]:
+        return f"check that both have the same model, or {FILLED}"
+    if actual[0].startswith(("I", "U")) and dtype_named(expected[0]).itemsize == dtype_named(actual[0]).itemsize:
+        return f'pass dtype="{expected[0]}" if these integers are its bits'
+    return f"cast it to the run's dtype first, or {FILLED}"
 
 
 def new_tensor(name: str, dtype: DType, shape: Shape) -> Any:

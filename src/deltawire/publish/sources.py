@@ -244,7 +244,7 @@ def matching_names(names: Iterable[str], patterns: Sequence[str]) -> frozenset[s
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise ValueError(f"frozen: no tensor name matches {pattern!r}; list the names with model.state_dict()")
+            raise ValueError(f"frozen: no tensor name matches {pattern!r}: names are such as {names[0]!r}")
         found.update(matching)
     return frozenset(found)
 
@@ -277,11 +277,12 @@ def _named_tensors(module: Any, dtype: DTypeChoice) -> tuple[dict[str, Any], dic
         if is_wide(tensor) and (name in stated or is_parameter):
             dtypes[name] = _published(stated[name]) if name in stated else usual
         tensors[name] = tensor
-    for name in stated:
-        if name not in dtypes:
-            raise ValueError(f"dtype: the module has no floating-point tensor called {name}")
     if not tensors:
         raise ValueError("the module has no tensors to publish: its state_dict is empty")
+    for name in stated:
+        if name not in dtypes:
+            problem = f"dtype: the module has no floating-point tensor called {name}"
+            raise ValueError(f"{problem}: names are such as {next(iter(tensors))!r}")
     return tensors, dtypes
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
+from deltawire.disk import local_path
 from deltawire.hosts import split_url
 from deltawire.redact import redacted
 from deltawire.store.base import Buffer, Pieces, Stat, Store
@@ -100,7 +101,7 @@ def _open_folder(url: str | Path) -> Store:
     from deltawire.store.object import FolderStore
 
     if isinstance(url, Path) or not url.lower().startswith("file:"):
-        return FolderStore(Path(url))
+        return FolderStore(local_path(url))
     parts = split_url(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(f"{url!r} is not a folder: write file:///folder, with three slashes")

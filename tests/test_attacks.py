@@ -17,14 +17,15 @@ from deltawire import Publisher, Replica
 from deltawire.cli import main
 from deltawire.engines.agent import Agent, _application
 from deltawire.engines.server import Server
-from deltawire.errors import CorruptObject, RunMismatch
+from deltawire.errors import CorruptObject, ObjectMissing, RunMismatch
 from deltawire.hosts import answered_hosts
 from deltawire.redact import redacted
+from deltawire.run import run as run_module
 from deltawire.run.run import Run
 from deltawire.run.signing import generate_key, public_key_of, signer, verifier
 from deltawire.store import open_store
 from deltawire.terminal import plain
-from support.chains import copy_of, fresh_url, make_run, make_weights, same, step
+from support.chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e\nok: verified\r\x9b31m"
@@ -293,6 +294,29 @@ def test_weights_in_memory_stay_with_their_run(swapped):
             other.pull()
         assert same(replica.target.weights(), held)
         assert replica.version == 1
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_replica_notices_a_run_that_is_gone_or_replaced_by_a_shorter_one(by_name, monkeypatch):
+    """The trainer was started over in an emptied store: the next version of the old run does not come."""
+    url, _ = make_run(4)
+    store = open_store(url)
+    asked = Hooked(url)
+    asked.listable = not by_name
+    with Replica(asked, {}, heartbeat_seconds=None) as replica:
+        replica.pull()
+        store.delete([stat.key for stat in store.list()])
+        monkeypatch.setattr(run_module, "HINT_SECONDS", 0.0)
+        replica.run._hint_due = 0.0
+        for _ in range(2):
+            with pytest.raises(ObjectMissing, match="which held run demo, holds no run any more"):
+                replica.pull()
+        with Publisher(url, make_weights(), run="second") as publisher:
+            publisher.publish().wait()
+        for _ in range(2):
+            with pytest.raises(RunMismatch, match="held run demo, and now holds run second"):
+                replica.pull()
+        assert replica.version == 3
 
 
 def test_a_run_that_only_a_manifest_claims_to_be_is_damage():

@@ -120,18 +120,25 @@ class Run:
         return [version for version, _, is_manifest in self.documents(after).values() if is_manifest]
 
     def latest(self, after: int = -1) -> int | None:
-        """The newest version; None if none is later than `after`. Mostly one request if nothing is new."""
+        """The newest version; None if none is later than `after`. Mostly one request if nothing is new.
+
+        Looks once a minute whether the run is still there, if nothing is new.
+        """
         if not self.listable:
             return self._ask_latest(after)
         # The next ones by name: stores charge twelve times as much for a listing, which finds what lies behind a gap.
         by_name = after >= 0 and time.monotonic() < self._hint_due
         if by_name and not self._has(after + 1):
             return None
-        self._hint_due = time.monotonic() + HINT_SECONDS
         if by_name and not self._has(after + 2):
+            self._hint_due = time.monotonic() + HINT_SECONDS
             return after + 1
-        versions = self.versions(after)
-        return versions[-1] if versions else None
+        # With `after` itself, which is listed unless the run is gone.
+        versions = self.versions(after - 1)
+        if after >= 0 and not versions:
+            self._check_is_there()
+        self._hint_due = time.monotonic() + HINT_SECONDS
+        return versions[-1] if versions and versions[-1] > after else None
 
     @property
     def listable(self) -> bool:
@@ -141,8 +148,8 @@ class Run:
     def _ask_latest(self, after: int) -> int | None:
         """The newest version, in steps that double and then halve: one request if nothing is new, two if one is."""
         low = after
-        if self.id and (after < 0 or time.monotonic() >= self._hint_due):
-            self._hint_due = time.monotonic() + HINT_SECONDS
+        is_due = bool(self.id) and (after < 0 or time.monotonic() >= self._hint_due)
+        if is_due:
             hint = self._hint()
             low = hint if hint > after and self._has(hint) else after
         first, high = low, low + 1
@@ -151,7 +158,29 @@ class Run:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._has(middle) else (low, middle)
+        if is_due:
+            if 0 <= after == low:
+                self._check_is_there()
+            self._hint_due = time.monotonic() + HINT_SECONDS
         return low if low > after else None
+
+    def _check_is_there(self) -> None:
+        """Raise an error if the store does not hold this run any more: its next version would never come."""
+        held, url = self.id, self.store.url
+        try:
+            found = self._read(keys.RUN_KEY, documents.read_run)
+        except errors.ObjectMissing:
+            problem = f"{url}, which held run {held}, holds no run any more: check the URL, or publish to it again"
+            raise errors.ObjectMissing(problem, url=url) from None
+        if found != held:
+            raise self._replaced(found)
+
+    def _replaced(self, found: str) -> errors.RunMismatch:
+        return errors.RunMismatch(
+            f"{self.store.url} held run {self.id}, and now holds run {found}: to follow it, start again with fresh "
+            "weights or an empty folder",
+            expected=self.id, actual=found,
+        )  # fmt: skip
 
     def _has(self, version: int) -> bool:
         """Whether a version exists, by reading its manifest; a damaged one counts, since a listing has it too."""
@@ -188,11 +217,7 @@ class Run:
             raise errors.ObjectMissing(problem, version=version) from None
         if (manifest.run, manifest.version) != (self.id, version):
             if manifest.run != self.id and self._read(keys.RUN_KEY, documents.read_run) == manifest.run:
-                raise errors.RunMismatch(
-                    f"{self.store.url} held run {self.id}, and now holds run {manifest.run}: to follow it, start "
-                    "again with fresh weights or an empty folder",
-                    expected=self.id, actual=manifest.run,
-                )  # fmt: skip
+                raise self._replaced(manifest.run)
             about = f"version {manifest.version} of run {manifest.run}"
             raise errors.CorruptObject(f"the manifest of version {version} describes {about}", version=version)
         self._remember(manifest)

@@ -95,6 +95,13 @@ def test_what_is_no_url_of_a_server(tmp_path, command, url):
     assert f"{url!r} is not a server's URL, such as http://127.0.0.1:8000" in result.stderr
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1/"])
+def test_the_url_that_clients_of_openai_take(tmp_path, url):
+    result = run("attach", "--engine", "vllm", "--url", url, "--from", tmp_path)
+    assert result.exit_code == 2
+    assert "'http://127.0.0.1:8000/v1' is where the server's API for clients is: leave out /v1" in result.stderr
+
+
 @pytest.mark.process
 def test_prove_without_a_server():
     """Nothing that is said on runs applies."""

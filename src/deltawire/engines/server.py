@@ -26,6 +26,8 @@ class Server:
             address = httpx.URL("")
         if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"{self.url!r} is not a server's URL, such as http://127.0.0.1:8000")
+        if address.path.endswith("/v1"):
+            raise ValueError(f"{self.url!r} is where the server's API for clients is: leave out /v1")
         self.silent_since: float | None = None
         """Since when a request waits, by `time.monotonic`, if no answer has ever come: nothing has begun there."""
         self._is_heard = False

@@ -378,6 +378,9 @@ def event_log(path):
     return path
 
 
+LONG_NAME = 8 * "worker12.useast1."
+
+
 @pytest.fixture(scope="module")
 def varied(tmp_path_factory):
     """A run with all that a page can show: replicas well and ill, faults, a damaged version, a log."""
@@ -385,7 +388,7 @@ def varied(tmp_path_factory):
     store = open_store(url)
     store.put("manifests/00000005.json", b"damaged")
     store.put("replicas/<img src=x onerror=alert(1)>.json".replace("<", "").replace(">", ""), b"{}")
-    for name, told in (("a", {"version": 39, "pause_seconds": 0.0015}), ("b", {"version": 30}),
+    for name, told in (("a", {"version": 39, "pause_seconds": 0.0015}), (LONG_NAME, {"version": 30, "pause_seconds": 0.5}),
                        ("c", {"version": 2, "error": "<b>no room</b> " * 10})):  # fmt: skip
         store.put(f"replicas/{name}.json", json.dumps({"time": time.time(), **told}).encode())
     return url, event_log(tmp_path_factory.mktemp("log") / "events.jsonl")

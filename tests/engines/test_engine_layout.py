@@ -302,7 +302,11 @@ REFUSED = {
         "w goes into weight by aten.index_put_",
     ),
     "another storage": (lambda to, tensor: to.set_(tensor), "w goes into weight by aten.set_"),
-    "an error": (lambda to, tensor: 1 / 0, "cannot be followed at w: ZeroDivisionError"),
+    "an error": (
+        lambda to, tensor: 1 / 0,
+        "cannot be followed at w: ZeroDivisionError: division by zero; if it has no such tensor, as of an adapter, "
+        "publish without it",
+    ),
 }
 
 

@@ -115,7 +115,8 @@ def trace(load: Load, storages: Mapping[str, torch.Tensor], specs: Mapping[str, 
             raise
         except Exception as error:
             raise EngineRejected(
-                f"the model's own loading code cannot be followed at {copies.last}: {type(error).__name__}: {error}",
+                f"the model's own loading code cannot be followed at {copies.last}: {type(error).__name__}: {error}; "
+                "if it has no such tensor, as of an adapter, publish without it",
                 tensor=copies.last,
             ) from error
     return Trace([each for written in copies.written.values() for each in written.values()], copies.fills)

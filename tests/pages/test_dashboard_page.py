@@ -389,7 +389,8 @@ def varied(tmp_path_factory):
     store.put("manifests/00000005.json", b"damaged")
     store.put("replicas/<img src=x onerror=alert(1)>.json".replace("<", "").replace(">", ""), b"{}")
     for name, told in (("a", {"version": 39, "pause_seconds": 0.0015}),
-                       (LONG_NAME, {"version": 30, "pause_seconds": 0.5}), ("c", {"version": 2, "error": "<b>no room</b> " * 10})):  # fmt: skip
+                       (LONG_NAME, {"version": 30, "pause_seconds": 0.5}),
+                       ("c", {"version": 2, "error": "<b>no room</b> " * 10})):  # fmt: skip
         store.put(f"replicas/{name}.json", json.dumps({"time": time.time(), **told}).encode())
     return url, event_log(tmp_path_factory.mktemp("log") / "events.jsonl")
 

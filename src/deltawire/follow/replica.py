@@ -143,13 +143,14 @@ class Replica(AbstractContextManager["Replica"]):
             DeltawireError: No route to the version works (ChainError, FormatError, MismatchError), the target cannot
                 load the weights (EngineError), or the store does not answer (StoreUnavailable).
         """
-        return self._pull(version, progress, looks=True)
-
-    def _pull(self, version: int | None, progress: Progress | None, *, looks: bool) -> Pull:
         with self._pulling:
             self._check_open()
-            if looks:
-                self._look()
+            self._look()
+            return self._pull(version, progress)
+
+    def _pull(self, version: int | None = None, progress: Progress | None = None) -> Pull:
+        with self._pulling:
+            self._check_open()
             self.check_run()
             manifest = self._manifest(version)
             done = self._reach(manifest, self._have(manifest), progress)
@@ -178,8 +179,8 @@ class Replica(AbstractContextManager["Replica"]):
 
     def route(self, version: int | None = None) -> Route[StoredHop]:
         """The route that a pull would take, without fetching it."""
+        self._look()
         self.check_run()
-        self._refresh()
         manifest = self._manifest(version)
         return find_route(self.run, self._start(self._have(manifest), manifest), manifest)
 
@@ -203,9 +204,6 @@ class Replica(AbstractContextManager["Replica"]):
     def _look(self) -> None:
         """See which weights are in use, and what is new in the store."""
         self.target.refresh()
-        self._refresh()
-
-    def _refresh(self) -> None:
         found = self.run.latest(after=-1 if self.latest is None else self.latest)
         self.latest = self.latest if found is None else found
 
@@ -350,7 +348,7 @@ class Replica(AbstractContextManager["Replica"]):
                 behind = self._is_behind()
                 pace.saw(self.latest, time.monotonic())
                 if behind:
-                    done = self._pull(None, None, looks=False)
+                    done = self._pull()
                     if on_pull is not None:
                         on_pull(done)
                 failures, self.error = 0, None
@@ -428,7 +426,7 @@ class Replica(AbstractContextManager["Replica"]):
                 with self._changed:
                     self._changed.wait(min(left, 0.5))
             elif self._is_behind():
-                self._pull(None, None, looks=False)
+                self._pull()
             else:
                 self._wake.wait(min(left, 0.2))
                 self._wake.clear()

@@ -148,12 +148,19 @@ class Pool(ThreadPoolExecutor):
         except RuntimeError:
             if threading.main_thread().is_alive():
                 raise
-        done: Future[Result] = Future()
-        try:
-            done.set_result(function(*arguments, **named))
-        except Exception as error:
-            done.set_exception(error)
-        return done
+        return done_at_once(function, *arguments, **named)
+
+
+def done_at_once(
+    function: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
+) -> Future[Result]:
+    """What a thread of a pool would do, in this one."""
+    done: Future[Result] = Future()
+    try:
+        done.set_result(function(*arguments, **named))
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 @contextmanager

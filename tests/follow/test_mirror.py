@@ -129,6 +129,20 @@ def test_touched_files_with_the_right_bits_are_fine(run, tmp_path):
     check(folder, states, 9)
 
 
+def change(folder, how):
+    """As another program does."""
+    shard, data = spoiled(folder)
+    if how == "in place":
+        shard.write_bytes(data)
+    elif how == "another file":
+        (folder.parent / "other").write_bytes(data)
+        (folder.parent / "other").replace(shard)
+    elif how == "no file":
+        shard.unlink()
+    elif how == "touched":
+        os.utime(shard, (1, 1))
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["in place", "another file", "no file", "touched"])
 def test_what_others_change_while_it_is_open_is_noticed(run, tmp_path, how):
@@ -137,16 +151,7 @@ def test_what_others_change_while_it_is_open_is_noticed(run, tmp_path, how):
     folder = tmp_path / "mirror"
     with Replica(url, folder) as replica:
         replica.pull(5)
-        shard, data = spoiled(folder)
-        if how == "in place":
-            shard.write_bytes(data)
-        elif how == "another file":
-            (tmp_path / "other").write_bytes(data)
-            (tmp_path / "other").replace(shard)
-        elif how == "no file":
-            shard.unlink()
-        else:
-            os.utime(shard, (1, 1))
+        change(folder, how)
         assert replica.pull(6).anchor == (how != "touched")
         assert same(replica.target.weights(), states[6])
     check(folder, states, 6)
@@ -200,14 +205,7 @@ def test_an_update_that_is_tried_again_after_others_have_changed_files(run, tmp_
             patch.setattr(Mirror, "_finish_apply", fail)
             with pytest.raises(EngineRejected):
                 replica.pull(6)
-        shard, data = spoiled(folder)
-        if how == "in place":
-            shard.write_bytes(data)
-        elif how == "another file":
-            (tmp_path / "other").write_bytes(data)
-            (tmp_path / "other").replace(shard)
-        elif how == "no file":
-            shard.unlink()
+        change(folder, how)
         assert replica.pull(6).anchor == (how != "not")
         assert same(replica.target.weights(), states[6])
     check(folder, states, 6)

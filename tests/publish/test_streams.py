@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter, so tensors are small here.
 """
 
+import threading
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -182,6 +184,32 @@ def test_tensors_that_are_written_into_one_buffer_one_after_the_other(tmp_path):
             assert_arrived(store, tensors)
             for name in tensors:
                 tensors[name] = stepped(tensors[name], 0.05, seed)
+
+
+@pytest.mark.usefixtures("small_is_smaller")
+def test_what_stays_where_it_is_is_compared_together_also_after_a_version_was_taken_back(tmp_path, monkeypatch):
+    alone, held, store = [], threading.Event(), tmp_path / "run"
+    look = Pieces.look
+    monkeypatch.setattr(Pieces, "look", lambda self, first, some: alone.append(len(some)) or look(self, first, some))
+    live = {name: patterns(size, size).to(DEVICE) for name, size in {"a": 600, "b": 900, "c": 300}.items()}
+    with Publisher(store, lambda: iter(live.items()), snapshot="device", when_full="coalesce") as publisher:
+        publisher.publish().wait(PATIENCE)
+        commit = publisher.run.commit
+
+        def wait(*arguments) -> None:
+            assert held.wait(PATIENCE)
+            commit(*arguments)
+
+        publisher.run.commit = wait
+        publications = []
+        for seed in range(5):
+            for tensor in live.values():
+                tensor.copy_(stepped(tensor.cpu(), 0.05, seed))
+            publications.append(publisher.publish())
+        held.set()
+        assert [each.wait(PATIENCE).version for each in publications] == [1, 2, 2, 2, 2]
+    assert_arrived(store, live)
+    assert alone == []
 
 
 def test_parameters_in_one_buffer_have_memory_of_their_own():

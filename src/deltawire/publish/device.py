@@ -241,7 +241,9 @@ class DeviceHistory(History):
     def _undo(self, version: int) -> None:
         with self._alone:
             record = self._records[version]
-            self._memory.give_up()
+            if not isinstance(record, OnDevice):
+                # Some may not have come.
+                self._memory.give_up()
             for part in self._parts:
                 part.give_up()
             if isinstance(record, OnDevice) and record.reverse is None:
@@ -308,6 +310,8 @@ def _encode_something(device: Any, dtype: str) -> None:
         counts = part.num_changed(record)
         part.encode(record, counts, [encoding], PackedVersion({"": int(counts[""].sum())}, None))
         part.digest("")
+        # For a version that is taken back, in `publish`.
+        part.put_back(record)
 
 
 def is_kept(weights: ModuleWeights, name: str) -> bool:

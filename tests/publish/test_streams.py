@@ -16,6 +16,7 @@ from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
 from deltawire.publish.history import History
 from deltawire.publish.memory import Memory
+from deltawire.publish.streams import Stream
 from support.torch_bits import arrived, assert_arrived, patterns, stepped
 from support.waiting import PATIENCE
 
@@ -280,6 +281,28 @@ def test_ties_of_weights_that_come_one_by_one_are_stated(snapshot, tmp_path):
             pytest.raises(ValueError, match=match),
         ):
             publisher.publish()
+
+
+def test_what_was_read_and_put_back_comes_as_it_was(tmp_path, monkeypatch):
+    """Also if the device copies it late, when it is told to move the snapshot back."""
+    monkeypatch.setattr(device_module, "MOST_COPIED", 0)
+    tensors, store = {"a": patterns(600, 1), "b": patterns(500, 2)}, tmp_path / "run"
+
+    def send():
+        for name, tensor in tensors.items():
+            yield name, tensor.to(DEVICE)
+            if DEVICE == "cuda":
+                torch.cuda._sleep(500_000_000)
+
+    stream = Stream(send(), once=True)
+    with Publisher(store, lambda: stream, snapshot="device", check_share=0) as publisher:
+        publisher.publish().wait(PATIENCE)
+        tensors |= {name: stepped(tensor, 0.1, 3) for name, tensor in tensors.items()} | {"more": patterns(20, 4)}
+        stream = Stream(send(), once=True)
+        with pytest.raises(UnknownParameter):
+            publisher.publish()
+        publisher.publish(anchor=True).wait(PATIENCE)
+        assert_arrived(store, tensors)
 
 
 def test_a_snapshot_that_missed_what_came_is_noticed(tmp_path, monkeypatch):

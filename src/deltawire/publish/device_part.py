@@ -271,7 +271,11 @@ class Part:
         """A copy of a tensor, as it was last seen."""
         if name in self._waiting:
             return self._waiting[name]
-        return self._kept(name).clone().view(DTYPES[self.held[name].dtype.name]).view(shape)
+        copy = self._kept(name).clone().view(DTYPES[self.held[name].dtype.name]).view(shape)
+        if self._stream is not None:
+            # Before the snapshot goes back.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return copy
 
     def _kept(self, name: str) -> torch.Tensor:
         held = self.held[name]

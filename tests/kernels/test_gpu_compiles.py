@@ -161,6 +161,9 @@ def test_no_publish_compiles_what_the_warm_up_did_not(specializations):
             tensor.view(torch.int16)[::share] += version
         history.stage(version, module_source(module)(), SERIAL)
         encode_changes(history, version - 1, version, ["gap", "context"], SERIAL)
+    box_digests(history, 4, SERIAL)
+    history.stage(5, module_source(module)(), SERIAL)
+    history.roll_back(5)
     assert {each[0] for each in warm} >= {"find_changes", "rank_changes", "make_rows", "write"}
     assert specializations - warm == set()
 

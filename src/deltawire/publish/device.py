@@ -298,7 +298,8 @@ def _encode_something(device: Any, dtype: str) -> None:
 
     # Small tensors are encoded on the host.
     warmup.warm_up((16,))
-    values = torch.ones(1 << 13, dtype=DTYPES[dtype], device=device)
+    # One more than whole words, so that the rest is hashed too.
+    values = torch.ones((1 << 13) + 1, dtype=DTYPES[dtype], device=device)
     weights = ModuleWeights({"": values}, {}, frozenset())
     boxes = {"": Box.whole(tuple(values.shape))}
     for encoding in (CONTEXT.name, GAP.name):

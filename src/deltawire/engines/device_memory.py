@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,17 @@ DIVIDED = 1 << 26
 
 
 class DeviceChange(NamedTuple):
-    """A change of a piece, in one block of device memory."""
+    """A change of a piece: where its indices, old and new bits are. There may be tens of thousands, so these are no
+    tensors: all of them together would be made, and let go of, without a turn for the thread that serves.
+    """
 
-    index: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
+    indices: int
+    old: int
+    new: int
+    length: int
+    itemsize: int
+    kept: Any
+    """What has the memory."""
 
 
 class DeviceMemory(Memory):
@@ -66,14 +72,13 @@ class DeviceMemory(Memory):
         order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)
         packed = torch.empty(sum(each.nbytes for each in arrays), dtype=torch.uint8, pin_memory=self._is_gpu)
         np.concatenate([np.empty(0, np.uint8), *(arrays[i].view(np.uint8) for i in order)], out=packed.numpy())
-        left = packed.to(self._device, non_blocking=True)
-        taken: dict[int, torch.Tensor] = {}
-        for size, numbers in groupby(order, lambda i: arrays[i].itemsize):
-            own = list(numbers)
-            lengths = [len(arrays[i]) for i in own]
-            here, left = left.split([size * sum(lengths), len(left) - size * sum(lengths)])
-            taken |= zip(own, here.view(SIGNED[size]).split(lengths), strict=True)
-        return [DeviceChange(*(taken[3 * i + part] for part in range(3))) for i in range(len(changes))]
+        there = packed.to(self._device, non_blocking=True)
+        ends = accumulate((arrays[i].nbytes for i in order), initial=there.data_ptr())
+        at = dict(zip(order, ends, strict=False))
+        return [
+            DeviceChange(at[3 * i], at[3 * i + 1], at[3 * i + 2], len(change.index), change.old.itemsize, there)
+            for i, (change, _) in enumerate(changes)
+        ]
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         changes: dict[int, DeviceChange] = {}
@@ -99,14 +104,21 @@ class DeviceMemory(Memory):
             own = [boxes[i] for i in numbers]
             share = int(DECODED_SHARE * sum(box.num_elements for box in own))
             most = min(max(share, LEAST_DECODED), DECODED)
-            found = decode_boxes(own, near, DTYPES[dtype], encoding == CONTEXT.name, most)
-            for i, (status, positions, old, new) in zip(numbers, found, strict=True):
+            statuses, counts, found = decode_boxes(own, near, DTYPES[dtype], encoding == CONTEXT.name, most)
+            every, old, new = (each.data_ptr() for each in found)
+            starts = accumulate(counts, initial=0)
+            for i, status, start, count in zip(numbers, statuses, starts, counts, strict=False):
                 entry = entries[i][0]
                 try:
                     check_status(status)
                 except CorruptObject as error:
                     raise CorruptObject(f"{entry.name}: {error.message}", tensor=entry.name) from None
-                changes[i] = DeviceChange(positions if part else _in_tensor(entry.box, positions), old, new)
+                index, kept = every + found[0].itemsize * start, found
+                if not part and not entry.box.is_whole:
+                    positions = _in_tensor(entry.box, found[0][start : start + count])
+                    index, kept = positions.data_ptr(), (positions, *found)
+                size = found[1].itemsize
+                changes[i] = DeviceChange(index, old + size * start, new + size * start, count, size, kept)
         for numbers in others.values():
             changes |= zip(numbers, self._decode_on_host([entries[i] for i in numbers]), strict=True)
         return [changes[i] for i in range(len(entries))]
@@ -169,7 +181,7 @@ class DeviceMemory(Memory):
         if self._ready is None or self._ready[0] is not items:
             sizes: dict[int, list[int]] = {}
             for i, item in enumerate(items):
-                sizes.setdefault(item.change.old.itemsize, []).append(i)
+                sizes.setdefault(item.change.itemsize, []).append(i)
             launches = [Launch([self._row(items[i]) for i in own], size, self._device) for size, own in sizes.items()]
             self._ready = items, [i for own in sizes.values() for i in own], launches
         found = np.empty((len(items), RESULTS.value), np.int64)
@@ -180,9 +192,8 @@ class DeviceMemory(Memory):
 
     def _row(self, item: Item) -> tuple[int, ...]:
         _, piece, key, change = item
-        addresses = (each.data_ptr() for each in (self._bits[piece.storage], *change))
-        places = piece.columns, piece.start, piece.stride, *piece.place
-        return *addresses, len(change.index), *places, signed(int(key.seed))
+        live, places = self._bits[piece.storage].data_ptr(), (piece.columns, piece.start, piece.stride, *piece.place)
+        return live, change.indices, change.old, change.new, change.length, *places, signed(int(key.seed))
 
 
 def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
@@ -222,8 +233,6 @@ def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
 
 def _in_tensor(box: Box, positions: torch.Tensor) -> torch.Tensor:
     """Positions in a box as positions in its tensor."""
-    if box.is_whole:
-        return positions
     starts, length = box.runs()
     begins = torch.from_numpy(starts).to(positions.device)
     return (begins[positions // length] + positions % length).to(torch.int32)

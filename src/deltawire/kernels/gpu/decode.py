@@ -190,8 +190,9 @@ class Box(NamedTuple):
 
 def decode_boxes(
     boxes: Sequence[Box], near: torch.Tensor, dtype: "DType", contextual: bool, most_elements: int = MOST_ELEMENTS
-) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The worst status, positions, old and new bits of many boxes of one encoding, with as many launches as for one.
+) -> tuple[list[int], list[int], tuple[torch.Tensor, ...]]:
+    """The worst status of each of many boxes of one encoding, how many changes it has, and the positions, old and new
+    bits of all of them, box after box; with as many launches as for one.
 
     Old bits are addressed from `near`, any tensor of 16-bit elements on the device. Torch is called for all boxes
     together: next to a thread that serves, each call may have to wait for the interpreter. All boxes have a grid, or
@@ -215,14 +216,13 @@ def decode_boxes(
         if count != box.num_changed:
             raise CorruptObject(f"the tiles hold {count} changes, the header says {box.num_changed}")
     statuses = np.maximum.reduceat(decoded.statuses.cpu().numpy(), np.cumsum([0, *num_tiles[:-1]])).tolist()
-    found = decoded.positions, decoded.old, decoded.new
+    found: tuple[torch.Tensor, ...] = decoded.positions, decoded.old, decoded.new
     if grids is not None:
         held = torch.nonzero(decoded.positions >= 0).squeeze(1)
         ends = torch.searchsorted(held, torch.tensor(counts, device=held.device).cumsum(0)).tolist()
         counts = np.diff([0, *ends]).tolist()
         found = tuple(each[held] for each in found)
-    parts = (each.split(counts) for each in found)
-    return list(zip(statuses, *parts, strict=True))
+    return statuses, counts, found
 
 
 def decode(

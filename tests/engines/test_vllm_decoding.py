@@ -1,10 +1,14 @@
 """Real vLLM servers without a mirror, whose workers decode: what goes wrong there is known."""
 
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deltawire.engines.engine import EngineDelta
+from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.errors import DeltawireError, EngineUnavailable
 from support.vllm_server import FAULTY, Trainer, following, serving
 
@@ -83,3 +87,49 @@ def test_a_worker_that_is_killed_while_it_decodes(tmp_path):
         replica.pull()
         assert int(server.weight_version) == replica.version == version
         assert server.checksums() == trainer.expected[version]
+
+
+class Device:
+    """Stands in for torch on a machine with two GPUs: the current one, and memory that knows where it was let go."""
+
+    def __init__(self, patch):
+        self.current, self.waits, self.let_go = "cuda:0", [], []
+        gpu = self
+
+        class Pool:
+            def __del__(self):
+                gpu.let_go.append(gpu.current)
+
+        @contextmanager
+        def device(chosen):
+            before, gpu.current = gpu.current, str(chosen)
+            yield
+            gpu.current = before
+
+        patch.setattr(torch.cuda, "MemPool", Pool)
+        patch.setattr(torch.cuda, "device", device)
+        for name in ("stream", "use_mem_pool"):
+            patch.setattr(torch.cuda, name, nullcontext)
+        patch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+
+    def wait_stream(self, stream):
+        self.waits.append(stream)
+
+
+def test_work_next_to_serving_on_a_second_gpu(monkeypatch):
+    """It comes after what the worker has asked for, and leaves no memory behind on either GPU, also if it fails."""
+    from deltawire.engines.vllm.worker import DeltawireEngine
+
+    gpu, engine = Device(monkeypatch), object.__new__(DeltawireEngine)
+    live = LiveModel(lambda _: Found([], {}))
+    config = SimpleNamespace(
+        data_parallel_external_lb=False, data_parallel_hybrid_lb=False, data_parallel_index=0, world_size=1, rank=0
+    )
+    own = {"device": torch.device("cuda:1"), "live": live, "_stream": gpu, "parallel_config": config}
+    vars(engine).update(
+        own, _disturbed=SimpleNamespace(restore=lambda: None), _quantized=None, _pool=None, _thread=None
+    )
+    engine.command("stage", {"paths": ["there is none"]})
+    engine.wait()
+    assert gpu.waits == ["that of cuda:1"]
+    assert gpu.let_go == ["cuda:1"]

@@ -96,6 +96,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             return self._probe(name, arguments)
         self._disturbed.restore()
         if name in THREADED:
+            self._in_order()
             return self._begin(name, arguments)
         if name == "layout":
             return None if not live.pieces else self._layout()
@@ -103,6 +104,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
             live.bind(specs)
             self._specs = specs
+            self._in_order()
             with self._aside():
                 live.rehearse()
             self._drop()
@@ -170,12 +172,16 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _write_once(self, token: str) -> None:
         self.live.write(token)
-        if self._stream is not None:
-            # What is staged next reads what was noted of codes and scales.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         staged = self.live.staged
         if staged is None or self.live.partial != staged.partial:
             raise EngineRejected("after the write, the weights do not have the digest computed before it")
+
+    def _in_order(self) -> None:
+        """What goes on next to serving reads weights, and what was noted of codes and scales: it comes after what this
+        thread has asked of the device.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
         works: dict[str, Callable[[Any], None]] = {
@@ -187,8 +193,11 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         def run() -> None:
             if before is not None:
                 before.join()
-            with short_turns():
+            # In a new thread the first device is the current one, and who gives memory back begins to use that.
+            with nullcontext() if self._stream is None else torch.cuda.device(self.device), short_turns():
                 error = attempt(partial(works[name], arguments))[1]
+                if error is not None:
+                    self._drop()
             if answer is not None:
                 save_json(answer, self.answer(None, error))
 

@@ -204,6 +204,9 @@ class SplitMemory(Memory):
             own = {kind: [each for each in items if self._is_host[each.piece.storage] == kind] for kind in self._parts}
             self._split = items, own
         put = {kind: self._parts[kind].put(own, undo=undo, writes=writes) for kind, own in self._split[1].items()}
+        if not all(put.values()):
+            # As with codes on a device: then nothing is done for each item, while requests are held.
+            return next(filter(None, put.values()), [])
         found = {kind: iter(written) for kind, written in put.items()}
         return [next(found[self._is_host[item.piece.storage]]) for item in items]
 

@@ -45,9 +45,7 @@ from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Tensor, Weights, spec
 
 
-def pull_trl(
-    url: str | Path | Store, folder: str | Path, *, step: int | None = None, threads: int | None = None
-) -> int:
+def pull_trl(url: str | Path | Store, folder: str | Path, *, step: int | None = None) -> int:
     """Write the weights of a step (default: the newest) to a new checkpoint folder, and return the step."""
     # Before anything is fetched, which may take long.
     folder = local_path(folder)
@@ -57,7 +55,7 @@ def pull_trl(
     want = bucket.latest() if step is None else step
     weights = bucket.load(want)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    save_anchor(weights, folder, version=want, threads=threads)
+    save_anchor(weights, folder, version=want)
     return want
 
 

@@ -132,7 +132,7 @@ class WebStore:
             f"{self.url} cannot be {what}: over http(s), objects can only be read by name. Use the bucket or folder "
             "behind it, such as s3://bucket/run",
             url=self.url,
-        )  # fmt: skip
+        )
 
     @contextmanager
     def _answer(self, method: str, key: str, **headers: str) -> Iterator[Any]:

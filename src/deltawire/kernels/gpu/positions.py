@@ -145,7 +145,7 @@ def store_bytes(out, a, b, c, d, shift: tl.constexpr, there):
 @triton.jit(do_not_specialize=["first_tile", "tile_blocks"])
 def add_up_blocks(
     tiles, rows, facts, statuses, first_tile, counts, before, populations, tile_blocks, VECTOR: tl.constexpr
-):  # fmt: skip
+):
     """For each class and block the elements in earlier blocks of the tile; and the class's population.
 
     A program has the four classes of a row of counters, and scans each by itself.

@@ -56,7 +56,8 @@ _RUN_HINTS: Hints = [
     (errors.ObjectMissing, "list the versions with: deltawire ls {url}"),
     (errors.StoreUnavailable, "check the URL, the network and the credentials, then try: deltawire ls {url}"),
     (errors.AddressUnavailable, "choose another one with --port or --listen; port 0 picks a free one"),
-    (errors.EngineError, "if names, shapes or dtypes have changed, publish all weights with --anchor"),
+    (errors.UnknownParameter, "if names have changed, publish all weights with --anchor"),
+    (errors.ShapeMismatch, "if shapes or dtypes have changed, publish all weights with --anchor"),
 ]
 # The extra that installs a package, for commands that import it directly.
 _EXTRAS = {

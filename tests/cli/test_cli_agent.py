@@ -149,7 +149,12 @@ def test_who_waits_for_a_version_does_not_wait_for_a_server_that_refuses_it(url,
     result = attached(url, "--until", 1)
     assert result.exit_code == 1
     assert "version 1 was refused 5 times: giving up" in result.stderr
-    assert "error: a parameter that the run does not fill" in result.stderr
+    assert result.stderr.endswith("error: a parameter that the run does not fill\n"), "no hint on what to publish"
+    del server.failing["bind"]
+    server.failing["status"] = EngineRejected("another kind of server")
+    result = attached(url, "--until", 1)
+    assert "the server has refused 5 times: giving up" in result.stderr
+    assert result.stderr.endswith("error: another kind of server\n")
 
 
 def test_who_waits_for_a_version_waits_for_a_server_that_is_away(url, trainer, server):

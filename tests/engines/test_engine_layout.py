@@ -398,6 +398,17 @@ def test_what_is_computed_element_by_element_is_computed_again(how):
     assert caught.value.tensor == "w"
 
 
+def test_an_error_that_lists_all_parameters_is_cut():
+    """As vLLM's, where a checkpoint has a tensor that the model does not have."""
+
+    def fail(*_):
+        raise ValueError(f"there is no w; the parameters are {', '.join(f'layers.{i}' for i in range(10_000))}")
+
+    with pytest.raises(EngineRejected, match=r"ValueError: there is no w; .*\.\.\.; if it has no such") as caught:
+        trace_small(fail)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_wider_dtype_has_the_values_already():
     model = Small()
     specs = {"w": ("BF16", (6, 4))}

@@ -198,7 +198,8 @@ class Watch:
         if what != self._refused[0]:
             self._refused = what, replica.num_faults - 1
         elif what is not None and replica.num_faults - self._refused[1] >= MOST_REFUSALS:
-            terminal.say(f"version {replica.latest} was refused {MOST_REFUSALS} times: giving up", err=True)
+            seen = "the server has refused" if replica.latest is None else f"version {replica.latest} was refused"
+            terminal.say(f"{seen} {MOST_REFUSALS} times: giving up", err=True)
             self._failure, self._stop = error, True
             self._replica.stop()
 

@@ -7,6 +7,7 @@ nothing is moved. What it computes on the way, element by element from one tenso
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset in a storage."""
 Fill = tuple[str, View, Any]
 """A part of a storage, and the value that it is filled with."""
+
+# Of a message; vLLM's may list all parameters.
+MOST_CHARS = 400
 
 # Operations whose result has the same elements in the same order.
 _SAME = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
@@ -114,9 +118,10 @@ def trace(load: Load, storages: Mapping[str, torch.Tensor], specs: Mapping[str, 
         except EngineRejected:
             raise
         except Exception as error:
+            said = shorten(f"{type(error).__name__}: {error}", MOST_CHARS, placeholder=" ...")
             raise EngineRejected(
-                f"the model's own loading code cannot be followed at {copies.last}: {type(error).__name__}: {error}; "
-                "if it has no such tensor, as of an adapter, publish without it",
+                f"the model's own loading code cannot be followed at {copies.last}: {said}; if it has no such tensor, "
+                "as of an adapter, publish without it",
                 tensor=copies.last,
             ) from error
     return Trace([each for written in copies.written.values() for each in written.values()], copies.fills)

@@ -322,6 +322,27 @@ def test_the_environment_configures_azure(azure_server, monkeypatch):
     assert store.get("a") == b"x"
 
 
+@pytest.mark.parametrize("endpoint", ["minio:9000", "127.0.0.1:9000", "http://", "http://h:port", "http://h:99999",
+                                      "http://[h", "http:// h", "ftp://h", "http://ü.example"])  # fmt: skip
+def test_endpoints_that_are_no_url(endpoint, monkeypatch):
+    """The client would panic at the first request."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ValueError, match="is not a URL") as caught:
+        open_store(f"s3://{BUCKET}/x")
+    assert repr(endpoint) in str(caught.value)
+
+
+def test_a_client_that_panics(s3_server):
+    """As with a key that a secret has kept with the newline at its end."""
+    store = open_store(f"s3://{BUCKET}/x", config=s3_server.config | {"access_key_id": "key\n"})
+    for call in (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.create("a", b""), store.list):
+        with pytest.raises(StoreUnavailable, match=r"InvalidHeaderValue; look at AWS_ACCESS_KEY_ID") as caught:
+            call()
+        assert caught.value.refused
+
+
 def test_profiles_of_boto3(s3_server, monkeypatch, tmp_path):
     secrets = f"aws_access_key_id={s3_server.access_key}\naws_secret_access_key={s3_server.secret}\n"
     (tmp_path / "credentials").write_text(f"[mine]\n{secrets}")

@@ -15,6 +15,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltawire.errors import StoreUnavailable
 from deltawire.hosts import split_url
+from deltawire.redact import redacted
 from deltawire.store.failures import shorten
 from deltawire.store.object import ObjectStore
 
@@ -99,6 +100,7 @@ def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, r
     name = f"{parts.scheme}://{parts.netloc}/{prefix}".rstrip("/")
     known = cloud.settings(settings)
     endpoint = next((known[each] for each in cloud.endpoints if known.get(each)), "")
+    _check_endpoint(endpoint)
     options = _credentials(name, cloud, known) | {
         "retry_config": {
             "max_retries": retries,
@@ -113,7 +115,7 @@ def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, r
             "read_timeout": timedelta(seconds=silence_seconds),
             # A limit on the whole request would fail large parts on slow networks; silence is the sign of a dead one.
             "timeout": timedelta(hours=1),
-            "allow_http": endpoint.startswith("http://"),
+            "allow_http": endpoint.lower().startswith("http://"),
         }
         return cloud.kind(bucket, config=settings, client_options=client_options, **options)
 
@@ -122,6 +124,17 @@ def open_cloud(url: str, config: Mapping[str, str], *, timeout_seconds: float, r
     except BaseError as error:
         raise _refused(name, f"{shorten(str(error))}; look at", cloud) from None
     return ObjectStore(name, quick, prefix, patient=patient, variables=cloud.environment)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Reject what is not a URL, at which the client would panic."""
+    parts = split_url(endpoint)
+    is_url = parts.scheme in ("http", "https") and parts.hostname and endpoint.isascii() and " " not in endpoint
+    if endpoint and not is_url:
+        raise ValueError(
+            f"the endpoint {redacted(endpoint)!r} is not a URL: write http://host:port or https://host, for S3 in "
+            "AWS_ENDPOINT_URL"
+        )
 
 
 def _credentials(url: str, cloud: Cloud, known: Mapping[str, str]) -> dict[str, Any]:

@@ -31,6 +31,12 @@ def translated(url: str, key: str, *, environment: Sequence[str]) -> Iterator[No
         yield
     except (exceptions.BaseError, OSError, NotImplementedError) as error:
         raise translate(error, url, key, environment) from None
+    except BaseException as error:
+        # A panic of the client is no Exception, and its class cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        message = f"{url}: the client failed: {shorten(str(error))}{_look_at(environment)}"
+        raise StoreUnavailable(message, url=url, key=key, refused=True, uncertain=False) from None
 
 
 def translate(error: Exception, url: str, key: str, environment: Sequence[str]) -> StoreError:
@@ -53,9 +59,12 @@ def _explain(error: Exception, text: str, environment: Sequence[str]) -> tuple[s
         return "the disk is full", True
     words = shorten(text)
     if isinstance(error, _CREDENTIAL_ERRORS) or _BAD_CREDENTIALS.search(text):
-        look = f"; look at {', '.join(environment)}" if environment else ""
-        return f"access was refused: {words}{look}", True
+        return f"access was refused: {words}{_look_at(environment)}", True
     return words, bool(_REFUSED.search(text)) or isinstance(error, NotImplementedError | exceptions.NotSupportedError)
+
+
+def _look_at(environment: Sequence[str]) -> str:
+    return f"; look at {', '.join(environment)}" if environment else ""
 
 
 def shorten(text: str) -> str:

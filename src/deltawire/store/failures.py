@@ -68,8 +68,8 @@ def _look_at(environment: Sequence[str]) -> str:
 
 
 def shorten(text: str) -> str:
-    """The store's own message on one line, without the client's debug output and the queries of URLs."""
-    text = re.sub(r"^Generic \w+ error: ", "", text.partition("\n\nDebug source:")[0])
+    """The store's own message on one line, without the client's debug output, its times and the queries of URLs."""
+    text = re.sub(r"^Generic \w+ error: | in [\d.]+[nµm]?s\b", "", text.partition("\n\nDebug source:")[0])
     said = [found for tag in ("Code", "Message") for found in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)]
     if said:
         text = f"{text.partition('<')[0].rstrip(' :')}: {': '.join(said)}"

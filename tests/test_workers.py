@@ -184,30 +184,44 @@ def test_a_trainer_in_a_thread_goes_on_after_the_end_of_the_main_one(tmp_path):
 
 
 FOLLOWED_AT_THE_END = """
-import sys, threading
-from deltawire import Replica
+import sys, threading, time
+from deltawire import Replica, open_store
+from deltawire.store import transfer
 
-copy = {}
+transfer.PART_BYTES, transfer.MAX_PARTS_IN_FLIGHT = 1000, 2
+begun, copy, store = threading.Event(), {}, open_store(sys.argv[1])
+get_range = store.get_range
+
+
+def slowly(*given):
+    begun.set()
+    time.sleep(0.01)
+    return get_range(*given)
 
 
 def follow():
-    threading.main_thread().join()
-    with Replica(sys.argv[1], copy, heartbeat_seconds=None) as replica:
+    if sys.argv[2] == "before":
+        threading.main_thread().join()
+    store.get_range = slowly
+    with Replica(store, copy, heartbeat_seconds=None) as replica:
         replica.pull()
         replica.pull(1)  # by a route that is searched for
         print(int((copy["a"] == 1).sum()))
 
 
 threading.Thread(target=follow).start()
+if sys.argv[2] == "meanwhile":
+    begun.wait()
 """
 
 
 @pytest.mark.process
-def test_a_replica_in_a_thread_goes_on_after_the_end_of_the_main_one(tmp_path):
-    weights = {"a": np.zeros(100, np.float16)}
+@pytest.mark.parametrize("ends", ["before", "meanwhile"])
+def test_a_replica_in_a_thread_goes_on_after_the_end_of_the_main_one(ends, tmp_path):
+    weights = {"a": np.zeros(20_000, np.float16)}
     with Publisher(tmp_path / "run", weights) as publisher:
         for number in range(3):
             publisher.publish()
             weights["a"][number] = 1
-    command = [sys.executable, "-c", FOLLOWED_AT_THE_END, tmp_path / "run"]
+    command = [sys.executable, "-c", FOLLOWED_AT_THE_END, tmp_path / "run", ends]
     assert subprocess.run(command, check=True, timeout=PATIENCE, capture_output=True).stdout == b"1\n"

@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -138,29 +137,29 @@ SERIAL = Workers(1)
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads for what is not mapped. Once the main thread has ended none can be had: then it is done at once."""
+    """Threads for what is not mapped. At the end of a program none can be had: then the caller's does the work."""
 
     def submit(
         self, function: Callable[Arguments, Result], /, *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Future[Result]:
+        found: Future[Result] = Future()
+        # What no thread could be started for is queued nevertheless; advancing this iterator is atomic.
+        turns = iter([found])
+
+        def work() -> None:
+            for future in turns:
+                if not future.set_running_or_notify_cancel():
+                    return
+                try:
+                    future.set_result(function(*arguments, **named))
+                except BaseException as error:
+                    future.set_exception(error)
+
         try:
-            return super().submit(function, *arguments, **named)
+            super().submit(work)
         except RuntimeError:
-            if threading.main_thread().is_alive():
-                raise
-        return done_at_once(function, *arguments, **named)
-
-
-def done_at_once(
-    function: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
-) -> Future[Result]:
-    """What a thread of a pool would do, in this one."""
-    done: Future[Result] = Future()
-    try:
-        done.set_result(function(*arguments, **named))
-    except Exception as error:
-        done.set_exception(error)
-    return done
+            work()
+        return found
 
 
 @contextmanager

@@ -145,7 +145,6 @@ def test_few_changes_are_for_the_host():
 def test_after_the_end_of_the_main_thread(monkeypatch):
     """No pool of threads takes anything then."""
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
-    monkeypatch.setattr(threading, "main_thread", threading.Thread)
     old = patterns(5000, 1)
     assert assert_same(module_of(a=old), {"a": stepped(old, 0.03, 2)}, ["gap"]) == ["gap"]
 

@@ -26,7 +26,7 @@ from deltawire.engines.trace import flat_storages, trace
 from deltawire.errors import BaseMismatch, Conflict, EngineRejected
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.weights import TensorSpec
-from deltawire.workers import done_at_once, short_turns
+from deltawire.workers import short_turns
 
 _ATTRIBUTE = "_deltawire_worker"
 # SGLang's models compute here what they derive from their weights, after all of these were loaded.
@@ -221,7 +221,12 @@ def _in_this_thread() -> Iterator[None]:
     def at_once(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
         if threading.get_ident() != own:
             return submit(pool, work, *arguments, **named)
-        return done_at_once(work, *arguments, **named)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments, **named))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
     ThreadPoolExecutor.submit = at_once  # type: ignore[method-assign,assignment]
     try:

@@ -127,6 +127,12 @@ def test_replicas_that_start_with_nothing_fetch_the_anchor():
     assert outcome.replica_bytes >= 16 * PLAN.anchor_bytes
 
 
+def test_too_many_joins_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(Clock, "run", None)
+    with pytest.raises(ValueError, match="fewer replicas, joins"):
+        simulate(Scene(replace(PLAN, steps_a_day=1, joins_a_day=30_000)))
+
+
 def test_too_much_is_refused(monkeypatch):
     monkeypatch.setattr("deltawire.estimate.simulate.MOST_EVENTS", 100)
     with pytest.raises(ValueError, match="too much"):

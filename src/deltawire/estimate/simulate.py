@@ -26,7 +26,8 @@ FOUND_TRIPS, COMMIT_TRIPS = 2, 2
 HEARTBEAT_SECONDS = 15.0
 # The measurement of replicas that are threads of one process.
 SHARED = "nginx, 16 threads"
-MOST_EVENTS = 20_000_000
+MOST_EVENTS, MOST_JOINS = 20_000_000, 100_000
+TOO_MUCH = "too much to simulate: use fewer replicas, joins or versions, or poll less often"
 
 Done = Callable[[], None]
 
@@ -104,7 +105,7 @@ class Clock:
                 return
             self.now, _, what = heapq.heappop(self._events)
             what()
-        raise ValueError("too much to simulate: use fewer replicas, joins or versions, or poll less often")
+        raise ValueError(TOO_MUCH)
 
 
 class Line:
@@ -167,6 +168,8 @@ class World:
 
     def run(self) -> Outcome:
         scene, plan, outcome = self.scene, self.plan, self.outcome
+        if plan.joins_a_day / plan.steps_a_day * scene.num_versions > MOST_JOINS:
+            raise ValueError(TOO_MUCH)
         self._add(hop_of(plan, 0, None))
         outcome.calls, outcome.commits, outcome.served = [0.0], [0.0], {0: []}
         for replica in self.replicas:

@@ -305,6 +305,28 @@ def test_what_was_read_and_put_back_comes_as_it_was(tmp_path, monkeypatch):
         assert_arrived(store, tensors)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has streams")
+@pytest.mark.usefixtures("small_is_smaller")
+def test_weights_that_come_on_a_stream_of_their_own(tmp_path):
+    live = {name: patterns(size, size).to(DEVICE) for name, size in {"a": 600, "b": 900, "norm": 30}.items()}
+    gathered = {name: tensor.clone() for name, tensor in live.items()}
+    side, store = torch.cuda.Stream(), tmp_path / "run"
+
+    def send():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for name, tensor in live.items():
+                torch.cuda._sleep(100_000_000)
+                yield name, gathered[name].copy_(tensor)
+
+    with Publisher(store, send, snapshot="device", check_share=0) as publisher:
+        for seed in range(3):
+            publisher.publish().wait(PATIENCE)
+            assert_arrived(store, live)
+            for tensor in live.values():
+                tensor.copy_(stepped(tensor.cpu(), 0.1, seed))
+
+
 def test_a_snapshot_that_missed_what_came_is_noticed(tmp_path, monkeypatch):
     sender = Sender(a=patterns(600, 1), b=patterns(700, 2))
     true_move = History._move

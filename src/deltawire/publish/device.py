@@ -28,7 +28,7 @@ from deltawire.publish.device_part import DTYPES, SHARE, SMALL, Part, single_str
 from deltawire.publish.history import History, Prepared
 from deltawire.publish.memory import Memory
 from deltawire.publish.records import CHUNK, ChunkKey, PackedVersion, Record, StagedVersion
-from deltawire.publish.sources import ModuleWeights
+from deltawire.publish.sources import ModuleWeights, wait_for
 from deltawire.publish.streams import Stream
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest
@@ -114,6 +114,8 @@ class DeviceHistory(History):
             # Of those that come one by one the next may have the same memory.
             self._coming.setdefault(place, {})[name] = tensor.clone() if self._copies else tensor
             if self._copies:
+                # Where they come on another stream than the one that is current at the end.
+                wait_for([tensor])
                 self._memory.is_own(name, tensor)
             self._num_copied[place] += tensor.nbytes if self._copies else 0
             if self._num_copied[place] > MOST_COPIED:

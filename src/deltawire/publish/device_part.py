@@ -130,6 +130,8 @@ class Part:
         dtype = weights.dtype_of(names[0])
         self._layout = kernels.Layout(dtype.exponent_shift, dtype.exponent_mask)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._came_on: set[Any] = set()
+        """The streams on which weights came that are looked at together: one by one, that may be another than later."""
         with self._between_steps():
             self._arena = Arena([tensor.numel() for tensor in tensors], DTYPES[dtype.name], self._device)
             self._arena.point_at(tensors)
@@ -172,7 +174,9 @@ class Part:
             yield
             return
         trainer = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(trainer)
+        for each in {trainer, *self._came_on}:
+            self._stream.wait_stream(each)
+        self._came_on.clear()
         with self._alone():
             yield
         trainer.wait_stream(self._stream)
@@ -200,6 +204,8 @@ class Part:
             is_own = len(weights) > 1 or memory.is_own(name, tensor)
             if is_own or self.held[name].num_elements <= SMALL:
                 self._waiting[name] = tensor if is_own else tensor.clone()
+                if self._stream is not None:
+                    self._came_on.add(torch.cuda.current_stream(self._device))
                 continue
             with self._between_steps():
                 self._look(self._numbers[name], [tensor])
@@ -256,6 +262,7 @@ class Part:
     def give_up(self) -> None:
         """Undo what was found since the last end."""
         self._small, self._waiting, self._sampled = None, {}, None
+        self._came_on.clear()
         self._arena.let_go()
         if self._pieces is not None or self._begun is not None:
             self.put_back(self.end().record)

@@ -453,3 +453,19 @@ def test_a_box_of_many_rows_takes_no_memory_for_them():
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_of_a_delta_in_memory_only_the_header_is_copied():
+    old, new = np.zeros(1 << 22, np.uint16), np.ones(1 << 22, np.uint16)
+    data = deltawire.diff({"w": old}, {"w": new}, encoding="dense", dtype="BF16").to_bytes()
+    memory = np.frombuffer(data, np.uint8).copy().data
+    tracemalloc.start()
+    try:
+        container = Container(memory)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20 < len(memory)
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(container.bits("w.dense"), new)
+    for cut in (0, 7, 8, 100, len(memory) - 1):
+        with pytest.raises(CorruptObject, match="not a complete safetensors file"):
+            Container(memory[:cut])

@@ -48,7 +48,7 @@ class Header:
 class Container:
     """A safetensors file, or the bytes of one, opened for reading."""
 
-    def __init__(self, source: Path | bytes) -> None:
+    def __init__(self, source: Path | bytes | memoryview) -> None:
         self.source = source
         if isinstance(source, Path):
             # The program may change its folder before it reads.
@@ -57,7 +57,8 @@ class Container:
                 self._stat = _identity(file)
                 self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
         else:
-            self.header = read_header(BytesIO(source), len(source), "the bytes")
+            length = min(int.from_bytes(source[:8], "little"), MOST_HEADER_BYTES)
+            self.header = read_header(BytesIO(source[: 8 + length]), len(source), "the bytes")
 
     def bits(self, name: str) -> Bits:
         """The elements of a tensor, flat, as unsigned integers."""

@@ -57,6 +57,8 @@ def test_staged_through_a_file(tmp_path, density):
             ours, theirs = getattr(change, part), getattr(other, part)
             assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist())
             assert theirs.flags.aligned
+            # What is read into an array leaves the interpreter to others, unlike a copy of bytes.
+            assert theirs.base.flags.owndata
 
 
 def test_nothing_staged_through_a_file(tmp_path):

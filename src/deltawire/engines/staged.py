@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, Numbers, Piece
-from deltawire.errors import CorruptObject, UnknownParameter
-from deltawire.format.container import header_bytes, lay_out, raw
+from deltawire.errors import CorruptObject, DeltawireError, UnknownParameter
+from deltawire.format.container import Container, header_bytes, lay_out, raw
 from deltawire.format.patches import Patch
 from deltawire.tensors.boxes import Positions
 from deltawire.tensors.digest import Digest, WeightVersion, change_digest, digest, tensor_key
@@ -67,16 +67,17 @@ class StagedChange:
     @classmethod
     def load(cls, path: Path, pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> "StagedChange":
         """Read such a file. Everything in it is checked against the pieces that it is for."""
-        from safetensors import SafetensorError, safe_open
-
+        names = "pieces", "index", "old", "new"
         try:
-            with safe_open(path, "numpy") as file:
-                info = file.metadata()
-                table, index, old, new = (file.get_tensor(name) for name in ("pieces", "index", "old", "new"))
+            # Not as safetensors reads it: that would keep the interpreter from the thread that serves.
+            file = Container(path)
+            info, slots = file.header.metadata, [file.header.slots[name] for name in names]
             base, state = (WeightVersion.parse(json.loads(info[name])) for name in ("base", "state"))
-            kinds = [each.dtype for each in (table, index, old, new)]
-            if kinds != [np.int64, np.uint32, np.uint8, np.uint8] or table.shape[1:] != (3,) or not (base and state):
+            kinds = [slot.dtype for slot in slots]
+            if kinds != ["I64", "U32", "U8", "U8"] or slots[0].shape[1:] != (3,) or not (base and state):
                 raise ValueError("unexpected fields")
+            numbers, index, old, new = map(file.bits, names)
+            table = numbers.view(np.int64).reshape(-1, 3)
             changes = []
             elements = num_bytes = 0
             ends = [*table[1:, 1].tolist(), len(index)][: len(table)]
@@ -95,7 +96,7 @@ class StagedChange:
             if not (elements, num_bytes, num_bytes) == (len(index), len(old), len(new)):
                 raise ValueError("inconsistent sizes")
             return cls(info["token"], base, state, changes)
-        except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (DeltawireError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise CorruptObject(f"{path} does not hold a change for these pieces: {error}", path=str(path)) from error
 
 

@@ -58,7 +58,7 @@ class DeviceMemory(Memory):
         self._bits = {name: flat.view(SIGNED[flat.itemsize]) for name, flat in storages.items()}
         self._device = next(iter(storages.values())).device
         self._is_gpu: bool = self._device.type == "cuda"
-        self._ready: tuple[Sequence[Item], list[int], list[Launch]] | None = None
+        self._ready: tuple[Sequence[Item], npt.NDArray[np.int64], list[Launch]] | None = None
         self._written: tuple[npt.NDArray[np.int64], list[Written]] | None = None
         """What a device found the last time, as numbers and as objects."""
 
@@ -183,7 +183,7 @@ class DeviceMemory(Memory):
             for i, item in enumerate(items):
                 sizes.setdefault(item.change.itemsize, []).append(i)
             launches = [Launch([self._row(items[i]) for i in own], size, self._device) for size, own in sizes.items()]
-            self._ready = items, [i for own in sizes.values() for i in own], launches
+            self._ready = items, np.array([i for own in sizes.values() for i in own], np.int64), launches
         found = np.empty((len(items), RESULTS.value), np.int64)
         results = [launch.run(writes=writes, undo=undo) for launch in self._ready[2]]
         if results:

@@ -412,3 +412,30 @@ def test_a_forked_process_is_refused():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
     said = "this publisher belongs to the process that this one was forked from: publish there, or start it with spawn"
     assert done.stdout.splitlines() == [said, said, said, said, "2"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_program_that_ends_before_a_version_is_committed_says_so(closes):
+    """Without `with` or `close`: the thread that commits ends with the program."""
+    program = f"""
+        import threading, time
+        import numpy as np
+        from deltawire import Publisher, open_store
+        weights, store = {{"w": np.zeros(4, np.float16)}}, open_store("memory:")
+        publisher = Publisher(store, weights)
+        publisher.publish().wait()
+        put = store.put
+        store.put = lambda *given: time.sleep({0.2 if closes else 600}) or put(*given)
+        for _ in range(2):
+            weights["w"][0] += 1
+            publisher.publish()
+        if {closes}:
+            publisher.close()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    said = (
+        "the program ends before all versions of memory: are committed (2 left): use `with Publisher(...)`, or call "
+        "close()"
+    )
+    assert done.stderr.splitlines() == ([] if closes else [said])

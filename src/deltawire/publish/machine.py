@@ -5,6 +5,7 @@ fails is not undone: the next version is a delta from the last committed call to
 ranks each has a worker, rank 0 also the leader, and the others follow its commands (`sharded/`).
 """
 
+import atexit
 import logging
 import os
 import sys
@@ -103,6 +104,7 @@ class BasePublisher:
         self._reference = None
         self._thread = threading.Thread(target=self._work, name="deltawire-publish", daemon=True)
         self._thread.start()
+        atexit.register(self._tell_unfinished)
 
     def _start(self, name: str | None) -> None:
         if self._leader is not None:
@@ -426,7 +428,17 @@ class BasePublisher:
         if upkeep is not None:
             upkeep.join()
         self._ranks.close()
+        atexit.unregister(self._tell_unfinished)
         self._raise_failure()
+
+    def _tell_unfinished(self) -> None:
+        """When the program ends, and with it the thread that commits."""
+        if self._process == os.getpid() and self._pending:
+            log.warning(
+                "the program ends before all versions of %s are committed (%s left): use `with %s(...)`, or "
+                "call close()",
+                redacted(self.run.store.url), len(self._pending), type(self).__name__,
+            )  # fmt: skip
 
     def _raise_failure(self) -> None:
         """Raise a failure that nobody has seen, once."""

@@ -111,6 +111,39 @@ def test_attach_publishes_after_steps_that_were_taken():
             publisher.attach(optimizer, every=0)
 
 
+def test_attach_to_an_optimizer_of_accelerate():
+    """Its wrapper has the method for hooks, which fails, and counts no step while gradients accumulate."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    model, url = torch.nn.Linear(4, 4), fresh_url()
+    try:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with Publisher(url, wrapped, queue_size=9) as publisher:
+            handle = publisher.attach(optimizer)
+            for number in range(6):
+                if number == 4:
+                    handle.remove()
+                with accelerator.accumulate(wrapped):
+                    accelerator.backward(wrapped(torch.ones(2, 4)).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            publisher.flush()
+            assert publisher.version == 1
+    finally:
+        GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_attach_to_what_has_no_hooks():
+    with (
+        Publisher(fresh_url(), torch.nn.Linear(2, 2)) as publisher,
+        pytest.raises(TypeError, match="Linear has no hooks for steps: pass an optimizer of torch, or call publish"),
+    ):
+        publisher.attach(torch.nn.Linear(2, 2))
+
+
 def test_odd_bits_are_not_missed():
     """-0.0, NaN, infinities and subnormals, where a comparison of numbers would see nothing."""
     model = torch.nn.Linear(8, 1, bias=False)

@@ -453,10 +453,17 @@ class BasePublisher:
     def attach(self, optimizer: Any, *, every: int = 1) -> Any:
         """Publish after every `every`-th step of a torch optimizer; steps are counted from 1.
 
-        A step that a gradient scaler skips does not count. Returns the handle of the hook; call its `remove()` to stop.
+        The optimizer may be one that Accelerate has prepared. A step that a gradient scaler skips does not count, nor
+        one that only accumulates gradients. Returns the handle of the hook; call its `remove()` to stop.
         """
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
+        if type(optimizer).__module__.startswith("accelerate."):
+            # The wrapper's own hooks fail; it steps this one.
+            optimizer = optimizer.optimizer
+        if not hasattr(optimizer, "register_step_post_hook"):
+            kind = type(optimizer).__name__
+            raise TypeError(f"{kind} has no hooks for steps: pass an optimizer of torch, or call publish yourself")
         steps = count(1)
 
         def publish(*_: object) -> None:

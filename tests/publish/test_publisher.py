@@ -434,8 +434,5 @@ def test_a_program_that_ends_before_a_version_is_committed_says_so(closes):
             publisher.close()
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
-    said = (
-        "the program ends before all versions of memory: are committed (2 left): use `with Publisher(...)`, or call "
-        "close()"
-    )
+    said = "the program ends before all versions of memory: are committed (2 left): call close(), or use `with`"
     assert done.stderr.splitlines() == ([] if closes else [said])

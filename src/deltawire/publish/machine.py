@@ -435,9 +435,8 @@ class BasePublisher:
         """When the program ends, and with it the thread that commits."""
         if self._process == os.getpid() and self._pending:
             log.warning(
-                "the program ends before all versions of %s are committed (%s left): use `with %s(...)`, or "
-                "call close()",
-                redacted(self.run.store.url), len(self._pending), type(self).__name__,
+                "the program ends before all versions of %s are committed (%s left): call close(), or use `with`",
+                redacted(self.run.store.url), len(self._pending),
             )  # fmt: skip
 
     def _raise_failure(self) -> None:

@@ -217,3 +217,47 @@ def test_what_writes_scales_is_compiled_when_an_agent_attaches(specializations, 
     live.bind({"t": ("BF16", tuple(original.shape))})
     kinds = {str(dict(each[-4:])["KIND"]) for each in specializations if each[0] == "put_changes"}
     assert kinds == {"int8", "int16", "int32"}
+
+
+FIRST_UPDATE = """
+import sys
+import numpy as np, torch
+import deltawire
+from deltawire.engines.device_memory import DeviceMemory, warm_up_decoding
+from deltawire.engines.layout import Piece
+from deltawire.tensors.dtypes import DTYPES
+from deltawire.tensors.weights import Tensor
+
+def loaded():
+    modules = [vars(each) for name, each in list(sys.modules.items()) if name.startswith("deltawire.kernels.cpu.")]
+    kernels = [each for own in modules for each in own.values() if hasattr(each, "signatures")]
+    return {(id(each), str(kind)) for each in kernels for kind in each.signatures}
+
+deltas = []
+for dtype, encoding in (("BF16", "coo"), ("BF16", "dense"), ("F32", "coo"), ("F32", "gap"), ("F8_E4M3", "gap")):
+    old = np.arange(60, dtype=DTYPES[dtype].unsigned)
+    pair = ({"t": Tensor(DTYPES[dtype], (6, 10), each)} for each in (old, old ^ (old % 7 == 0)))
+    delta = deltawire.diff(*pair, encoding=encoding, run="run")
+    deltas.append((old, deltawire.Delta.from_bytes(delta.to_bytes()).entries[0]))
+if sys.argv[1] == "warm":
+    warm_up_decoding(torch.device("cpu"), {"BF16", "F32", "F8_E4M3"})
+before = loaded()
+for old, entry in deltas:
+    memory = DeviceMemory({"s": torch.from_numpy(old.view(f"i{old.itemsize}"))})
+    memory.decode([(entry, Piece("t", "s", 1, 60, 0, 60, (0, 60, 1)))])
+    if entry.encoding != "dense":
+        memory.decode([(entry, Piece("t", "s", 6, 5, 0, 10, (0, 10, 1)))])
+print(len(loaded() - before))
+"""
+
+
+@pytest.mark.parametrize(("start", "loads"), [("warm", False), ("cold", True)])
+def test_the_first_update_loads_no_kernel_of_the_host(start, loads):
+    """Of small tensors, and of dtypes that a GPU does not decode. To load one takes longer than a step of a server, and
+    on a new machine it is compiled.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_UPDATE, start],
+        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True,
+    )  # fmt: skip
+    assert (int(done.stdout) > 0) == loads

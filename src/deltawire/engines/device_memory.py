@@ -198,6 +198,10 @@ class DeviceMemory(Memory):
 
 def warm_up_decoding(device: torch.device, dtypes: Collection[str]) -> None:
     """Compile and load what updates of weights of these dtypes need, before anybody is served."""
+    from deltawire.kernels.cpu import warmup
+
+    # Of small tensors, and of dtypes that are not decoded on a GPU.
+    warmup.warm_up(sorted({8 * DTYPES[name].itemsize for name in dtypes}))
     size = 3000
     flat = np.arange(size, dtype=np.uint16) * 5
     # The same elements twice: where GPUs like to read, and where a tensor behind an odd one begins.

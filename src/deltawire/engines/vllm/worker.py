@@ -198,7 +198,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             with nullcontext() if self._stream is None else torch.cuda.device(self.device), short_turns():
                 error = attempt(partial(works[name], arguments))[1]
                 if error is not None:
-                    self._drop()
+                    attempt(self._drop)
             if answer is not None:
                 save_json(answer, self.answer(None, error))
 

@@ -4,12 +4,15 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+import deltawire
 from deltawire.engines.engine import EngineDelta
 from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.errors import DeltawireError, EngineUnavailable
+from deltawire.tensors.digest import Digest, WeightVersion
 from support.vllm_server import FAULTY, Trainer, following, serving
 
 if find_spec("vllm") is None:  # its import takes seconds, which servers need and not this file
@@ -116,20 +119,39 @@ class Device:
         self.waits.append(stream)
 
 
-def test_work_next_to_serving_on_a_second_gpu(monkeypatch):
-    """It comes after what the worker has asked for, and leaves no memory behind on either GPU, also if it fails."""
+@pytest.fixture
+def alone(monkeypatch):
+    """What vLLM would make in a worker, without vLLM's part and on the second of two GPUs."""
     from deltawire.engines.vllm.worker import DeltawireEngine
 
     gpu, engine = Device(monkeypatch), object.__new__(DeltawireEngine)
-    live = LiveModel(lambda _: Found([], {}))
     config = SimpleNamespace(
         data_parallel_external_lb=False, data_parallel_hybrid_lb=False, data_parallel_index=0, world_size=1, rank=0
     )
-    own = {"device": torch.device("cuda:1"), "live": live, "_stream": gpu, "parallel_config": config}
-    vars(engine).update(
-        own, _disturbed=SimpleNamespace(restore=lambda: None), _quantized=None, _pool=None, _thread=None
-    )
+    own = {"device": torch.device("cuda:1"), "_stream": gpu, "_quantized": None, "_pool": None, "_thread": None}
+    own |= {"live": LiveModel(lambda _: Found([], {})), "_disturbed": SimpleNamespace(restore=lambda: None)}
+    vars(engine).update(own, parallel_config=config)
+    return engine, gpu
+
+
+def test_work_next_to_serving_on_a_second_gpu(alone):
+    """It comes after what the worker has asked for, and leaves no memory behind on either GPU, also if it fails."""
+    engine, gpu = alone
     engine.command("stage", {"paths": ["there is none"]})
     engine.wait()
     assert gpu.waits == ["that of cuda:1"]
     assert gpu.let_go == ["cuda:1"]
+
+
+def test_a_delta_is_let_go_of_entry_by_entry(alone, monkeypatch, tmp_path):
+    """Of some ten thousand all at once, a server would have to wait."""
+    engine, _ = alone
+    delta = deltawire.diff({"w": np.zeros(9, np.float16)}, {"w": np.ones(9, np.float16)}, run="run")
+    base, state = (WeightVersion("run", number, Digest()).as_dict() for number in (0, 1))
+    seen = []
+    monkeypatch.setattr(engine.live, "stage_delta", lambda token, delta, *_: seen.append((delta, len(delta.entries))))
+    files = [str(file) for file in delta.save(tmp_path / "delta.safetensors")]
+    engine.command("decode", {"token": "t", "files": files, "base": base, "state": state})
+    engine.wait()
+    ((given, number),) = seen
+    assert (number, given.entries) == (1, [])

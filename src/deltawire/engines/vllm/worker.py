@@ -241,6 +241,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         delta = Delta(*merge([Container(np.fromfile(file, np.uint8).data) for file in arguments["files"]]))
         with self._together(), self._aside():
             self.live.stage_delta(arguments["token"], delta, base, state)
+        # One by one: all at once they would be let go of in one turn.
+        while delta.entries:
+            delta.entries.pop()
 
     def wait(self) -> None:
         """Wait for what runs in the thread: other commands must not overlap with it. Those that begin in a thread

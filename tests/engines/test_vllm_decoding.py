@@ -14,6 +14,7 @@ from deltawire.engines.live_weights import Found, LiveModel
 from deltawire.errors import DeltawireError, EngineUnavailable
 from deltawire.tensors.digest import Digest, WeightVersion
 from support.vllm_server import FAULTY, Trainer, following, serving
+from support.waiting import eventually
 
 if find_spec("vllm") is None:  # its import takes seconds, which servers need and not this file
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -64,6 +65,7 @@ def test_faults_while_workers_decode(tmp_path, vllm_pool):
             version = trainer.publish()
             replica.pull()
             is_true(version)
+        eventually(lambda: all(each["staged"] is None for each in engine._ask("status")["workers"]))
 
 
 @pytest.mark.slow
@@ -132,6 +134,17 @@ def alone(monkeypatch):
     own |= {"live": LiveModel(lambda _: Found([], {})), "_disturbed": SimpleNamespace(restore=lambda: None)}
     vars(engine).update(own, parallel_config=config)
     return engine, gpu
+
+
+def test_what_is_staged_next_is_not_dropped_with_what_was_written(alone):
+    """Memory is given back some time after a write."""
+    engine, gpu = alone
+    engine.live.staged, engine._pool = SimpleNamespace(token="next"), torch.cuda.MemPool()
+    for token, left in (("written", "next"), ("next", None)):
+        engine.command("drop", {"token": token})
+        engine.wait()
+        assert getattr(engine.live.staged, "token", None) == left
+        assert gpu.let_go == ([] if left else ["cuda:1"])
 
 
 def test_work_next_to_serving_on_a_second_gpu(alone):

@@ -21,6 +21,8 @@ from deltawire.tensors.digest import Digest
 
 PREFIX = "/deltawire/"
 MOST_BYTES = 256 << 20
+# After a write: some steps, so that a stream does not wait for both between two of its tokens.
+DROP_SECONDS = 0.05
 
 # What becomes of running requests: how the scheduler is held, and whether what was computed for them is dropped.
 HOLDS = {"recompute": ("keep", True), "keep": ("keep", False), "abort": ("abort", True)}
@@ -138,9 +140,13 @@ class Route:
         naming = [] if problem is not None else [client.update_weight_version(body["version"])]
         await asyncio.gather(*naming, self._resume(client, resumes=resumes or held, held=held))
         seconds = time.perf_counter() - started
-        # Nobody has to wait until memory is given back.
-        self._dropping = asyncio.create_task(_ask(client, "drop", {}))
+        self._dropping = asyncio.create_task(self._drop(client, body["token"]))
         return {"problem": problem, "seconds": seconds, "workers": workers}
+
+    async def _drop(self, client: Any, token: str) -> None:
+        """Have memory given back, for which a GPU stops. For nobody who waits for this update, nor with its pause."""
+        await asyncio.sleep(DROP_SECONDS)
+        await _ask(client, "drop", {"token": token})
 
     async def _load(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
         """Load all weights from a folder, with vLLM's own code."""

@@ -186,7 +186,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
         works: dict[str, Callable[[Any], None]] = {
-            "stage": self._stage, "decode": self._decode, "check": self._check, "drop": self._drop
+            "stage": self._stage, "decode": self._decode, "check": self._check, "drop": self._drop_written
         }  # fmt: skip
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
         before = self._thread
@@ -221,9 +221,15 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self._quantized is None else self._quantized.together()
 
-    def _drop(self, _: Any = None) -> None:
+    def _drop(self) -> None:
         self.live.drop_staged()
         self._pool = None
+
+    def _drop_written(self, arguments: Mapping[str, Any]) -> None:
+        staged = self.live.staged
+        # The next one may have been staged since.
+        if staged is None or staged.token == arguments["token"]:
+            self._drop()
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         self.live.check(_tensors(Path(arguments["folder"])))

@@ -2,6 +2,10 @@
 Triton's interpreter.
 """
 
+import threading
+from contextlib import ExitStack
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ from deltawire import Publisher
 from deltawire.errors import ChainError, NotEnoughMemory
 from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena, Pieces, Sample
+from deltawire.publish.device_part import Part
 from support.torch_bits import DEVICE, assert_arrived, module_of, patterns, set_to, stepped
 from support.waiting import PATIENCE
 
@@ -123,6 +128,45 @@ def test_a_snapshot_that_cannot_go_back(tmp_path, monkeypatch):
             set_to(module, a=stepped(module.a.detach().cpu(), 0.1, version))
             assert publisher.publish(anchor=version == 1).wait(PATIENCE).version == version
             assert_arrived(tmp_path, {name: each.detach() for name, each in module.named_parameters()})
+
+
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_no_room_to_take_a_version_back(is_encoded, tmp_path, monkeypatch):
+    """It and those after it fail, until all weights are published."""
+    module, held = module_of(a=patterns(5000, 1), b=patterns(300, 2)), threading.Event()
+    with (
+        Publisher(tmp_path, module, snapshot="device", when_full="coalesce", check_share=0) as publisher,
+        ExitStack() as at_the_end,
+    ):
+        at_the_end.callback(held.set)
+        publisher.publish().wait(PATIENCE)
+        commit = publisher.run.commit
+
+        def wait(*arguments: Any) -> None:
+            assert held.wait(PATIENCE)
+            commit(*arguments)
+
+        publisher.run.commit = wait
+        publications = []
+        for seed in range(3):
+            set_to(module, a=stepped(module.a.detach().cpu(), 0.1, seed), b=stepped(module.b.detach().cpu(), 0.1, seed))
+            publications.append(publisher.publish())
+        if is_encoded:
+            history = publisher._worker.latest.history
+            history.at("a", history.oldest)[:]
+        with monkeypatch.context() as patch:
+            patch.setattr(*((Part, "write") if is_encoded else (Arena, "put_back")), no_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                publisher.publish()
+        with pytest.raises(torch.OutOfMemoryError):
+            publications[-1].wait(PATIENCE)
+        set_to(module, b=stepped(module.b.detach().cpu(), 0.1, 7))
+        with pytest.raises(ChainError, match="to start over"):
+            publisher.publish()
+        last = publisher.publish(anchor=True)
+        held.set()
+        last.wait(PATIENCE)
+        assert_arrived(tmp_path, {name: each.detach() for name, each in module.named_parameters()})
 
 
 def test_no_room_to_put_back_what_came_one_by_one(tmp_path, monkeypatch):

@@ -85,6 +85,9 @@ class DeviceHistory(History):
     def __init__(self, weights: ModuleWeights | Stream, version: int, *, allowed: list[str], **options: Any) -> None:
         self._on_device: set[str] = set()
         self._parts: list[Part] = []
+        self._part_of: dict[str, Part] = {}
+        self._is_going_back = False
+        """Still, where that has failed."""
         self._warming: list[threading.Thread] = []
         self._coming: dict[tuple[Any, str], dict[str, Any]] = {}
         self._num_copied: Counter[tuple[Any, str]] = Counter()
@@ -130,6 +133,7 @@ class DeviceHistory(History):
             part = Part(ModuleWeights(tensors, dict.fromkeys(tensors, place[1]), frozenset(), {}), self.boxes, names)
         self._parts.append(part)
         for name in names:
+            self._part_of[name] = part
             self._snapshot[name] = cast(Bits, DeviceBits(part, name))
         if place[0].type == "cuda":
             self._warming.append(warm_up(*place))
@@ -167,7 +171,7 @@ class DeviceHistory(History):
             return staged
 
     def _check_not_lost(self) -> None:
-        if any(part.is_lost for part in self._parts):
+        if self._is_going_back or any(part.is_lost for part in self._parts):
             raise ChainError(
                 "the snapshot on the GPU had moved when publish was interrupted or failed, and could not be put back: "
                 "call publish(anchor=True) to start over"
@@ -188,7 +192,7 @@ class DeviceHistory(History):
         if not self._on_device.issuperset(weights):
             super()._move(record, weights, workers, {*fixed, *self._on_device})
         if isinstance(weights, ModuleWeights):
-            for part in self._parts:
+            for part in dict.fromkeys(self._part_of[name] for name in weights if name in self._on_device):
                 part.look(weights, self._memory)
         elif not self._on_device.isdisjoint(weights):
             raise TypeError(f"{next(iter(weights))} was a torch tensor before: use snapshot='host' for a mix of kinds")
@@ -196,7 +200,7 @@ class DeviceHistory(History):
     def copy_of(self, name: str) -> Any:
         if name not in self._on_device:
             return super().copy_of(name)
-        return self._part_of(name).copy_of(name, self.specs[name][1])
+        return self._part_of[name].copy_of(name, self.specs[name][1])
 
     def _encode(self, version: int) -> None:
         """Encode the changes of a version while the snapshot is still at it."""
@@ -243,6 +247,7 @@ class DeviceHistory(History):
     def _undo(self, version: int) -> None:
         with self._alone:
             record = self._records[version]
+            self._is_going_back = True
             if not isinstance(record, OnDevice):
                 # Some may not have come.
                 self._memory.give_up()
@@ -252,6 +257,7 @@ class DeviceHistory(History):
                 for part, each in zip(self._parts, record.begun, strict=True):
                     part.put_back(each.record)
             super()._undo(version)
+            self._is_going_back = False
 
     def _revert_chunk(self, record: Record, name: str, index: int) -> None:
         if name not in self._on_device:
@@ -260,10 +266,7 @@ class DeviceHistory(History):
         stretch = slice(index * CHUNK, (index + 1) * CHUNK)
         bits = self._snapshot[name][stretch].copy()
         record.revert((name, index), bits, self.specs[name][0])
-        self._part_of(name).write(name, stretch, bits)
-
-    def _part_of(self, name: str) -> Part:
-        return next(part for part in self._parts if name in part.held)
+        self._part_of[name].write(name, stretch, bits)
 
     def _take_chunk(self, name: str, index: int) -> tuple[Bits, dict[int, Record]]:
         if name not in self._on_device:
@@ -278,7 +281,7 @@ class DeviceHistory(History):
         with self._alone:
             if name in self._on_device and version == self.version:
                 self._check_not_lost()
-                return self._part_of(name).digest(name)
+                return self._part_of[name].digest(name)
         return super().digest_of(name, version, workers)
 
 

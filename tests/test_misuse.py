@@ -204,6 +204,16 @@ def test_weights_given_to_publish():
         assert publisher.publish(step=1).wait().version == 0
 
 
+@pytest.mark.parametrize("version", ["0", 0.0, [0]])
+def test_a_version_that_is_no_integer(version):
+    url, _ = make_run(1)
+    with Replica(url, {}) as replica:
+        for use in (replica.pull, replica.route):
+            with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+                use(version)
+        assert replica.pull(np.int64(0)).version == 0
+
+
 @pytest.mark.parametrize("threads", [0, -1, "2", 1.5, True])
 def test_threads_are_checked_before_anything_is_done(threads):
     url = fresh_url()

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from math import inf
+from operator import index
 from pathlib import Path
 from typing import Any, cast
 
@@ -191,7 +192,7 @@ class Replica(AbstractContextManager["Replica"]):
         return None if have is None else have.version
 
     def _manifest(self, version: int | None) -> Manifest:
-        want = self.latest if version is None else version
+        want = self.latest if version is None else index(version)
         if want is None:
             raise errors.ObjectMissing(f"run {self.run.id} has no version yet", url=self.run.store.url)
         try:

@@ -144,7 +144,8 @@ def digest(
     Args:
         weights: Arrays or tensors by name, a `Checkpoint`, or a torch module (its `state_dict()` is used unchanged).
         dtype: What the bits of integer arrays mean (bf16 kept as uint16): one dtype, or a mapping from tensor names.
-        tied: Names that share the weights of another name. They are left out, as they are in a checkpoint.
+        tied: Names that share the weights of another name. They are left out, as they are in a checkpoint and in the
+            digest of a version: `replica.run.manifest(version).tied`.
         threads: Number of threads (default: all available cores).
 
     Returns:

@@ -214,6 +214,14 @@ def test_the_command_prints_a_snapshot(tmp_path):
     assert "deltawire publish" in missing.stderr
 
 
+@pytest.mark.parametrize("arguments", [["https://h.invalid/run"], ["memory:run", "--compare", "https://h.invalid/run"]])
+def test_the_command_refuses_a_store_that_cannot_be_listed(arguments, monkeypatch):
+    monkeypatch.setattr("deltawire.pages.dashboard.Dashboard.run", lambda _: None)
+    result = CliRunner().invoke(main, ["dashboard", *arguments])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "cannot be listed: over http(s)" in result.stderr
+
+
 def test_the_command_says_what_is_in_the_way(tmp_path, monkeypatch):
     make_run(1, str(tmp_path / "run"))
     with socket.create_server(("127.0.0.1", 0)) as taken:

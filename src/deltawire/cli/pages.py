@@ -65,13 +65,16 @@ def dashboard_command(
         from deltawire.pages.dashboard import Dashboard
         from deltawire.pages.feed import Feed
 
-        feed = Feed(store, public_key=public_key, events=log)
+        feed, compared = Feed(store, public_key=public_key, events=log), None
         if compare is not None:
             store, log = places(compare)
+            compared = Feed(store, events=log)
+        for each in (feed, compared):
+            if each is not None and not getattr(each.store, "listable", True):
+                each.store.list()  # says why it cannot
         dashboard = Dashboard(
-            feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host,
-            compared=None if compare is None else Feed(store, events=log),
-        )  # fmt: skip
+            feed, host=host, port=port, every_seconds=every, allowed_hosts=allow_host, compared=compared
+        )
         with handling_signals(lambda *_: dashboard.stop()):
             say(dashboard.url)
             if not is_quiet():

@@ -20,7 +20,7 @@ from deltawire.errors import MissingDependency, NotEnoughMemory, ObjectMissing, 
 from deltawire.publish.nudges import Nudges
 from deltawire.publish.sharded.publisher import ShardedPublisher
 from deltawire.tensors.dtypes import dtype_named, empty_bits
-from deltawire.trainers.fleet import _address_of
+from deltawire.trainers.fleet import AgentAt, _address_of
 from deltawire.trainers.trl import DeltawireTransfer
 from support.chains import fresh_url, make_run
 
@@ -273,6 +273,12 @@ def test_a_url_that_cannot_be_parsed_keeps_its_password():
     with pytest.raises(ValueError, match="is not a URL") as caught:
         one_spelling("http://user:pass\nword@[x/")
     assert "word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["http://127.0.0.1:8000", AgentAt("http://127.0.0.1:9100")])
+def test_an_engine_where_a_list_of_them_is_taken(engine):
+    with pytest.raises(TypeError, match=r"engines must be a list, such as \[.http://127.0.0.1:8000.\], not "):
+        DeltawireTransfer(fresh_url(), engines=engine)
 
 
 # Without the extras

@@ -65,6 +65,9 @@ EngineChoice = str | AgentAt | Engine
 
 def named(engines: Sequence[EngineChoice]) -> dict[str, EngineChoice]:
     """Engines by their names in logs: usually host and port."""
+    if isinstance(engines, str | AgentAt) or hasattr(engines, "commit"):
+        kind = type(engines).__name__
+        raise TypeError(f"engines must be a list, such as ['http://127.0.0.1:8000'], not {kind}")
     found: dict[str, EngineChoice] = {}
     for each in engines:
         address = _address_of(each)

@@ -35,7 +35,8 @@ def ls_command(url: str, limit: int, public_key: str | None) -> None:
     """List the versions and replicas of a run.
 
     The newest version comes last. The column `also` lists extra hops to a version: anchors and skip deltas. The column
-    `all` has all bytes of the version in the store, including these hops and the documents.
+    `all` has all bytes of the version in the store, including these hops and the documents. Files of an anchor that an
+    earlier one has too, such as a tokenizer, are in the store once, and count there.
     """
     from deltawire.run.fleet import version_row
     from deltawire.run.uploads import find_uploads

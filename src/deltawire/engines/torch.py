@@ -202,11 +202,14 @@ class TorchEngine(Engine):
         pieces = []
         for name, (dtype, shape) in specs.items():
             if name not in own:
-                raise UnknownParameter(f"the run has {name}, which the model does not have", tensor=name)
+                problem = f"the run has {name}, which the model does not have: check that both are the same model"
+                raise UnknownParameter(problem, tensor=name)
             value = own[name]
             if (value.dtype, tuple(value.shape)) != (torch_dtype(dtype), shape):
+                is_cast = tuple(value.shape) == shape
                 raise ShapeMismatch(
-                    f"{name} is {value.dtype} {list(value.shape)} in the model, but {dtype} {list(shape)} in the run",
+                    f"{name} is {value.dtype} {list(value.shape)} in the model, but {dtype} {list(shape)} in the run: "
+                    + ("cast the model first, or publish in its dtype" if is_cast else "check that both are the same model"),
                     tensor=name, expected=[dtype, *shape], actual=[str(value.dtype), *value.shape],
                 )  # fmt: skip
             if not prod(shape):

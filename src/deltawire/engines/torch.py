@@ -206,10 +206,11 @@ class TorchEngine(Engine):
                 raise UnknownParameter(problem, tensor=name)
             value = own[name]
             if (value.dtype, tuple(value.shape)) != (torch_dtype(dtype), shape):
-                is_cast = tuple(value.shape) == shape
+                same = "check that both are the same model"
+                advice = "cast the model first, or publish in its dtype" if tuple(value.shape) == shape else same
                 raise ShapeMismatch(
                     f"{name} is {value.dtype} {list(value.shape)} in the model, but {dtype} {list(shape)} in the run: "
-                    + ("cast the model first, or publish in its dtype" if is_cast else "check that both are the same model"),
+                    + advice,
                     tensor=name, expected=[dtype, *shape], actual=[str(value.dtype), *value.shape],
                 )  # fmt: skip
             if not prod(shape):

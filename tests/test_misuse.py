@@ -131,6 +131,15 @@ def test_what_are_no_weights_by_name(given, tmp_path):
         publisher.publish()
 
 
+@pytest.mark.parametrize(
+    "given", [torch.nn.Linear, torch.nn.Linear(2, 2).parameters(), [*torch.nn.Linear(2, 2).named_parameters()], "model"]
+)
+def test_what_is_no_source_of_weights(given):
+    message = f"got {'the class Linear' if given is torch.nn.Linear else type(given).__name__}: pass the module itself"
+    with pytest.raises(TypeError, match=message):
+        Publisher(fresh_url(), given)
+
+
 def test_a_module_on_the_meta_device():
     module, url = torch.nn.Linear(3, 3, device="meta"), fresh_url()
     for use in (digest, lambda it: Publisher(url, it), lambda it: Publisher(url, it.state_dict()).publish()):

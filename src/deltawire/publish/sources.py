@@ -295,16 +295,17 @@ def _published(dtype: Any) -> str:
 
 def source_of(weights: Any, dtype: DTypeChoice, frozen: Sequence[str] = ()) -> Callable[[], Weights | Stream]:
     """A function that returns the current weights."""
-    if hasattr(weights, "named_parameters"):
+    kind = f"the class {weights.__name__}" if isinstance(weights, type) else type(weights).__name__
+    if hasattr(weights, "named_parameters") and not isinstance(weights, type):
         return module_source(weights, dtype=dtype, frozen=frozen)
     if isinstance(weights, Mapping):
         unknown = set(dtype) - set(weights) if isinstance(dtype, Mapping) else set()
         if unknown:
             raise ValueError(f"dtype: the weights have no tensor called {min(unknown)}")
         return lambda: weights
-    if callable(weights):
+    if callable(weights) and not hasattr(weights, "named_parameters"):
         return lambda: _returned(weights())
-    raise TypeError(f"expected a mapping, a torch module or a function, got {type(weights).__name__}")
+    raise TypeError(f"expected a mapping, a torch module or a function, got {kind}: pass the module itself")
 
 
 def _returned(weights: Any) -> Weights | Stream:

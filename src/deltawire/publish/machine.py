@@ -458,11 +458,9 @@ class BasePublisher:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
         if type(optimizer).__module__.startswith("accelerate."):
-            # The wrapper's own hooks fail; it steps this one.
-            optimizer = optimizer.optimizer
+            optimizer = optimizer.optimizer  # which the wrapper steps; its own hooks fail
         if not hasattr(optimizer, "register_step_post_hook"):
-            kind = type(optimizer).__name__
-            raise TypeError(f"{kind} has no hooks for steps: pass an optimizer of torch, or call publish yourself")
+            raise TypeError(f"{type(optimizer).__name__} has no hooks for steps: pass an optimizer of torch")
         steps = count(1)
 
         def publish(*_: object) -> None:

@@ -14,7 +14,7 @@ import time
 from deltawire.errors import Fenced, LimitExceeded, ObjectMissing, StoreUnavailable
 from deltawire.run.keys import LEASE_KEY
 from deltawire.run.manifest import Manifest
-from deltawire.run.run import Run
+from deltawire.run.run import HINT_SECONDS, Run
 
 MOST_LEASE_BYTES = 1 << 12
 
@@ -28,6 +28,7 @@ class Commits:
             document = json.dumps({"writer": run.writer, "time": time.time()}).encode()
             run.store.put(LEASE_KEY, document)
             run.uploaded.add([(LEASE_KEY, len(document))])
+        self._due = time.monotonic() + HINT_SECONDS
         self.unresolved: tuple[Manifest, bytes] | None = None
         """A commit that was sent and may or may not exist."""
 
@@ -35,6 +36,10 @@ class Commits:
         """Make a version exist. After StoreUnavailable with `uncertain` it may or may not exist."""
         data = self._run.sign(manifest)
         self._check_lease()
+        if time.monotonic() >= self._due:
+            # In a store that was emptied, or whose folder is mounted no more, nobody could start from a delta.
+            self._run.check_is_there()
+            self._due = time.monotonic() + HINT_SECONDS
         try:
             self._run.commit(data, manifest)
         except StoreUnavailable as error:

@@ -136,7 +136,7 @@ class Run:
         # With `after` itself, which is listed unless the run is gone.
         versions = self.versions(after - 1)
         if after >= 0 and not versions:
-            self._check_is_there()
+            self.check_is_there()
         self._hint_due = time.monotonic() + HINT_SECONDS
         return versions[-1] if versions and versions[-1] > after else None
 
@@ -160,11 +160,11 @@ class Run:
             low, high = (middle, high) if self._has(middle) else (low, middle)
         if is_due:
             if 0 <= after == low:
-                self._check_is_there()
+                self.check_is_there()
             self._hint_due = time.monotonic() + HINT_SECONDS
         return low if low > after else None
 
-    def _check_is_there(self) -> None:
+    def check_is_there(self) -> None:
         """Raise an error if the store does not hold this run any more: its next version would never come."""
         held, url = self.id, self.store.url
         try:

@@ -169,6 +169,25 @@ def test_no_room_to_take_a_version_back(is_encoded, tmp_path, monkeypatch):
         assert_arrived(tmp_path, {name: each.detach() for name, each in module.named_parameters()})
 
 
+def test_a_look_in_pieces_that_fails_is_put_back(monkeypatch):
+    """Also where its changes are not in the first array of changes."""
+    monkeypatch.setattr(arena_module, "SLACK", 0)
+    sizes = [5000, 4096]
+    old = [patterns(size, size).to(DEVICE) for size in sizes]
+    new = [stepped(tensor.cpu(), 0.2, 1).to(DEVICE) for tensor in old]
+    arena = Arena(sizes, torch.bfloat16, DEVICE)
+    arena.point_at(old)
+    arena.take_all()
+    before, pieces = arena.snapshot.clone(), Pieces(arena)
+    pieces.look(0, new[:1])
+    monkeypatch.setattr(arena_module, "Fetch", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        pieces.look(1, new[1:])
+    assert not torch.equal(arena.snapshot[-4096:], before[-4096:])
+    arena.put_back(pieces.end().record)
+    assert torch.equal(arena.snapshot, before)
+
+
 def test_no_room_to_put_back_what_came_one_by_one(tmp_path, monkeypatch):
     """It is put back as soon as there is."""
     monkeypatch.setattr("deltawire.publish.device_part.SMALL", 40)

@@ -255,7 +255,7 @@ class Pieces:
         """Move the snapshot to the tensors from one on; the device has not done that yet when this returns."""
         arena = self._arena
         arena.point_at(tensors, first)
-        here = arena.stretch(first, first + len(tensors))
+        starts = self._starts[arena.stretch(first, first + len(tensors))]
         most = arena.most()
         while self._under_way and not self._has_room(most):
             self._wait()
@@ -263,10 +263,12 @@ class Pieces:
             most = max(arena.count())
             if not self._has_room(most):
                 self._add_room(most)
+        before = sum(len(each) for each in self._changes[:-1])
         arena.launch(self._changes[-1], self._taken, self._pool, self._starts, self._begins)
+        # At once: whatever fails from here on, it can be put back.
+        if before:
+            starts += before
         self._under_way.append((Fetch(self._taken), most))
-        if len(self._changes) > 1:
-            self._starts[here] += sum(len(each) for each in self._changes[:-1])
         arena.let_go()
 
     def end(self) -> Begun:

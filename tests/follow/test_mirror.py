@@ -176,16 +176,21 @@ def fail(*_):
     raise OSError("once")
 
 
+def leave_unfinished(replica, monkeypatch):
+    """An update whose journal is there."""
+    replica.pull(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_finish_apply", fail)
+        with pytest.raises(EngineRejected):
+            replica.pull(6)
+
+
 @pytest.mark.process
 def test_an_unfinished_update_of_files_that_others_replaced(run, tmp_path, monkeypatch):
     url, states = run
     folder = tmp_path / "mirror"
     with Replica(url, folder) as replica:
-        replica.pull(5)
-        with monkeypatch.context() as patch:
-            patch.setattr(Mirror, "_finish_apply", fail)
-            with pytest.raises(EngineRejected):
-                replica.pull(6)
+        leave_unfinished(replica, monkeypatch)
     assert (folder / ".deltawire/journal.safetensors").exists()
     for file, shard in Checkpoint(folder).shards.items():
         save_file({name: np.zeros(1, np.uint16) for name in shard.header.slots}, folder / file)
@@ -200,11 +205,7 @@ def test_an_update_that_is_tried_again_after_others_have_changed_files(run, tmp_
     url, states = run
     folder = tmp_path / "mirror"
     with Replica(url, folder) as replica:
-        replica.pull(5)
-        with monkeypatch.context() as patch:
-            patch.setattr(Mirror, "_finish_apply", fail)
-            with pytest.raises(EngineRejected):
-                replica.pull(6)
+        leave_unfinished(replica, monkeypatch)
         change(folder, how)
         assert replica.pull(6).anchor == (how != "not")
         assert same(replica.target.weights(), states[6])

@@ -3,10 +3,9 @@
 Without a GPU the kernels run in Triton's interpreter, so tensors are small here and chunks with them.
 """
 
-import threading
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from deltawire.tensors.boxes import Box
 from deltawire.tensors.weights import torch_view
 from deltawire.workers import SERIAL
 from support.torch_bits import DEVICE, assert_arrived, module_of, patterns, set_to, stepped
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, hold_commits
 
 pytestmark = pytest.mark.interpreter
 
@@ -264,16 +263,10 @@ def test_publish_and_pull():
 
 
 def test_a_waiting_version_takes_later_steps_in():
-    module, held = module_of(a=torch.randn(30, 64), b=torch.randn(33)), threading.Event()
+    module = module_of(a=torch.randn(30, 64), b=torch.randn(33))
     with Publisher("memory:waiting", module, snapshot="device", when_full="coalesce") as publisher:
         publisher.publish().wait()
-        commit = publisher.run.commit
-
-        def wait(*arguments: Any) -> None:
-            assert held.wait(PATIENCE)
-            commit(*arguments)
-
-        publisher.run.commit = wait
+        held = hold_commits(publisher)
         publications = []
         for number in range(5):
             with torch.no_grad():

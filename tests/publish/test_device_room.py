@@ -2,9 +2,7 @@
 Triton's interpreter.
 """
 
-import threading
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from deltawire.kernels.gpu import arena as arena_module
 from deltawire.kernels.gpu.arena import Arena, Pieces, Sample
 from deltawire.publish.device_part import Part
 from support.torch_bits import DEVICE, assert_arrived, module_of, patterns, set_to, stepped
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, hold_commits
 
 pytestmark = pytest.mark.interpreter
 
@@ -133,20 +131,14 @@ def test_a_snapshot_that_cannot_go_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_encoded", [False, True])
 def test_no_room_to_take_a_version_back(is_encoded, tmp_path, monkeypatch):
     """It and those after it fail, until all weights are published."""
-    module, held = module_of(a=patterns(5000, 1), b=patterns(300, 2)), threading.Event()
+    module = module_of(a=patterns(5000, 1), b=patterns(300, 2))
     with (
         Publisher(tmp_path, module, snapshot="device", when_full="coalesce", check_share=0) as publisher,
         ExitStack() as at_the_end,
     ):
-        at_the_end.callback(held.set)
         publisher.publish().wait(PATIENCE)
-        commit = publisher.run.commit
-
-        def wait(*arguments: Any) -> None:
-            assert held.wait(PATIENCE)
-            commit(*arguments)
-
-        publisher.run.commit = wait
+        held = hold_commits(publisher)
+        at_the_end.callback(held.set)
         publications = []
         for seed in range(3):
             set_to(module, a=stepped(module.a.detach().cpu(), 0.1, seed), b=stepped(module.b.detach().cpu(), 0.1, seed))

@@ -3,8 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter, so tensors are small here.
 """
 
-import threading
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,7 +16,7 @@ from deltawire.publish.history import History
 from deltawire.publish.memory import Memory
 from deltawire.publish.streams import Stream
 from support.torch_bits import arrived, assert_arrived, patterns, stepped
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, hold_commits
 
 pytestmark = pytest.mark.interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,19 +187,13 @@ def test_tensors_that_are_written_into_one_buffer_one_after_the_other(tmp_path):
 
 @pytest.mark.usefixtures("small_is_smaller")
 def test_what_stays_where_it_is_is_compared_together_also_after_a_version_was_taken_back(tmp_path, monkeypatch):
-    alone, held, store = [], threading.Event(), tmp_path / "run"
+    alone, store = [], tmp_path / "run"
     look = Pieces.look
     monkeypatch.setattr(Pieces, "look", lambda self, first, some: alone.append(len(some)) or look(self, first, some))
     live = {name: patterns(size, size).to(DEVICE) for name, size in {"a": 600, "b": 900, "c": 300}.items()}
     with Publisher(store, lambda: iter(live.items()), snapshot="device", when_full="coalesce") as publisher:
         publisher.publish().wait(PATIENCE)
-        commit = publisher.run.commit
-
-        def wait(*arguments) -> None:
-            assert held.wait(PATIENCE)
-            commit(*arguments)
-
-        publisher.run.commit = wait
+        held = hold_commits(publisher)
         publications = []
         for seed in range(5):
             for tensor in live.values():

@@ -1,5 +1,6 @@
 """Waiting for what comes true by itself, however busy the machine is."""
 
+import threading
 import time
 
 PATIENCE = 300
@@ -13,3 +14,15 @@ def eventually(check, what="it to come true", *, seconds=PATIENCE):
             raise TimeoutError(f"waited {seconds} s for {what}")
         time.sleep(0.01)
     return found
+
+
+def hold_commits(publisher):
+    """Have a publisher's commits wait for the event that this returns."""
+    held, commit = threading.Event(), publisher.run.commit
+
+    def wait(*arguments):
+        assert held.wait(PATIENCE)
+        commit(*arguments)
+
+    publisher.run.commit = wait
+    return held

@@ -1,5 +1,6 @@
 """Real vLLM servers without a mirror, whose workers decode: what goes wrong there is known."""
 
+import weakref
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -94,16 +95,24 @@ def test_a_worker_that_is_killed_while_it_decodes(tmp_path):
         assert server.checksums() == trainer.expected[version]
 
 
+class Staged:
+    token = "next"
+
+
 class Device:
-    """Stands in for torch on a machine with two GPUs: the current one, and memory that knows where it was let go."""
+    """Stands in for torch on a machine with two GPUs: the current one, and memory that knows where it was let go, and
+    whether what was staged was still there.
+    """
 
     def __init__(self, patch):
         self.current, self.waits, self.let_go = "cuda:0", [], []
+        self.staged, self.kept = lambda: None, []
         gpu = self
 
         class Pool:
             def __del__(self):
                 gpu.let_go.append(gpu.current)
+                gpu.kept.append(gpu.staged() is not None)
 
         @contextmanager
         def device(chosen):
@@ -139,12 +148,15 @@ def alone(monkeypatch):
 def test_what_is_staged_next_is_not_dropped_with_what_was_written(alone):
     """Memory is given back some time after a write."""
     engine, gpu = alone
-    engine.live.staged, engine._pool = SimpleNamespace(token="next"), torch.cuda.MemPool()
+    engine.live.staged, engine._pool = Staged(), torch.cuda.MemPool()
+    gpu.staged = weakref.ref(engine.live.staged)
     for token, left in (("written", "next"), ("next", None)):
         engine.command("drop", {"token": token})
         engine.wait()
         assert getattr(engine.live.staged, "token", None) == left
         assert gpu.let_go == ([] if left else ["cuda:1"])
+    # A pool that is let go of first would keep the memory of what is freed later.
+    assert gpu.kept == [False]
 
 
 def test_work_next_to_serving_on_a_second_gpu(alone):

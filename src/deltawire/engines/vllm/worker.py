@@ -222,13 +222,15 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return nullcontext() if self._quantized is None else self._quantized.together()
 
     def _drop(self) -> None:
+        """Give back the memory of what is staged. Nobody else may refer to that: the memory of what is freed after its
+        pool stays with the process.
+        """
         self.live.drop_staged()
         self._pool = None
 
     def _drop_written(self, arguments: Mapping[str, Any]) -> None:
-        staged = self.live.staged
         # The next one may have been staged since.
-        if staged is None or staged.token == arguments["token"]:
+        if getattr(self.live.staged, "token", None) in (None, arguments["token"]):
             self._drop()
 
     def _check(self, arguments: Mapping[str, Any]) -> None:

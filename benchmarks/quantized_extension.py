@@ -6,7 +6,18 @@ from typing import Any
 
 import torch
 
+from deltawire.engines.staged import PieceChange
 from deltawire.engines.vllm.worker import WorkerExtension
+
+
+INDEX_BYTES = 4
+
+
+def sizes(change: Any) -> tuple[int, int]:
+    """How many elements a change in host memory or on a device is of, and the bytes of one."""
+    if isinstance(change, PieceChange):
+        return len(change.index), change.old.itemsize
+    return change.length, change.itemsize
 
 
 def sha256(value: torch.Tensor) -> str:
@@ -36,12 +47,12 @@ class Extension(WorkerExtension):
             original(*arguments)
             counts = dict.fromkeys(("served", "codes", "scales", "kept", "staged_bytes"), 0)
             for item in live.staged.items:
-                index, old, new = (getattr(item.change, each) for each in ("index", "old", "new"))
-                counts["staged_bytes"] += sum(each.nbytes for each in (index, old, new))
+                length, item_bytes = sizes(item.change)
+                counts["staged_bytes"] += length * (INDEX_BYTES + 2 * item_bytes)
                 kind = "kept" if item.piece.storage in live._quantized.tensors else "served"
                 if item.number < 0:
                     kind = item.piece.tensor.partition(" ")[0]
-                counts[kind] += len(index)
+                counts[kind] += length
             self._counts = counts
 
         live._ready = ready

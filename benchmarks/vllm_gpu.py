@@ -417,6 +417,9 @@ class Case:
         try:
             for server in self.servers:
                 server.wait()
+            # They were loaded, and two of 16 GB each leave no room for the others.
+            for file in self.folder.glob("*/model.safetensors"):
+                file.unlink()
             # The first requests of a server compile.
             with self.streaming(0, options.streams[0], 12):
                 self.say("up")

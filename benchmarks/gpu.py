@@ -17,11 +17,11 @@ import torch
 
 import gpu_receive
 from deltawire import Publisher, Replica
-from deltawire.codec.tiled import stream_edges
+from deltawire.codec.tiled import MOST_TILE_LOG2
 from deltawire.kernels.gpu import encode as kernels
 from deltawire.kernels.gpu.arena import Arena
 from deltawire.kernels.gpu.compare import BLOCK
-from deltawire.kernels.gpu.decode import decode, tile_table
+from deltawire.kernels.gpu.decode import decode, tile_tables, upload
 from deltawire.publish.changes import advanced, box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory
 from deltawire.publish.history import History
@@ -157,8 +157,8 @@ def check_large(size: float) -> None:
         assert box_digests(history, 1, workers) == advanced(box_digests(before, 0, workers), gains)
         del before
     payload = entry.encoded.arrays["context"]
-    table = tile_table(*stream_edges(payload, len(old)), len(old))
-    found = decode(torch.from_numpy(payload).cuda(), table, old, entry.dtype, True)
+    (table,), arrays = tile_tables([payload], [len(old)], MOST_TILE_LOG2)
+    found = decode(upload(arrays, DEVICE), table.rows, old, entry.dtype, True)
     assert not found.statuses.any()
     assert len(found.positions) == entry.num_changed
     assert torch.equal(old[found.positions], found.old)

@@ -15,8 +15,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from deltawire.codec.tiled import encode_payload, stream_edges
-from deltawire.kernels.gpu.decode import MOST_ELEMENTS, Decoded, decode, tile_table
+from deltawire.codec.tiled import MOST_TILE_LOG2, encode_payload
+from deltawire.kernels.gpu.decode import MOST_ELEMENTS, Decoded, decode, tile_tables, upload
 from deltawire.kernels.gpu.live import Launch
 from deltawire.kernels.gpu.sums import Runs, box_sum, signed
 from deltawire.tensors.boxes import Box
@@ -102,9 +102,10 @@ def check(vectors: dict[str, npt.NDArray[np.generic]]) -> list[Row]:
         where = torch.nonzero(old != new).squeeze(1)
         for encoding in ENCODINGS:
             payload = vectors[f"{case.name}|{encoding}"]
-            table = tile_table(*stream_edges(payload, len(case.old)), len(case.old))
+            (table,), arrays = tile_tables([payload], [len(case.old)], MOST_TILE_LOG2)
+            words = upload(arrays, "cuda")
             for most_elements in (1 << 28, 1 << 16):
-                found = decode(on_device(payload), table, old, case.dtype, encoding == "context", most_elements)
+                found = decode(words, table.rows, old, case.dtype, encoding == "context", most_elements)
                 assert not found.statuses.any(), (case.name, encoding)
                 assert torch.equal(found.positions.long(), where), (case.name, encoding)
                 assert torch.equal(found.new, new[where]), (case.name, encoding)
@@ -196,11 +197,11 @@ def measure_encoding(
     encoding: str, payload: Bits, old: torch.Tensor, new: torch.Tensor, weights: torch.Tensor, timer: Timer
 ) -> None:
     weights.copy_(old)
-    table = tile_table(*stream_edges(payload, LARGE), LARGE)
-    on_host, streams = torch.from_numpy(payload).pin_memory(), on_device(payload)
+    (table,), arrays = tile_tables([payload], [LARGE], MOST_TILE_LOG2)
+    words = upload(arrays, "cuda")
 
-    def run(source: torch.Tensor = streams, most_elements: int = MOST_ELEMENTS) -> Decoded:
-        return decode(source, table, weights, DTYPES["BF16"], encoding == "context", most_elements)
+    def run(words: torch.Tensor = words, most_elements: int = MOST_ELEMENTS) -> Decoded:
+        return decode(words, table.rows, weights, DTYPES["BF16"], encoding == "context", most_elements)
 
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -224,7 +225,7 @@ def measure_encoding(
 
     timer.time(f"{encoding}: decode", run)
     timer.time(f"{encoding}: decode, all at a time", partial(run, most_elements=LARGE))
-    timer.time(f"{encoding}: decode, payload from the host", partial(run, on_host))
+    timer.time(f"{encoding}: decode, payload from the host", lambda: run(upload(arrays, "cuda")))
     timer.time(f"{encoding}: apply with check and digest", lambda: (forth(), back()), parts=2)
     timer.add(f"{encoding}: decode and apply", timed(decode_and_apply, partial(weights.copy_, old)))
     assert torch.equal(weights, new)

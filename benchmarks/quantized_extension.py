@@ -9,7 +9,6 @@ import torch
 from deltawire.engines.staged import PieceChange
 from deltawire.engines.vllm.worker import WorkerExtension
 
-
 INDEX_BYTES = 4
 
 

@@ -15,7 +15,7 @@ from triton.runtime.jit import native_specialize_impl
 
 import deltawire
 from deltawire.codec import allowed_encodings
-from deltawire.codec.tiled import encode_payload, stream_edges
+from deltawire.codec.tiled import MOST_TILE_LOG2, encode_payload
 from deltawire.engines.device_memory import DeviceMemory, warm_up_decoding
 from deltawire.engines.layout import Piece
 from deltawire.engines.live_weights import Found, LiveModel
@@ -23,7 +23,7 @@ from deltawire.engines.memory import Item
 from deltawire.engines.quantized.derive import QuantizedModel, QuantizedTensor
 from deltawire.engines.quantized.recipes import CODES, RECIPES
 from deltawire.engines.staged import PieceChange
-from deltawire.kernels.gpu.decode import decode, tile_table
+from deltawire.kernels.gpu.decode import decode, tile_tables, upload
 from deltawire.kernels.gpu.sums import SIGNED
 from deltawire.publish.changes import box_digests, encode_changes
 from deltawire.publish.device import DeviceHistory, _encode_something
@@ -105,9 +105,9 @@ def test_kernels_compile_without_a_gpu(launches, tmp_path):
     new = old ^ (old % 7 == 0)
     for contextual in (False, True):
         payload = encode_payload(old, new, dtype_named("BF16"), contextual, SERIAL).payload
-        table = tile_table(*stream_edges(payload, len(old)), len(old))
+        (table,), arrays = tile_tables([payload], [len(old)], MOST_TILE_LOG2)
         weights = torch.from_numpy(old.view(np.int16).copy())
-        decode(torch.from_numpy(payload), table, weights, dtype_named("BF16"), contextual)
+        decode(upload(arrays, "cpu"), table.rows, weights, dtype_named("BF16"), contextual)
     for name in ("U8", "BF16", "F32", "F64"):
         write_changes_live(dtype_named(name))
     names = {launch["name"] for launch in launches.values()}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.codec.tiled import encode_payload, kernel_layout, stream_edges
+from deltawire.codec.tiled import MOST_TILE_LOG2, encode_payload, kernel_layout
 from deltawire.kernels.cpu.decode import count_changes, decode_tile
 from deltawire.kernels.gpu import decode as gpu
 from deltawire.kernels.gpu.sums import Runs, box_sum
@@ -33,8 +33,9 @@ def digest_of(sums):
 
 
 def decoded(payload, old, dtype, contextual, before=0, **options):
-    table = gpu.tile_table(*stream_edges(payload, len(old)), len(old))
-    return gpu.decode(torch.from_numpy(payload), table, on_device(old, before), dtype, contextual, **options)
+    (table,), arrays = gpu.tile_tables([payload], [len(old)], MOST_TILE_LOG2)
+    words = gpu.upload(arrays, DEVICE)
+    return gpu.decode(words, table.rows, on_device(old, before), dtype, contextual, **options)
 
 
 def check(old, new, dtype, contextual, tile_log2, **options):

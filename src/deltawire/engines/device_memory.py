@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from deltawire.codec import CONTEXT, GAP
-from deltawire.codec.tiled import check_status, stream_edges
+from deltawire.codec.tiled import MOST_TILE_LOG2, check_status, stream_edges
 from deltawire.engines.layout import Piece
 from deltawire.engines.memory import HostMemory, Item, Memory, Written, grid
 from deltawire.engines.staged import PieceChange
@@ -22,9 +22,8 @@ from deltawire.errors import CorruptObject
 from deltawire.format.patches import encode_box
 from deltawire.format.wire import Entry
 from deltawire.kernels.gpu.decode import Box as EncodedBox
-from deltawire.kernels.gpu.decode import decode_boxes, is_decodable, tile_table
+from deltawire.kernels.gpu.decode import decode_boxes, is_decodable, tile_tables, upload
 from deltawire.kernels.gpu.live import RESULTS, Launch
-from deltawire.kernels.gpu.streams import TILE_SIZE
 from deltawire.kernels.gpu.sums import SIGNED, Runs, box_sum, signed
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, TensorKey, from_sums, tensor_key
@@ -82,29 +81,51 @@ class DeviceMemory(Memory):
 
     def decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         changes: dict[int, DeviceChange] = {}
-        batches: dict[tuple[str, str, int, int], list[int]] = {}
-        boxes: dict[int, EncodedBox] = {}
-        gathered: list[torch.Tensor] = []
+        here: list[int] = []
         others: dict[int, list[int]] = {}
-        num_divided = 0
         for i, (entry, piece) in enumerate(entries):
-            is_divided = piece.num_elements != prod(entry.box.full)
-            is_run = not is_divided or len(entry.box.runs()[0]) == 1
+            is_run = piece.num_elements == prod(entry.box.full) or len(entry.box.runs()[0]) == 1
             if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype) and is_run:
-                boxes[i] = self._part(entry, piece) if is_divided else self._box(entry, piece, gathered)
-                num_divided += entry.num_changed if is_divided else 0
-                # Those with tiles of about one size go together: all of them get as much memory as the largest.
-                largest = int(boxes[i].tiles[:, TILE_SIZE.value].max(initial=1))
-                part = 1 + num_divided // DIVIDED if is_divided else 0
-                batches.setdefault((entry.dtype.name, entry.encoding, largest.bit_length(), part), []).append(i)
+                here.append(i)
             else:
                 others.setdefault(entry.dtype.itemsize, []).append(i)
+        if here:
+            changes |= zip(here, self._decode([entries[i] for i in here]), strict=True)
+        for numbers in others.values():
+            changes |= zip(numbers, self._decode_on_host([entries[i] for i in numbers]), strict=True)
+        return [changes[i] for i in range(len(entries))]
+
+    def _decode(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
+        """There may be tens of thousands, and the thread that serves wants the interpreter, too."""
+        payloads = [entry.arrays[entry.encoding] for entry, _ in entries]
+        sizes = [entry.box.num_elements for entry, _ in entries]
+        tables, arrays = tile_tables(payloads, sizes, MOST_TILE_LOG2)
+        words = upload(arrays, self._device)
+        changes: dict[int, DeviceChange] = {}
+        batches: dict[tuple[str, str, int, int], list[int]] = {}
+        boxes: list[EncodedBox] = []
+        gathered: list[torch.Tensor] = []
+        num_divided = 0
+        for i, ((entry, piece), table) in enumerate(zip(entries, tables, strict=True)):
+            if table is None:
+                stream_edges(payloads[i], sizes[i])
+                raise CorruptObject(f"{entry.name}: its payload is malformed")
+            part = 0
+            if piece.num_elements == prod(entry.box.full):
+                address = self._address(entry, piece, gathered)
+                boxes.append(EncodedBox(table.rows, address, sizes[i], entry.num_changed))
+            else:
+                boxes.append(self._divided(entry, piece, table.rows))
+                num_divided += entry.num_changed
+                part = 1 + num_divided // DIVIDED
+            # Those with tiles of about one size go together: all of them get as much memory as the largest.
+            batches.setdefault((entry.dtype.name, entry.encoding, table.largest.bit_length(), part), []).append(i)
         for (dtype, encoding, _, part), numbers in batches.items():
             near = self._bits[entries[numbers[0]][1].storage]
             own = [boxes[i] for i in numbers]
             share = int(DECODED_SHARE * sum(box.num_elements for box in own))
             most = min(max(share, LEAST_DECODED), DECODED)
-            statuses, counts, found = decode_boxes(own, near, DTYPES[dtype], encoding == CONTEXT.name, most)
+            statuses, counts, found = decode_boxes(words, own, near, DTYPES[dtype], encoding == CONTEXT.name, most)
             every, old, new = (each.data_ptr() for each in found)
             starts = accumulate(counts, initial=0)
             for i, status, start, count in zip(numbers, statuses, starts, counts, strict=False):
@@ -119,28 +140,23 @@ class DeviceMemory(Memory):
                     index, kept = positions.data_ptr(), (positions, *found)
                 size = found[1].itemsize
                 changes[i] = DeviceChange(index, old + size * start, new + size * start, count, size, kept)
-        for numbers in others.values():
-            changes |= zip(numbers, self._decode_on_host([entries[i] for i in numbers]), strict=True)
         return [changes[i] for i in range(len(entries))]
 
-    def _box(self, entry: Entry, piece: Piece, gathered: list[torch.Tensor]) -> EncodedBox:
-        """An entry as kernels take it. Old bits that do not lie in sequence are copied, and kept in `gathered`."""
-        flat, size = self._bits[piece.storage], entry.box.num_elements
+    def _address(self, entry: Entry, piece: Piece, gathered: list[torch.Tensor]) -> int:
+        """Where an entry's old bits begin. If they do not lie in sequence they are copied, and kept in `gathered`."""
+        flat = self._bits[piece.storage]
         offset, *steps = piece.place
-        address = flat.data_ptr() + flat.itemsize * offset
+        address: int = flat.data_ptr() + flat.itemsize * offset
         if steps != [piece.columns, 1] or not entry.box.is_whole:
             gathered.append(grid(flat, piece).view(entry.box.full)[entry.box.slices].contiguous())
             address = gathered[-1].data_ptr()
-        payload = entry.arrays[entry.encoding]
-        return EncodedBox(payload, tile_table(*stream_edges(payload, size), size), address, size, entry.num_changed)
+        return address
 
-    def _part(self, entry: Entry, piece: Piece) -> EncodedBox:
-        """The same for a piece with a part of the tensor's elements. The box has those of one stretch of the tensor."""
-        flat, payload = self._bits[piece.storage], entry.arrays[entry.encoding]
-        starts, size = entry.box.runs()
+    def _divided(self, entry: Entry, piece: Piece, tiles: npt.NDArray[np.int64]) -> EncodedBox:
+        """An entry for a piece with a part of the tensor's elements. Its box is of one stretch of the tensor."""
+        starts, _ = entry.box.runs()
         grid = piece.start - int(starts[0]), piece.stride, piece.rows, piece.columns, *piece.place
-        tiles = tile_table(*stream_edges(payload, size), size)
-        return EncodedBox(payload, tiles, flat.data_ptr(), piece.num_elements, entry.num_changed, grid)
+        return EncodedBox(tiles, self._bits[piece.storage].data_ptr(), piece.num_elements, entry.num_changed, grid)
 
     def _decode_on_host(self, entries: Sequence[tuple[Entry, Piece]]) -> list[DeviceChange]:
         """For small tensors of one element size, and those that changed nearly everywhere: many in one copy."""

@@ -46,9 +46,9 @@ class Header:
 
 
 class Container:
-    """A safetensors file, or the bytes of one, opened for reading."""
+    """A safetensors file, or the bytes of one, opened for reading. Of an array of bytes parts are read in place."""
 
-    def __init__(self, source: Path | bytes | memoryview) -> None:
+    def __init__(self, source: Path | bytes | memoryview | Bits) -> None:
         self.source = source
         if isinstance(source, Path):
             # The program may change its folder before it reads.
@@ -57,14 +57,17 @@ class Container:
                 self._stat = _identity(file)
                 self.header = read_header(file, os.fstat(file.fileno()).st_size, str(source))
         else:
-            length = min(int.from_bytes(source[:8], "little"), MOST_HEADER_BYTES)
-            self.header = read_header(BytesIO(source[: 8 + length]), len(source), "the bytes")
+            length = min(int.from_bytes(bytes(source[:8]), "little"), MOST_HEADER_BYTES)
+            self.header = read_header(BytesIO(bytes(source[: 8 + length])), len(source), "the bytes")
 
     def bits(self, name: str) -> Bits:
         """The elements of a tensor, flat, as unsigned integers."""
         slot = self.header.slots[name]
         kind = DTYPES[slot.dtype].unsigned
         start = self.header.data_start + slot.start
+        if isinstance(self.source, np.ndarray):
+            part = self.source[start : start + slot.stop - slot.start].view(kind)
+            return part if part.flags.aligned else part.copy()
         if not isinstance(self.source, Path):
             return np.frombuffer(self.source, np.uint8, slot.stop - slot.start, start).copy().view(kind)
         array = empty_bits(slot.shape, DTYPES[slot.dtype], name)

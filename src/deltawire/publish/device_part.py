@@ -77,24 +77,28 @@ class Chunks(NamedTuple):
 
 @dataclass(slots=True)
 class Streams:
-    """The streams of one tensor's tiles, in order; a piece has several."""
+    """The streams of one tensor's tiles, in order, and their sizes: of some tiles at a time."""
 
     tile_log2: int
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[Numbers] = field(default_factory=list)
     pieces: list[Bits] = field(default_factory=list)
 
     def payload(self) -> Bits:
         head = np.array([self.tile_log2, 0, 0, 0], np.uint8)
-        return np.concatenate([head, np.array(self.sizes, "<u4").view(np.uint8), *self.pieces])
+        return np.concatenate([head, np.concatenate(self.sizes).astype("<u4").view(np.uint8), *self.pieces])
 
     @property
     def num_bytes(self) -> int:
-        return HEAD_BYTES + 4 * len(self.sizes) + sum(self.sizes)
+        return HEAD_BYTES + 4 * sum(map(len, self.sizes)) + self._stream_bytes
+
+    @property
+    def _stream_bytes(self) -> int:
+        return sum(int(some.sum()) for some in self.sizes)
 
     @property
     def is_whole(self) -> bool:
         """Whether all streams were written, and not only measured."""
-        return sum(map(len, self.pieces)) == sum(self.sizes)
+        return sum(map(len, self.pieces)) == self._stream_bytes
 
 
 class Written(NamedTuple):
@@ -106,7 +110,7 @@ class Written(NamedTuple):
     """The tiles of the chunks."""
     used: Sequence[str]
     """The encodings that were written; after them come the reverse streams."""
-    edges: Sequence[Sequence[int]]
+    edges: Sequence[Numbers]
     """For each of these where its streams begin and end."""
     bytes: Fetch | None
 
@@ -375,10 +379,12 @@ class Part:
                 first, (blocks, changes) = i, more
         yield slice(first, len(num_changed))
 
-    def _keep(self, written: Written, back: list[Bits], reverse: PackedVersion) -> None:
-        numbers = (written.chunks.starts // CHUNK).tolist()
-        every = zip(written.chunks.tensors, numbers, written.num_changed.tolist(), back, strict=False)
-        reverse.add_all([((self.names[tensor], number), each, count) for tensor, number, count, each in every if count])
+    def _keep(self, written: Written, host: Bits, reverse: PackedVersion) -> None:
+        """Keep the reverse streams, one for each chunk."""
+        if written.edges:
+            numbers = (written.chunks.starts // CHUNK).tolist()
+            keys = [(self.names[tensor], each) for tensor, each in zip(written.chunks.tensors, numbers, strict=True)]
+            reverse.add_all(keys, host, written.edges[-1], written.num_changed)
 
 
 class _Batch:
@@ -398,7 +404,7 @@ class _Batch:
         if num_changes == 0:
             for tensor, some in split.by_tensor():
                 for streams in self.streams.values():
-                    streams[tensor].sizes += [0] * (some.stop - some.start)
+                    streams[tensor].sizes.append(np.zeros(some.stop - some.start, np.int64))
             return Written(chunks, num_changed, split, [], [], None)
         tiles = kernels.tile_table(split.rows, origin, num_changes, self._device)
         surveyed = self._encoder.survey(tiles, self._contextual)
@@ -416,7 +422,7 @@ class _Batch:
         for tensor, some in split.by_tensor():
             self.gains[tensor] += from_sums(gains.reshape(-1, 2)[some].sum(0))
             for each, streams in self.streams.items():
-                streams[tensor].sizes += sizes[each][some].tolist()
+                streams[tensor].sizes.append(sizes[each][some])
         # Streams of the encoding that is the smaller one for each tensor here: mostly that is the same for all.
         best = {
             tensor: min(self._allowed, key=lambda each: int(sizes[each][some].sum()))
@@ -427,20 +433,19 @@ class _Batch:
         wanted = [(sizes[each], (tiles, surveyed, rows[each])) for each in used]
         return Written(chunks, num_changed, split, used, *self._write([*wanted, (lengths[-1], back)]))
 
-    def arrived(self, written: Written) -> list[Bits]:
-        """Once it has come: the reverse streams, one for each chunk; none where nothing changed."""
+    def arrived(self, written: Written) -> Bits:
+        """All bytes, once they have come."""
         if written.bytes is None:
-            return []
-        host = written.bytes.wait().numpy().view(np.uint8)
-        *forward, reverse = ([host[start:end] for start, end in pairwise(edges)] for edges in written.edges)
-        for each, pieces in zip(written.used, forward, strict=True):
+            return np.empty(0, np.uint8)
+        host: Bits = written.bytes.wait().numpy().view(np.uint8)
+        for each, edges in zip(written.used, written.edges, strict=False):
             for tensor, some in written.split.by_tensor():
-                self.streams[each][tensor].pieces += pieces[some]
-        return reverse
+                self.streams[each][tensor].pieces.append(host[edges[some.start] : edges[some.stop]])
+        return host
 
     def _write(
         self, wanted: Sequence[tuple[Numbers, tuple[kernels.Tiles, kernels.Surveyed, kernels.Rows]]]
-    ) -> tuple[list[list[int]], Fetch]:
+    ) -> tuple[list[Numbers], Fetch]:
         """Streams of several kinds, of known sizes: where those of each begin and end. The last ones are reverse."""
         edges = np.cumsum(np.concatenate([[0], *(sizes for sizes, _ in wanted)]))
         out = torch.zeros(int(edges[-1]) // 4 + 3, dtype=torch.int32, device=self._device)
@@ -448,7 +453,7 @@ class _Batch:
         first, found = 0, []
         for number, (sizes, (tiles, surveyed, rows)) in enumerate(wanted, 1):
             self._encoder.write(tiles, surveyed, rows, offsets[first:], out, number == len(wanted))
-            found.append(edges[first : first + len(sizes) + 1].tolist())
+            found.append(edges[first : first + len(sizes) + 1])
             first += len(sizes)
         return found, Fetch(out)
 

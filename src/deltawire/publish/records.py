@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from deltawire.codec.encoding import Changes, Offsets
 from deltawire.codec.tiled import check_status, kernel_layout
@@ -24,6 +26,8 @@ CHUNK = 1 << CHUNK_LOG2
 
 # A tensor's name and a chunk's number in it.
 ChunkKey = tuple[str, int]
+
+Edges = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +122,14 @@ class PackedVersion:
         """Keep a chunk's stream or, raw, all its old bits."""
         self._streams[key] = _Stream(self._write(stream), stream.nbytes, num_changed, is_raw)
 
-    def add_all(self, streams: Sequence[tuple[ChunkKey, Bits, int]]) -> None:
-        """Keep the streams of many chunks, in one piece: a thread would give up the interpreter with each."""
-        if streams:
-            start = self._write(np.concatenate([stream for _, stream, _ in streams]))
-            for key, stream, num_changed in streams:
-                self._streams[key] = _Stream(start, stream.nbytes, num_changed, False)
-                start += stream.nbytes
+    def add_all(self, keys: Sequence[ChunkKey], bits: Bits, edges: Edges, num_changed: Edges) -> None:
+        """Keep the streams of many chunks, which lie one behind the other between these edges, in one piece: a thread
+        would give up the interpreter with each.
+        """
+        offset = self._write(bits[edges[0] : edges[-1]]) - int(edges[0])
+        every = zip(keys, pairwise(edges.tolist()), num_changed.tolist(), strict=True)
+        self._streams |= {key: _Stream(offset + start, stop - start, count, False)
+                          for key, (start, stop), count in every if count}  # fmt: skip
 
     def _write(self, bits: Bits) -> int:
         with self._lock:

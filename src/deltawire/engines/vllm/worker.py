@@ -8,6 +8,7 @@ once, and its answer is a file that the agent waits for.
 
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
@@ -244,9 +246,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         base, state = WeightVersion.parse(arguments["base"]), WeightVersion.parse(arguments["state"])
         if base is None or state is None:
             raise ValueError("the delta's versions are missing")
-        # At once: reading an array at a time would hand the interpreter back and forth with the thread that serves. As
-        # arrays: bytes are let go of page by page, and nothing is served meanwhile.
-        delta = Delta(*merge([Container(np.fromfile(file, np.uint8).data) for file in arguments["files"]]))
+        delta = Delta(*merge([Container(_read(Path(file))) for file in arguments["files"]]))
         with self._together(), self._aside():
             self.live.stage_delta(arguments["token"], delta, base, state)
         # One by one: all at once they would be let go of in one turn.
@@ -301,6 +301,18 @@ class WorkerExtension:
         if name in ("write", "load"):
             self.model_runner.reset_lora_state()  # type: ignore[attr-defined]
         return engine.answer(result, error)
+
+
+def _read(file: Path) -> npt.NDArray[np.uint8]:
+    """A file's bytes. At once: reading an array at a time would hand the interpreter back and forth with the thread
+    that serves. In torch's memory: it is let go of page by page, and torch lets others run meanwhile.
+    """
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        content: npt.NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+        if opened.readinto(content.data) != len(content):
+            raise OSError(f"{file} became shorter while it was being read")
+    return content
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from deltawire.kernels.cpu.decode import OK, count_changes, decode_tile
 from deltawire.kernels.cpu.elements import elements_at, put_elements
 from deltawire.kernels.cpu.encode import NOT_RANKED, encode_tile, rank_changes
 from deltawire.kernels.cpu.sums import sum_change, sum_runs
+from deltawire.kernels.cpu.tiles import find_tiles
 
 WIDTHS = (8, 16, 32, 64)
 _SEED = np.uint64(0)
@@ -78,6 +79,7 @@ def warm_up_engines(example: Example) -> None:
     positions, room = at.astype(np.int64), [np.empty(len(at) + 1, each.dtype) for each in change]
     live.gather(weights, positions, *room[:2])
     live.divide(positions, *change[1:], np.array([[0, 10]]), 20, np.zeros(1, np.int64), *room)
+    find_tiles(np.zeros(8, np.uint8), *np.array([[0], [8], [1]]), 0)
 
 
 TASKS: dict[str, Callable[[Example], None]] = {

@@ -4,18 +4,21 @@ A payload is decoded some tiles at a time, so that the memory that it takes besi
 waits once, for what the headers say, to know how much memory that is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from numpy.lib.stride_tricks import as_strided
 
 from deltawire.errors import CorruptObject
+from deltawire.kernels.cpu.tiles import find_tiles
 from deltawire.kernels.gpu import positions as place
 from deltawire.kernels.gpu import streams
 from deltawire.kernels.gpu.fetch import Fetch
@@ -74,6 +77,7 @@ BITMAP_WORDS = place.BLOCK_BITMAP_WORDS.value
 
 
 Numbers = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +161,67 @@ def take_steps(
         tl.store(news + out, after.to(tl.int16), mask=live)
 
 
-def tile_table(size: int, edges: Numbers, num_elements: int) -> Numbers:
-    """The tiles of a payload that have changes, as `decode` takes them, from what `codec.tiled.stream_edges` returns.
+class Table(NamedTuple):
+    """The tiles of a payload that have changes, as `decode` takes them."""
 
-    Where each begins in the old weights, its size, where its stream begins and ends in bits, and its first position.
+    rows: Numbers
+    """Where a tile begins in the old weights, its size, where its stream begins and ends in what is uploaded, in bits,
+    and its first position.
     """
-    starts = size * np.arange(len(edges) - 1)
-    rows = np.stack([starts, np.minimum(size, num_elements - starts), 8 * edges[:-1], 8 * edges[1:], starts], 1)
-    return rows[edges[:-1] < edges[1:]]
+    largest: int
+    """The size of the largest."""
+
+
+def tile_tables(
+    payloads: Sequence[Bits], sizes: Sequence[int], most_log2: int
+) -> tuple[list[Table | None], list[Bits]]:
+    """The tables of untrusted payloads for so many elements each, None for one that is malformed, and the arrays in
+    which the payloads lie one behind the other, for `upload`.
+    """
+    tables: list[Table | None] = [None] * len(payloads)
+    arrays: list[Bits] = []
+    origin = 0
+    for own, array, starts in _laid_out(payloads):
+        ends = starts + [len(payloads[i]) for i in own]
+        counts, largest, rows = find_tiles(array, starts, ends, np.array([sizes[i] for i in own], np.int64), most_log2)
+        rows[:, TILE_BITS.value : TILE_END.value + 1] += 8 * origin
+        edges = np.cumsum(np.maximum(counts, 0))
+        for i, count, last, size in zip(own, counts.tolist(), edges.tolist(), largest.tolist(), strict=True):
+            tables[i] = Table(rows[last - count : last], size) if count >= 0 else None
+        arrays.append(array)
+        origin += len(array)
+    return tables, arrays
+
+
+def _laid_out(payloads: Sequence[Bits]) -> Iterator[tuple[list[int], Bits, Numbers]]:
+    """Some payloads, an array that has all of these, and where each begins. Those of a file lie together already, so
+    that there is nothing to do for each of them.
+    """
+    owners: dict[int, list[int]] = {}
+    for i, payload in enumerate(payloads):
+        owners.setdefault(id(payload if payload.base is None else payload.base), []).append(i)
+    others: list[int] = []
+    for own in owners.values():
+        starts = np.array([payloads[i].__array_interface__["data"][0] for i in own], np.int64)
+        ends = starts + [len(payloads[i]) for i in own]
+        first, num_bytes = int(starts.argmin()), int(ends.max() - starts.min())
+        if len(own) > 1 and num_bytes <= 2 * int((ends - starts).sum()):
+            yield own, as_strided(payloads[own[first]], (num_bytes,), (1,)), starts - starts[first]
+        else:
+            others += own
+    if others:
+        ends = np.cumsum([len(payloads[i]) for i in others])
+        yield others, np.concatenate([payloads[i] for i in others]), np.append(0, ends[:-1])
+
+
+def upload(arrays: Sequence[Bits], device: Any) -> torch.Tensor:
+    """Arrays one behind the other on a device, as words."""
+    num_bytes = sum(map(len, arrays))
+    words = torch.empty(num_bytes // WORD_BYTES + SPARE_WORDS, dtype=torch.int32, device=device)
+    ends = accumulate(map(len, arrays), initial=0)
+    for array, start in zip(arrays, ends, strict=False):
+        words.view(torch.uint8)[start : start + len(array)].copy_(torch.from_numpy(array), non_blocking=True)
+    return words
 
 
 def is_decodable(dtype: "DType") -> bool:
@@ -173,14 +230,13 @@ def is_decodable(dtype: "DType") -> bool:
 
 
 class Box(NamedTuple):
-    """A box to decode: its payload, on the host, its tile table, the address of its old bits on the device, how many
-    elements it has, and how many changes there should be.
+    """A box to decode: its tile table, the address of its old bits on the device, how many elements it has, and how
+    many changes there should be.
 
     Where only a part of its elements is there, `grid` says which, and where from that address on: as the fields of
     `grids`. Then `num_elements` is of that part.
     """
 
-    payload: npt.NDArray[np.uint8]
     tiles: Numbers
     address: int
     num_elements: int
@@ -189,8 +245,9 @@ class Box(NamedTuple):
 
 
 def decode_boxes(
-    boxes: Sequence[Box], near: torch.Tensor, dtype: "DType", contextual: bool, most_elements: int = MOST_ELEMENTS
-) -> tuple[list[int], list[int], tuple[torch.Tensor, ...]]:
+    words: torch.Tensor, boxes: Sequence[Box], near: torch.Tensor, dtype: "DType", contextual: bool,
+    most_elements: int = MOST_ELEMENTS,
+) -> tuple[list[int], list[int], tuple[torch.Tensor, ...]]:  # fmt: skip
     """The worst status of each of many boxes of one encoding, how many changes it has, and the positions, old and new
     bits of all of them, box after box; with as many launches as for one.
 
@@ -198,19 +255,16 @@ def decode_boxes(
     together: next to a thread that serves, each call may have to wait for the interpreter. All boxes have a grid, or
     none; with grids, which only `gap` can have, positions are numbers in these, and other changes are left out.
     """
-    offsets = np.cumsum([0, *(len(box.payload) for box in boxes)])
     places = [(box.address - near.data_ptr()) // 2 for box in boxes]
     num_tiles = [len(box.tiles) for box in boxes]
     table = np.concatenate([box.tiles for box in boxes])
-    table[:, TILE_BITS.value : TILE_END.value + 1] += 8 * np.repeat(offsets[:-1], num_tiles)[:, None]
     table[:, TILE_START.value] += np.repeat(places, num_tiles)
-    payload = torch.from_numpy(np.concatenate([box.payload for box in boxes]))
     most_positions = max(box.num_elements for box in boxes)
     own = [box.grid for box in boxes if box.grid is not None]
     grids = np.repeat(np.array(own, np.int64), num_tiles, 0) if own else None
     if grids is not None:
         grids[:, GRID_OFFSET.value] += np.repeat(places, num_tiles)
-    decoded = decode(payload, table, near, dtype, contextual, most_elements, most_positions, grids)
+    decoded = decode(words, table, near, dtype, contextual, most_elements, most_positions, grids)
     counts = np.diff(decoded.before[np.cumsum([0, *num_tiles])]).tolist()
     for box, count in zip(boxes, counts, strict=True):
         if count != box.num_changed:
@@ -226,18 +280,18 @@ def decode_boxes(
 
 
 def decode(
-    payload: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
+    words: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
     most_elements: int = MOST_ELEMENTS, most_positions: int | None = None, grids: Numbers | None = None,
 ) -> Decoded:  # fmt: skip
-    """The changes of a box of 16-bit floats, from the payload of `gap` or `context` and the old bits.
+    """The changes of a box of 16-bit floats, from the payload of `gap` or `context`, in `words`, and the old bits.
 
-    The payload may be on any device; `tiles` is its tile table, on the host. At most `most_elements` elements, or one
+    `tiles` is its tile table, on the host. At most `most_elements` elements, or one
     tile, are worked on at a time. With `grids`, one for each tile, positions are numbers in these, or -1.
     """
     if not is_decodable(dtype):
         raise ValueError(f"only 16-bit floats can be decoded on a GPU, not {dtype.name}")
     most_positions = len(old) if most_positions is None else most_positions
-    batch = _Batch(payload, tiles, old.view(torch.int16), dtype, contextual, most_positions, grids)
+    batch = _Batch(words, tiles, old.view(torch.int16), dtype, contextual, most_positions, grids)
     step = max(most_elements // (batch.tile_blocks * BLOCK), 1)
     for first in range(0, len(tiles), step):
         batch.decode(first, min(first + step, len(tiles)))
@@ -248,13 +302,11 @@ class _Batch:
     """A payload on its way: its words, the tables of its tiles, and its changes as far as they are known."""
 
     def __init__(
-        self, payload: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
+        self, words: torch.Tensor, tiles: Numbers, old: torch.Tensor, dtype: "DType", contextual: bool,
         most_positions: int, grids: Numbers | None,
     ) -> None:  # fmt: skip
-        self.old, self.device, self._most_positions = old, old.device, most_positions
+        self.words, self.old, self.device, self._most_positions = words, old, old.device, most_positions
         self.classes = place.CLASSES.value if contextual else 1
-        self.words = self._new(payload.numel() // WORD_BYTES + SPARE_WORDS, torch.int32)
-        self.words.view(torch.uint8)[: payload.numel()].copy_(payload, non_blocking=True)
         largest = int(tiles[:, TILE_SIZE.value].max(initial=1))
         self.tile_blocks = triton.next_power_of_2(triton.cdiv(largest, BLOCK))
         aligned = old.data_ptr() % 16 == 0 and not (tiles[:, TILE_START.value] % 8).any()

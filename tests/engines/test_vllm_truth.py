@@ -110,7 +110,9 @@ def follow_and_compare(trainer, store, server, folder, **own):
 def compare(kind, tmp_path, vllm_pool, dtype="bfloat16", fault=()):
     store = f"memory:{tmp_path}"
     trainer = Trainer(tmp_path, store, kind=kind, dtype=getattr(torch, dtype))
-    own = {"nursery": vllm_pool.nursery, "arguments": ["--dtype", dtype]}
+    # Latent attention that needs no AMX, which some CPUs have.
+    attention = ["--attention-backend", "CPU_MLA"] if kind.startswith("deepseek") else []
+    own = {"nursery": vllm_pool.nursery, "arguments": ["--dtype", dtype, *attention]}
     with serving(tmp_path / "base", log=tmp_path / "log", extension=FAULTY, **own) as server:
         if fault:
             ask(server, *fault)
@@ -185,15 +187,19 @@ def test_absorbed_copies_follow_what_they_are_made_of():
         assert found.data_ptr() == place
 
 
-@pytest.mark.parametrize("attribute", ["is_amx_bmm_enabled", "dcp_q_replicate"])
-def test_absorbed_copies_in_another_order_are_refused_by_name(attribute):
+@pytest.mark.parametrize(("attribute", "advice"), [
+    ("is_amx_bmm_enabled", "layout: start the server with --attention-backend CPU_MLA$"), ("dcp_q_replicate", "layout$")
+])  # fmt: skip
+def test_absorbed_copies_in_another_order_are_refused_by_name(attribute, advice):
     from deltawire.engines.vllm.copies import check
 
     model = torch.nn.Module()
     model.add_module("attention", torch.nn.Module())
     setattr(model.attention, attribute, True)
     config = SimpleNamespace(model_config=SimpleNamespace(quantization=None), parallel_config=SimpleNamespace(**ALONE))
-    with pytest.raises(EngineRejected, match="attention computes from copies of kv_b_proj") as caught:
+    with pytest.raises(
+        EngineRejected, match=f"attention computes from copies of kv_b_proj with another {advice}"
+    ) as caught:
         check(model, config)
     assert caught.value.tensor == "attention"
 

@@ -52,8 +52,10 @@ def check(model: torch.nn.Module, config: Any) -> set[str]:
                 "start the server with --moe-backend triton",
                 tensor=name,
             )
-        if getattr(module, "is_amx_bmm_enabled", False) or getattr(module, "dcp_q_replicate", False):
-            raise EngineRejected(f"{name} computes from copies of kv_b_proj with another layout", tensor=name)
+        uses_amx = getattr(module, "is_amx_bmm_enabled", False)
+        if uses_amx or getattr(module, "dcp_q_replicate", False):
+            advice = ": start the server with --attention-backend CPU_MLA" if uses_amx else ""
+            raise EngineRejected(f"{name} computes from copies of kv_b_proj with another layout{advice}", tensor=name)
     if config.model_config.quantization is not None:
         list(layers(model))
         for name, module in model.named_modules():

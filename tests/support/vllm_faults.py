@@ -12,7 +12,6 @@ import torch
 from deltawire.engines.vllm import copies, route, worker
 from deltawire.engines.vllm.worker import WorkerExtension
 
-
 # vLLM's own kernels use a CPU's AMX without asking for it. Otherwise torch's first product does, which a server with
 # packed weights has none of.
 torch.cpu._init_amx()

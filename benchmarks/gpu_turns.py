@@ -16,11 +16,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
-GRAPHS = ["--running-requests", "keep", "--cache-mb", "4096", "--modes", "graphs", "--streams", "8"]
+GRAPHS = ["--running-requests", "keep", "--cache-mb", "4096", "--modes", "graphs"]
 QUANTIZED = ["--mode", "graphs", "--running-requests", "keep", "--no-fresh", "--cache-mb", "1024", "--memory", "0.1"]
 SERIES = {
-    "8b": ["vllm_gpu.py", *GRAPHS, "0", "--models", "8b", "--sources", "iterator", "mapping", "module", "--rounds", "7",
-           "--few", "4", "--memory", "0.3", "--fresh"],
+    "8b": ["vllm_gpu.py", *GRAPHS, "--models", "8b", "--sources", "iterator", "mapping", "module", "--rounds", "8",
+           "--few", "6", "--memory", "0.3", "--fresh"],
     "0.6b": ["vllm_gpu.py", *GRAPHS, "--models", "0.6b", "--rounds", "20", "--few", "2", "--memory", "0.15", "--fresh",
              "--own", "pause", "patches", "reload"],
     "dense": ["quantized_gpu.py", *QUANTIZED, "--models", "dense", "--rounds", "7"],

@@ -15,10 +15,11 @@ again. Without a GPU `--models tiny --out FOLDER` shows that all of it works, wi
 DELTAWIRE_CPU_UNPACKED=1; its figures mean nothing.
 
 Columns: gap_ms is the longest gap of any stream from the publish on until half a second after it was served, idle_ms
-the longest of three seconds without updates; blocked_ms how long `publish` blocked the caller, held_ms how long the
-stream on which it trains, served_s from that call until the server served the version; pause_ms how long no step was
-computed; staging_mb how much GPU memory the pull took for a while, kept_mb what of it was left; host_mb by how much the
-memory of trainer and agent grew, server_mb that of all processes of the server, without the pages of mapped files.
+the longest in as much time right before it, without an update; blocked_ms how long `publish` blocked the caller,
+held_ms how long the stream on which it trains, served_s from that call until the server served the version; pause_ms
+how long no step was computed; staging_mb how much GPU memory the pull took for a while, kept_mb what of it was left;
+host_mb by how much the memory of trainer and agent grew, server_mb that of all processes of the server, without the
+pages of mapped files.
 """
 
 import argparse
@@ -376,6 +377,7 @@ class Case:
         self.folder, self.out, self.options, self.model, self.mode = folder, out, options, model, mode
         self.before = before
         self.started, self.rows, self.seed = time.time(), [], 0
+        self.watched = 1.0  # seconds
         self.weights = make_model(folder / "base", dict(zip(FIELDS, SHAPES[model], strict=True)))
         self.plan = self.planned()
         self.server = self.start("base")
@@ -468,12 +470,15 @@ class Case:
         self.streams = Streams(self.server.url, number, path)
         try:
             time.sleep(warm_up)
-            quiet = time.time()
-            time.sleep(3)
-            idle = round(self.streams.longest_ms(quiet, time.time()), 1)
-            yield {"model": self.model, "mode": self.mode, "changed": density, "streams": number, "idle_ms": idle}
+            yield {"model": self.model, "mode": self.mode, "changed": density, "streams": number}
         finally:
             self.streams.close()
+
+    def idle(self):
+        """What streams see in as much time as they were last watched for."""
+        since = time.time()
+        time.sleep(self.watched)
+        return {"idle_ms": round(self.streams.longest_ms(since, time.time()), 1)}
 
     def memory_mb(self):
         return memory_mb(), memory_mb(self.server.process.pid)
@@ -486,6 +491,7 @@ class Case:
 
     def update(self, publisher, replica, target, about, number):
         self.change(about["changed"])
+        about = about | self.idle()
         host = self.memory_mb()
         held = Held()
         since, clock = time.time(), time.perf_counter()
@@ -509,6 +515,7 @@ class Case:
         before = {name: value.clone() for name, value in self.weights.items()} if kind == "patches" else {}
         if kind != "pause":
             self.change(about["changed"])
+        about = about | self.idle()
         host, since, clock = self.memory_mb(), time.time(), time.perf_counter()
         watch = Watch()
         running = self.options.running_requests[0]
@@ -522,7 +529,8 @@ class Case:
     def add(self, about, number, since, measured, watch, host):
         """A row, after looking at what streams saw until half a second later, and at every parameter."""
         time.sleep(0.5)
-        gap = self.streams.longest_ms(since, time.time())
+        self.watched = time.time() - since
+        gap = self.streams.longest_ms(since, since + self.watched)
         if gap:
             self.say(f"the longest gap ended {self.streams.ended - since:.3f} s after the publish began")
         staging, kept = watch.end()

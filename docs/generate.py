@@ -185,7 +185,7 @@ to the one computed from the trainer's tensors. Times are in milliseconds:
 - "Blocked" is how long the call of `publish` takes, "held" how long the stream on which the trainer trains waits.
 - "Served" is the time from that call until the server serves the version.
 - "Gap" is the longest time between two tokens of any stream, including the first update. "Idle" is the same without
-  updates.
+  updates, in as much time right before.
 - "Recompute" computes the context of running requests again; "keep" does not. With both, requests are held until the
   version is named, so that no token is named after other weights.
 

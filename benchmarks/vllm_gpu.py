@@ -380,8 +380,7 @@ class Case:
         self.watched = 1.0  # seconds
         self.weights = make_model(folder / "base", dict(zip(FIELDS, SHAPES[model], strict=True)))
         self.plan = self.planned()
-        self.server = self.start("base")
-        self.fresh = self.start_fresh() if options.fresh else None
+        self.server, self.fresh = self.start("first"), None
 
     def planned(self):
         """For each source its cases: what becomes of running requests, streams, density, and the number of rounds. All
@@ -393,23 +392,25 @@ class Case:
         return {source: [(*cases[0], options.few)] if number else first
                 for number, source in enumerate(options.sources)}  # fmt: skip
 
-    def start(self, weights):
+    def start(self, name):
         cache = ["--kv-cache-memory-bytes", str(self.options.cache_mb << 20)] if self.options.cache_mb else []
         return Server(
-            self.folder / weights, self.out / weights, eager=self.mode == "eager", memory=self.options.memory,
+            self.folder / "base", self.out / name, eager=self.mode == "eager", memory=self.options.memory,
             flags=(*FLAGS, *cache),
         )  # fmt: skip
 
     def start_fresh(self):
-        """A server with the weights of the last round."""
-        shutil.copytree(self.folder / "base", self.folder / "last", ignore=shutil.ignore_patterns("*.safetensors"))
+        """A server with the weights of the last round. It is started when the first one has compiled, from the same
+        folder, so that it runs what was compiled then: kernels are chosen by their times, and others round otherwise.
+        """
+        file = self.folder / "base/model.safetensors"
+        file.unlink()
         last = {name: value.clone() for name, value in self.weights.items()}
         rounds = [density for cases in self.plan.values() for _, _, density, rounds in cases for _ in range(rounds)]
         for seed, density in enumerate(rounds, 1):
             change(last, density, seed)
-        save_file({name: value.cpu() for name, value in last.items()}, self.folder / "last/model.safetensors",
-                  {"format": "pt"})  # fmt: skip
-        return self.start("last")
+        save_file({name: value.cpu() for name, value in last.items()}, file, {"format": "pt"})
+        return self.start("fresh")
 
     def say(self, *words):
         print(f"[{time.time() - self.started:6.1f}] {self.model} {self.mode}:", *words, flush=True)
@@ -417,11 +418,12 @@ class Case:
     def run(self):
         options = self.options
         try:
-            for server in self.servers:
-                server.wait()
-            # They were loaded, and two of 16 GB each leave no room for the others.
-            for file in self.folder.glob("*/model.safetensors"):
-                file.unlink()
+            self.server.wait()
+            if options.fresh:
+                self.fresh = self.start_fresh()
+                self.fresh.wait()
+            # It was loaded, and takes the room of others.
+            (self.folder / "base/model.safetensors").unlink()
             # The first requests of a server compile.
             with self.streaming(0, options.streams[0], 12):
                 self.say("up")

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -11,9 +12,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import torch
 
 from deltawire import Publisher, Replica
-from deltawire.workers import SMALL, TINY, Workers, short_turns
+from deltawire.workers import REST_SECONDS, SMALL, TINY, TURN_SECONDS, Workers, in_turns, short_turns
 from support.waiting import PATIENCE
 
 
@@ -88,6 +90,68 @@ def test_a_thread_gets_its_turns_next_to_one_that_never_rests():
     usual = sys.getswitchinterval()
     assert 2 * seconds(short_turns) < seconds(nullcontext)
     assert sys.getswitchinterval() == usual
+
+
+def busy(_):
+    """Work for a turn, in processor time."""
+    ends = time.thread_time() + TURN_SECONDS
+    while time.thread_time() < ends:
+        pass
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_thread_next_to_one_that_serves_rests_after_each_turn(threads, monkeypatch):
+    """So do those that help it."""
+    rests, sleep = [], time.sleep
+
+    def rest(seconds):
+        rests.append(seconds)
+        sleep(seconds)
+
+    items = list(range(10))
+    with Workers(threads) as workers:
+        monkeypatch.setattr(time, "sleep", rest)
+        assert in_turns(items) is items
+        workers.map(busy, items)
+        assert not rests
+        with short_turns():
+            for item in in_turns(items):
+                busy(item)
+            assert rests == [REST_SECONDS] * 10
+            workers.map(busy, items)
+            assert rests == [REST_SECONDS] * 20
+        assert in_turns(items) is items
+
+
+@pytest.mark.timing
+def test_a_step_next_to_a_thread_that_rests():
+    """A step calls a few hundred times what lets go of the interpreter, and asks for it again each time."""
+    numbers = torch.zeros(16)
+
+    def step():
+        started = time.perf_counter()
+        for _ in range(600):
+            numbers.add_(1)
+        return time.perf_counter() - started
+
+    def work(turns):
+        own = torch.zeros(16)
+        with short_turns():
+            for _ in turns(range(1500)):
+                sum(range(300))
+                own.add_(1)
+
+    def longest(turns):
+        found = []
+        for _ in range(9):
+            thread, steps = threading.Thread(target=work, args=[turns]), [0.0]
+            thread.start()
+            while thread.is_alive():
+                steps.append(step())
+            found.append(max(steps))
+        return statistics.median(found)
+
+    assert 2 * longest(in_turns) < longest(iter)
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 SMALL = 1 << 22
 # With as few, threads would hand the interpreter to each other more often than they work.
 TINY = 1 << 16
+# Next to a thread that serves: how long a thread works, and then leaves the interpreter alone.
+TURN_SECONDS, REST_SECONDS = 0.0003, 0.0006
 # What is worked on change by change, without a scan, counts as so many elements for each change.
 PER_CHANGE = 2
 
@@ -46,13 +49,14 @@ class Workers(AbstractContextManager["Workers"]):
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         items = list(items)
         if self._pool is None or len(items) < 2:
-            return [function(item) for item in items]
+            return [function(item) for item in in_turns(items)]
         results: list[Any] = [None] * len(items)
         # Each thread takes the next item when it is free; advancing this iterator is atomic.
         todo, ended = iter(range(len(items))), list[int]()
+        turns = _rested if _thread.rests else iter
 
         def work() -> None:
-            for i in todo:
+            for i in turns(todo):
                 try:
                     results[i] = function(items[i])
                 finally:
@@ -164,9 +168,10 @@ class Pool(ThreadPoolExecutor):
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """For work in a thread next to one that serves: whoever asks for the interpreter gets it after some microseconds
-    instead of five milliseconds. A step of a server asks a hundred times; and a server that waits for requests in a
-    loop would leave nothing to the thread.
+    """For work in a thread next to one that serves. Whoever asks for the interpreter gets it after some microseconds
+    instead of five milliseconds: a step of a server asks a hundred times, and a server that waits for requests in a
+    loop would leave nothing to the thread. What is left is that handing it over takes longer than what is done with it
+    then; so the thread rests now and then, between the items of `in_turns`.
 
     Nor does Python look for garbage meanwhile: among the objects of some ten thousand tensors that takes a tenth of a
     second at a time, for which all threads wait.
@@ -174,9 +179,33 @@ def short_turns() -> Iterator[None]:
     usual, collects = sys.getswitchinterval(), gc.isenabled()
     sys.setswitchinterval(0.00002)
     gc.disable()
+    _thread.rests = True
     try:
         yield
     finally:
+        _thread.rests = False
         sys.setswitchinterval(usual)
         if collects:
             gc.enable()
+
+
+class _Thread(threading.local):
+    rests = False
+    turn_ends = 0.0
+    """In this thread's own processor time."""
+
+
+_thread = _Thread()
+
+
+def in_turns(items: Iterable[Item]) -> Iterable[Item]:
+    """The items. Under `short_turns` the thread rests between them, once its turn is over."""
+    return _rested(items) if _thread.rests else items
+
+
+def _rested(items: Iterable[Item]) -> Iterator[Item]:
+    for item in items:
+        yield item
+        if time.thread_time() >= _thread.turn_ends:
+            time.sleep(REST_SECONDS)
+            _thread.turn_ends = time.thread_time() + TURN_SECONDS

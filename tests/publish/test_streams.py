@@ -3,13 +3,15 @@
 Without a GPU the kernels run in Triton's interpreter, so tensors are small here.
 """
 
+import threading
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deltawire import Publisher
 from deltawire.errors import ShapeMismatch, SnapshotMismatch, UnknownParameter
-from deltawire.kernels.gpu.arena import Arena, Pieces
+from deltawire.kernels.gpu.arena import Arena, Pieces, Sample
 from deltawire.publish import device as device_module
 from deltawire.publish import device_part as part_module
 from deltawire.publish.history import History
@@ -67,7 +69,9 @@ def test_copies_live_as_long_as_they_are_read(turned, tmp_path, monkeypatch):
 
     def watched_launch(arena, *arguments):
         launch(arena, *arguments)
-        alive.extend(not each.expired() for each in copies)
+        # On a GPU another thread launches what encoding needs, to have it compiled.
+        if threading.current_thread() is threading.main_thread():
+            alive.extend(not each.expired() for each in copies)
 
     def turned_pairs():
         # What does not lie in sequence is copied again.
@@ -86,6 +90,31 @@ def test_copies_live_as_long_as_they_are_read(turned, tmp_path, monkeypatch):
         publisher.publish().wait(PATIENCE)
     assert alive == [True, True]
     assert all(each.expired() for each in copies)
+
+
+@pytest.mark.usefixtures("small_is_smaller")
+def test_no_sample_waits_behind_a_comparison(tmp_path, monkeypatch):
+    """Which takes much longer: all samples have come before the first comparison begins."""
+    live = {name: patterns(size, size).to(DEVICE) for name, size in {"a": 800, "b": 801, "c": 802, "d": 803}.items()}
+    done, wait, begin = [], Sample.wait, Arena.begin
+
+    def watched_wait(sample):
+        done.append("sample")
+        return wait(sample)
+
+    def watched_begin(arena, sampled):
+        done.append("begin")
+        return begin(arena, sampled)
+
+    with Publisher(str(tmp_path), lambda: iter(live.items()), snapshot="device", check_share=0) as publisher:
+        publisher.publish().wait(PATIENCE)
+        live["a"].view(torch.int16)[7] ^= 1
+        monkeypatch.setattr(Sample, "wait", watched_wait)
+        monkeypatch.setattr(Arena, "begin", watched_begin)
+        publisher.publish().wait(PATIENCE)
+    assert done[:2] == ["sample", "sample"]
+    assert done.count("begin") == 2
+    assert_arrived(tmp_path, live)
 
 
 @pytest.mark.usefixtures("small_is_smaller")

@@ -28,7 +28,7 @@ from deltawire.kernels.gpu.sums import SIGNED, Runs, box_sum, signed
 from deltawire.tensors.boxes import Box
 from deltawire.tensors.digest import Digest, TensorKey, from_sums, tensor_key
 from deltawire.tensors.dtypes import DTYPES
-from deltawire.workers import SERIAL
+from deltawire.workers import SERIAL, in_turns
 
 # Of a piece that is not contiguous so many elements are gathered at a time.
 GATHERED = 1 << 24
@@ -83,7 +83,7 @@ class DeviceMemory(Memory):
         changes: dict[int, DeviceChange] = {}
         here: list[int] = []
         others: dict[int, list[int]] = {}
-        for i, (entry, piece) in enumerate(entries):
+        for i, (entry, piece) in enumerate(in_turns(entries)):
             is_run = piece.num_elements == prod(entry.box.full) or len(entry.box.runs()[0]) == 1
             if entry.encoding in (GAP.name, CONTEXT.name) and is_decodable(entry.dtype) and is_run:
                 here.append(i)
@@ -106,7 +106,7 @@ class DeviceMemory(Memory):
         boxes: list[EncodedBox] = []
         gathered: list[torch.Tensor] = []
         num_divided = 0
-        for i, ((entry, piece), table) in enumerate(zip(entries, tables, strict=True)):
+        for i, ((entry, piece), table) in enumerate(in_turns(zip(entries, tables, strict=True))):
             if table is None:
                 stream_edges(payloads[i], sizes[i])
                 raise CorruptObject(f"{entry.name}: its payload is malformed")
@@ -128,7 +128,7 @@ class DeviceMemory(Memory):
             statuses, counts, found = decode_boxes(words, own, near, DTYPES[dtype], encoding == CONTEXT.name, most)
             every, old, new = (each.data_ptr() for each in found)
             starts = accumulate(counts, initial=0)
-            for i, status, start, count in zip(numbers, statuses, starts, counts, strict=False):
+            for i, status, start, count in in_turns(zip(numbers, statuses, starts, counts, strict=False)):
                 entry = entries[i][0]
                 try:
                     check_status(status)
@@ -189,16 +189,18 @@ class DeviceMemory(Memory):
         found = self._run(items, writes, undo)
         # As a rule a write does what was computed before it, and there may be tens of thousands of pieces.
         if self._written is None or not np.array_equal(found, self._written[0]):
-            self._written = found, [Written(unexpected, from_sums(sums)) for unexpected, *sums in found.tolist()]
+            self._written = found, [Written(each[0], from_sums(each[1:])) for each in in_turns(found.tolist())]
         return self._written[1]
 
     def _run(self, items: Sequence[Item], writes: bool, undo: bool) -> npt.NDArray[np.int64]:
         """One launch for each element size, and one wait for all of them. A row for each item."""
         if self._ready is None or self._ready[0] is not items:
             sizes: dict[int, list[int]] = {}
-            for i, item in enumerate(items):
+            for i, item in enumerate(in_turns(items)):
                 sizes.setdefault(item.change.itemsize, []).append(i)
-            launches = [Launch([self._row(items[i]) for i in own], size, self._device) for size, own in sizes.items()]
+            launches = [
+                Launch([self._row(items[i]) for i in in_turns(own)], size, self._device) for size, own in sizes.items()
+            ]
             self._ready = items, np.array([i for own in sizes.values() for i in own], np.int64), launches
         found = np.empty((len(items), RESULTS.value), np.int64)
         results = [launch.run(writes=writes, undo=undo) for launch in self._ready[2]]

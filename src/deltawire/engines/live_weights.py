@@ -25,7 +25,7 @@ from deltawire.format.wire import Entry
 from deltawire.tensors.digest import Digest, TensorKey, WeightVersion, tensor_key
 from deltawire.tensors.dtypes import dtype_named
 from deltawire.tensors.weights import TensorSpec
-from deltawire.workers import Workers
+from deltawire.workers import Workers, in_turns
 
 
 class Derived(Protocol):
@@ -217,7 +217,7 @@ class LiveModel:
             raise _other_base(self.state, staged.base, staged.state)
         self.drop_staged()
         taken = self._memory.take([(change, self.pieces[change.number]) for change in staged.changes])
-        items = [self._item(change.number, own) for change, own in zip(staged.changes, taken, strict=True)]
+        items = [self._item(change.number, own) for change, own in in_turns(zip(staged.changes, taken, strict=True))]
         self._ready(staged.token, staged.base, staged.state, items)
 
     def stage_delta(self, token: str, delta: Delta, base: WeightVersion, state: WeightVersion) -> None:
@@ -231,7 +231,7 @@ class LiveModel:
         for number, piece in enumerate(self.pieces):
             numbers.setdefault(piece.tensor, []).append(number)
         found: list[tuple[int, Entry, Piece]] = []
-        for entry in delta.entries:
+        for entry in in_turns(delta.entries):
             check_known(entry, self._specs)
             check_spec(entry, self._specs[entry.name])
             for number in numbers.get(entry.name, []):
@@ -240,7 +240,7 @@ class LiveModel:
                     raise UnsupportedFormat(whole_needed(entry), tensor=entry.name)
                 found.append((number, entry, piece))
         changes = self._memory.decode([(entry, piece) for _, entry, piece in found])
-        items = [self._item(number, change) for (number, _, _), change in zip(found, changes, strict=True)]
+        items = [self._item(number, change) for (number, _, _), change in in_turns(zip(found, changes, strict=True))]
         self._ready(token, base, state, items)
 
     def _item(self, number: int, change: Any) -> Item:
@@ -253,8 +253,8 @@ class LiveModel:
         taken = self._memory.take([(change, own.pieces[number]) for number, change in plan.changes])
         derived = zip((number for number, _ in plan.changes), taken, strict=True)
         items = [*items, *(Item(-1 - number, own.pieces[number], own.keys[number], each) for number, each in derived)]
-        kept = [item for item in items if item.piece.storage in own.tensors]
-        served = [item for item in items if item.piece.storage not in own.tensors]
+        kept = [item for item in in_turns(items) if item.piece.storage in own.tensors]
+        served = [item for item in in_turns(items) if item.piece.storage not in own.tensors]
         every = [*kept, *served]
         found = [*self._put_kept(kept, writes=False), *self._memory.put(served, writes=False)]
         _refuse(every, found)
@@ -266,7 +266,7 @@ class LiveModel:
     def _plan(self, items: Sequence[Item], *, is_done: bool) -> Plan:
         """What a change does to codes and scales."""
         changes: dict[str, list[tuple[Piece, PieceChange]]] = {}
-        for item in items:
+        for item in in_turns(items):
             if item.piece.storage in self._quantized.tensors:
                 changes.setdefault(item.piece.storage, []).append((item.piece, item.change))
         return self._quantized.plan(changes, is_done=is_done)
@@ -274,8 +274,8 @@ class LiveModel:
     def _gains(self, items: Sequence[Item], found: Sequence[Written]) -> Gains:
         counted, every = set(self._counted), list(zip(items, found, strict=True))
         return Gains(
-            sum((each.gain for item, each in every if item.number in counted), Digest()),
-            sum((each.gain for item, each in every if item.number < 0), Digest()),
+            sum((each.gain for item, each in in_turns(every) if item.number in counted), Digest()),
+            sum((each.gain for item, each in in_turns(every) if item.number < 0), Digest()),
         )
 
     def write(self, token: str, *, undo: bool = False) -> None:
@@ -359,7 +359,7 @@ def _other_base(found: WeightVersion | None, base: WeightVersion, state: WeightV
 
 
 def _refuse(items: Sequence[Item], found: Sequence[Written]) -> None:
-    for item, each in zip(items, found, strict=True):
+    for item, each in in_turns(zip(items, found, strict=True)):
         if each.num_unexpected:
             raise DigestMismatch(
                 f"{each.num_unexpected:,} elements of {item.piece.tensor} have neither the old bits nor the new ones "

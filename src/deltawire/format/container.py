@@ -22,6 +22,7 @@ from deltawire.tensors.boxes import Shape
 from deltawire.tensors.dtypes import DTYPES, Bits, empty_bits
 from deltawire.tensors.names import METADATA, is_text
 from deltawire.tensors.weights import Specs, num_bytes_of
+from deltawire.workers import in_turns
 
 MOST_HEADER_BYTES = 100_000_000
 # The product of as many as a header can hold would take hours.
@@ -124,7 +125,7 @@ def read_header(file: IO[bytes], size: int, where: str) -> Header:
         raise corrupt("its metadata is not a map of strings")
     if not all(map(is_text, (*entries, *metadata, *metadata.values()))):
         raise corrupt("its header has text that UTF-8 cannot hold")
-    slots = {name: _slot(name, entry, corrupt) for name, entry in entries.items()}
+    slots = {name: _slot(name, entry, corrupt) for name, entry in in_turns(entries.items())}
     end = 0
     for name, slot in sorted(slots.items(), key=lambda item: (item[1].start, item[1].stop)):
         if slot.start != end:

@@ -22,6 +22,7 @@ from deltawire.tensors.boxes import Box, Shape
 from deltawire.tensors.digest import Digest, WeightVersion
 from deltawire.tensors.dtypes import DTYPES, Bits, DType
 from deltawire.tensors.names import PREFIX, Ties, check_names, check_ties, is_text
+from deltawire.workers import in_turns
 
 FORMAT_VERSION = 1
 MOST_PARTS = 100_000
@@ -129,7 +130,8 @@ def read_part(container: Container) -> tuple[DeltaInfo, list[Entry], tuple[int, 
     position = read_number(part, "part"), read_number(num_parts, "part")
     if not 1 <= position[0] <= position[1] <= MOST_PARTS:
         raise CorruptObject(f"part {part} of {num_parts} is impossible")
-    entries = [_read_entry(name, text, container) for name, text in metadata.items() if not name.startswith(PREFIX)]
+    patches = [each for each in metadata.items() if not each[0].startswith(PREFIX)]
+    entries = [_read_entry(name, text, container) for name, text in in_turns(patches)]
     try:
         check_names(entry.name for entry in entries)
     except ValueError as error:

@@ -155,9 +155,11 @@ class DeviceHistory(History):
             staged, begun = super().stage(version, weights, workers, fixed), []
             try:
                 self._memory.end()
-                # All before one of them is waited for.
+                # All samples have come before a comparison begins, behind which they would wait.
                 for part in self._parts:
                     part.sample()
+                for part in self._parts:
+                    part.await_sample()
                 for part in self._parts:
                     begun.append(part.end())  # noqa: PERF401 (one by one: what was staged is undone)
             except BaseException:

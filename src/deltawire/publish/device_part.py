@@ -221,6 +221,10 @@ class Part:
                 self._arena.point_at([self._waiting[name] for name in self.names])
                 self._sampled = self._arena.sample()
 
+    def await_sample(self) -> None:
+        if self._sampled is not None:
+            self._sampled.wait()
+
     def _look(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
         self._pieces = self._pieces or Pieces(self._arena)
         self._pieces.look(first, tensors)

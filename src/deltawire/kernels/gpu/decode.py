@@ -43,6 +43,7 @@ from deltawire.kernels.gpu.streams import (
     get,
     inverted_member,
 )
+from deltawire.workers import in_turns
 
 if TYPE_CHECKING:
     from deltawire.tensors.dtypes import DType
@@ -293,7 +294,7 @@ def decode(
     most_positions = len(old) if most_positions is None else most_positions
     batch = _Batch(words, tiles, old.view(torch.int16), dtype, contextual, most_positions, grids)
     step = max(most_elements // (batch.tile_blocks * BLOCK), 1)
-    for first in range(0, len(tiles), step):
+    for first in in_turns(range(0, len(tiles), step)):
         batch.decode(first, min(first + step, len(tiles)))
     return batch.decoded
 

@@ -23,6 +23,10 @@ RECORDED = ROOT / "src/deltawire/pages/static/explain/recorded.json"
 CHAIN_DENSITY = 0.0115
 
 
+# Of what is added up with different signs.
+EXACT = 6
+
+
 def digits(value, number=4):
     return float(f"{value:.{number}g}")
 
@@ -31,7 +35,7 @@ def straight(points):
     """The line through two points, as what it starts with and what each weight adds."""
     (low, one), (high, other) = sorted(points)
     slope = (other - one) / (high - low)
-    return {"start": digits(max(one - slope * low, 0.0)), "per_weight": digits(slope)}
+    return {"start": digits(max(one - slope * low, 0.0), EXACT), "per_weight": digits(slope, EXACT)}
 
 
 def whole_runs(recorded):
@@ -115,7 +119,7 @@ def gpu():
         return straight([(weights, gpu_rounds.median(of, model)) for model, weights in gpu_rounds.WEIGHTS.items()])
 
     def more(of):
-        return {"per_change": digits(gpu_rounds.per_change(of))}
+        return {"per_change": digits(gpu_rounds.per_change(of), EXACT)}
 
     reload = gpu_rounds.median(gpu_rounds.pause, "0.6b", source="vLLM reload")
     return {

@@ -228,8 +228,9 @@ def test_the_gpu_times_are_those_of_an_estimate(explain, weights, density):
         press(page, "tokens", "End")
         seconds = phases(page)
     plan = Plan(weights, density, 1440)
-    assert seconds["pause and write"] == pytest.approx(plan.pause_seconds, rel=1e-3)
-    assert seconds["verify, decode and stage"] == pytest.approx(plan.decode_seconds, rel=1e-3)
+    # A slider has steps.
+    assert seconds["pause and write"] == pytest.approx(plan.pause_seconds, rel=3e-3)
+    assert seconds["verify, decode and stage"] == pytest.approx(plan.decode_seconds, rel=3e-3)
 
 
 def test_idle_time_of_an_hour(explain):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deltawire import Publisher, Replica
-from deltawire.workers import REST_SECONDS, SMALL, TINY, TURN_SECONDS, Workers, in_turns, short_turns
+from deltawire.workers import SMALL, TINY, TURN_SECONDS, Workers, in_turns, short_turns
 from support.waiting import PATIENCE
 
 
@@ -92,35 +92,32 @@ def test_a_thread_gets_its_turns_next_to_one_that_never_rests():
     assert sys.getswitchinterval() == usual
 
 
-def busy(_):
-    """Work for a turn, in processor time."""
-    ends = time.thread_time() + TURN_SECONDS
-    while time.thread_time() < ends:
-        pass
-
-
+@pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_thread_next_to_one_that_serves_rests_after_each_turn(threads, monkeypatch):
-    """So do those that help it."""
-    rests, sleep = [], time.sleep
+def test_a_thread_next_to_one_that_serves_rests_after_each_turn(threads, others, monkeypatch):
+    """So do those that help it. Who works alone does not."""
+    rests = []
 
-    def rest(seconds):
-        rests.append(seconds)
-        sleep(seconds)
+    def busy(_):
+        """Work for a turn."""
+        ends = time.thread_time() + TURN_SECONDS
+        while time.thread_time() < ends:
+            pass
 
-    items = list(range(10))
+    def num_rests(workers):
+        rests.clear()
+        for item in in_turns(range(10)):
+            busy(item)
+        workers.map(busy, range(10))
+        return len(rests)
+
+    monkeypatch.setattr(time, "sleep", rests.append)
+    monkeypatch.setattr(time, "process_time", lambda: (1 + others) * time.thread_time())
     with Workers(threads) as workers:
-        monkeypatch.setattr(time, "sleep", rest)
-        assert in_turns(items) is items
-        workers.map(busy, items)
-        assert not rests
+        assert num_rests(workers) == 0
         with short_turns():
-            for item in in_turns(items):
-                busy(item)
-            assert rests == [REST_SECONDS] * 10
-            workers.map(busy, items)
-            assert rests == [REST_SECONDS] * 20
-        assert in_turns(items) is items
+            assert num_rests(workers) == 20 * others
+        assert num_rests(workers) == 0
 
 
 @pytest.mark.timing
@@ -137,8 +134,8 @@ def test_a_step_next_to_a_thread_that_rests():
     def work(turns):
         own = torch.zeros(16)
         with short_turns():
-            for _ in turns(range(1500)):
-                sum(range(300))
+            for _ in turns(range(4500)):
+                sum(range(600))
                 own.add_(1)
 
     def longest(turns):

@@ -1,8 +1,9 @@
 """Several series of vLLM servers on one GPU: the servers of all start together, then each series is measured alone.
 
-    VLLM_USE_DEEP_GEMM=0 python benchmarks/gpu_turns.py --out FOLDER [--series 8b 0.6b dense]
+    TMPDIR=/dev/shm VLLM_USE_DEEP_GEMM=0 python benchmarks/gpu_turns.py --out FOLDER [--series 8b 0.6b dense]
 
-Starting servers takes longer than measuring. Each series has a folder in `--out` with its log, its CSV files and the
+Starting servers takes longer than measuring. With temporary files in shared memory, no disk is still busy with the
+anchor of 16 GB while deltas are written. Each series has a folder in `--out` with its log, its CSV files and the
 logs of its servers; a series that fails does not stop the others. The rows are not written to `results`: copy them from
 there. On a machine without a GPU, `--tiny` shows that it works (VLLM_ENABLE_V1_MULTIPROCESSING=0 and
 DELTAWIRE_CPU_UNPACKED=1).

@@ -20,6 +20,7 @@ from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
 from deltawire.tensors.digest import TensorKey, tensor_key
 from deltawire.tensors.dtypes import ALIASES, dtype_named
+from deltawire.workers import in_turns
 
 # So many weights are looked at together.
 TOGETHER = 1 << 28
@@ -234,7 +235,7 @@ class Alike:
         """The weights at some places, of each tensor between two ends."""
         places = place.cpu().split([int(last - first) for first, last in pairwise(ends)])
         parts = zip(self.tensors, self.starts, places, strict=True)
-        there = [tensor.original.view(-1)[each - start] for tensor, start, each in parts if len(each)]
+        there = [tensor.original.view(-1)[each - start] for tensor, start, each in in_turns(parts) if len(each)]
         return torch.cat(there).to(self.device)
 
     def _joined(
@@ -367,7 +368,7 @@ class QuantizedModel:
         agreed = self._agree(seen, is_done) if seen else {}
         self._is_awaited = False
         plan = Plan()
-        for alike in self.alike:
+        for alike in in_turns(self.alike):
             if not alike.is_shared and not any(each.name in changes for each in alike.tensors):
                 continue
             own = seen.pop(alike, None) or alike.look(changes, is_done=is_done)
@@ -409,7 +410,7 @@ class QuantizedModel:
         positions, old, new = (_numpy(each) for each in change)
         edges = [*np.searchsorted(positions, starts), len(positions)]
         found = []
-        for i, tensor in enumerate(alike.tensors):
+        for i, tensor in enumerate(in_turns(alike.tensors)):
             own = slice(edges[i], edges[i + 1])
             at = positions[own] - starts[i]
             for cut in self._cuts[f"{kind} of {tensor.name}"] if len(at) else ():

@@ -456,9 +456,11 @@ class Case:
         target = EngineTarget(VllmEngine(self.server.url, running_requests=running))
         # By name: the server may have followed another run before.
         with Replica(url, target, run=source, heartbeat_seconds=None) as replica:
-            clock = time.perf_counter()
-            replica.pull()
-            self.say("attached, bound and at the newest version in", round(time.perf_counter() - clock, 2), "s")
+            with self.streaming(density, streams):
+                since = time.time()
+                replica.pull()
+                gap = round(self.streams.longest_ms(since, time.time()), 1)
+                self.say("at the newest version after", round(time.time() - since, 2), "s, longest gap", gap, "ms")
             if not self.rows:
                 take_turn(self.options.turn)
             with self.streaming(density, streams) as about:

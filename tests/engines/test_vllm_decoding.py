@@ -145,6 +145,19 @@ def alone(monkeypatch):
     return engine, gpu
 
 
+def test_a_worker_on_a_cpu_compiles_when_it_starts(monkeypatch):
+    """As one on a GPU: an agent may come when the server has requests, which would stand still for seconds."""
+    from deltawire.engines.vllm.worker import DeltawireEngine
+    from deltawire.kernels.cpu import warmup
+
+    compiled, module = [], torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    module.register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
+    monkeypatch.setattr(warmup, "warm_up", compiled.append)
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    DeltawireEngine(None, config, torch.device("cpu"), module)
+    assert compiled == [[16, 32]]
+
+
 def test_what_is_staged_next_is_not_dropped_with_what_was_written(alone):
     """Memory is given back some time after a write."""
     engine, gpu = alone

@@ -40,7 +40,7 @@ from deltawire.format.container import Container
 from deltawire.format.delta import Delta
 from deltawire.format.parts import merge
 from deltawire.tensors.digest import WeightVersion
-from deltawire.tensors.dtypes import ALIASES
+from deltawire.tensors.dtypes import ALIASES, DTYPES
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import short_turns
 
@@ -68,12 +68,21 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile what updates need, before anybody is served."""
+        kinds = {str(value.dtype).removeprefix("torch.") for value in self.model.parameters()}
+        dtypes = [ALIASES[kind] for kind in kinds if kind in ALIASES]
         if self.device.type == "cuda":
             from deltawire.engines.device_memory import warm_up_decoding
 
             self._stream = torch.cuda.Stream(self.device)
-            kinds = {str(value.dtype).removeprefix("torch.") for value in self.model.parameters()}
-            warm_up_decoding(self.device, [ALIASES[kind] for kind in kinds if kind in ALIASES])
+            warm_up_decoding(self.device, dtypes)
+        else:
+            from deltawire.kernels.cpu import warmup
+
+            warmup.warm_up(sorted({8 * DTYPES[name].itemsize for name in dtypes}))
 
     @property
     def index(self) -> int:

@@ -1,5 +1,8 @@
 """Real vLLM servers without a mirror, whose workers decode: what goes wrong there is known."""
 
+import gc
+import json
+import threading
 import weakref
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -115,16 +118,18 @@ class Device:
                 gpu.kept.append(gpu.staged() is not None)
 
         @contextmanager
-        def device(chosen):
-            before, gpu.current = gpu.current, str(chosen)
+        def stream(chosen):
+            before, gpu.current = gpu.current, str(chosen).removeprefix("that of ")
             yield
             gpu.current = before
 
         patch.setattr(torch.cuda, "MemPool", Pool)
-        patch.setattr(torch.cuda, "device", device)
-        for name in ("stream", "use_mem_pool"):
-            patch.setattr(torch.cuda, name, nullcontext)
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch.cuda, "use_mem_pool", nullcontext)
         patch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+
+    def __str__(self):
+        return "cuda:1"
 
     def wait_stream(self, stream):
         self.waits.append(stream)
@@ -141,6 +146,7 @@ def alone(monkeypatch):
     )
     own = {"device": torch.device("cuda:1"), "_stream": gpu, "_quantized": None, "_pool": None, "_thread": None}
     own |= {"live": LiveModel(lambda _: Found([], {})), "_disturbed": SimpleNamespace(restore=lambda: None)}
+    own |= {"_held": False, "_counted": [], "_left_out": [], "vllm_config": None}
     vars(engine).update(own, parallel_config=config)
     return engine, gpu
 
@@ -153,9 +159,35 @@ def test_a_worker_on_a_cpu_compiles_when_it_starts(monkeypatch):
     compiled, module = [], torch.nn.Linear(3, 2, dtype=torch.bfloat16)
     module.register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
     monkeypatch.setattr(warmup, "warm_up", compiled.append)
+    monkeypatch.setattr(gc, "freeze", lambda: compiled.append("and what is loaded stays"))
     config = SimpleNamespace(parallel_config=None, model_config=None)
     DeltawireEngine(None, config, torch.device("cpu"), module)
-    assert compiled == [[16, 32]]
+    assert compiled == [[16, 32], "and what is loaded stays"]
+
+
+@pytest.mark.parametrize("name", ["bind", "measure"])
+def test_a_worker_serves_while_an_agent_attaches(name, alone, monkeypatch, tmp_path):
+    """Its tensors are found and read next to serving, and the answer comes later."""
+    engine, _ = alone
+    goes_on, frozen = threading.Event(), []
+    original = getattr(engine.live, name)
+
+    def late(*given):
+        assert goes_on.wait(60)
+        return original(*given)
+
+    monkeypatch.setattr(engine.live, name, late)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(name))
+    answer = tmp_path / "answer.json"
+    assert engine.command(name, {"specs": {}, "numbers": [[[], []]], "answers": [str(answer)]}) is None
+    assert engine.is_at_work
+    assert not answer.exists()
+    goes_on.set()
+    engine.wait()
+    told = json.loads(answer.read_text())
+    assert told["error"] is None
+    assert told["result"] == ([str(Digest())] if name == "measure" else engine._layout())
+    assert frozen == ["bind"] * (name == "bind")
 
 
 def test_what_is_staged_next_is_not_dropped_with_what_was_written(alone):

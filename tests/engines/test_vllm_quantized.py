@@ -5,14 +5,17 @@ fresh server, and answers are. On a CPU without AMX vLLM has kernels for `fp8_pe
 import hashlib
 import json
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from deltawire import Publisher, Replica
+from deltawire.engines.quantized.derive import QuantizedModel
 from deltawire.engines.target import EngineTarget
 from deltawire.engines.vllm.adapter import VllmEngine
+from deltawire.engines.vllm.quantized import as_loaded
 from deltawire.errors import EngineRejected
 from support.command_line import run, told
 from support.vllm_reference import checksums, fused
@@ -60,6 +63,34 @@ def plant(weights, number):
     value[3, number] = (-1) ** number * 3.5
     value[4, :] = 1e-39
     weights["model.layers.0.self_attn.k_proj.weight"][:, number] *= 2
+
+
+def test_a_model_serves_while_its_second_self_is_loaded_into():
+    """Where its weights go is found by loading into parameters that it does not compute with."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    method = type("Fp8PtpcOnlineLinearMethod", (), {})()
+    method.fp8_linear = type("CutlassFP8ScaledMMLinearKernel", (), {})()
+    plain, layer = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(4, 2, bias=False)
+    layer.quant_method = method
+    layer.weight_scale = torch.nn.Parameter(torch.ones(2))
+    get_layerwise_info(layer).restore_metadata[0]["weight"] = torch.empty(2, 4, dtype=torch.bfloat16, device="meta")
+    model, original = torch.nn.Sequential(layer, plain, layer), torch.zeros(2, 4, dtype=torch.bfloat16)
+    quantized = QuantizedModel([])
+    quantized.tensors["0.weight"] = SimpleNamespace(original=original)
+    before = dict(model.named_parameters())
+
+    twin = as_loaded(model, quantized)
+    with torch.no_grad():
+        twin[0].weight.fill_(7)
+
+    assert (original == 7).all()
+    assert twin[0] is twin[2]
+    assert {name for name, _ in twin.named_parameters()} == {"0.weight", "1.weight"}
+    assert twin[1].weight is plain.weight
+    now = dict(model.named_parameters())
+    assert now.keys() == before.keys() == {"0.weight", "0.weight_scale", "1.weight"}
+    assert all(now[name] is before[name] for name in before)
 
 
 def test_follows_and_serves_what_a_fresh_server_does(tmp_path, vllm_pool):

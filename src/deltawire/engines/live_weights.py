@@ -155,7 +155,7 @@ class LiveModel:
 
     def sum_of(self, numbers: Sequence[int]) -> Digest:
         """The contribution of some pieces to the digest."""
-        chosen = map(self.pieces.__getitem__, numbers)
+        chosen = in_turns(map(self.pieces.__getitem__, numbers))
         return sum((self._memory.digest(piece, self._keys[piece.tensor]) for piece in chosen), Digest())
 
     def check(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from deltawire.engines.layout import Dim, Piece, merged_dims, pieces_of_copy
 from deltawire.errors import EngineRejected
 from deltawire.tensors.weights import TensorSpec
+from deltawire.workers import in_turns
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 View = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -145,7 +146,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[misc]
         """Tensors computed in a way that cannot be repeated, with the name of one of those of the checkpoint."""
 
     def feed(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors.items():
+        for name, tensor in in_turns(tensors.items()):
             self.last = name
             yield name, tensor
 

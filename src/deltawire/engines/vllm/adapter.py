@@ -70,7 +70,8 @@ class VllmEngine(HttpEngine):
         return Served(boot, states, version, interrupted=held, quantized=quantized, derived=derived)
 
     def bind(self, specs: Mapping[str, TensorSpec]) -> None:
-        self._take_layout(specs, self._ask("bind", specs=spec_fields(specs))["workers"])
+        ranks = len(self._ask("status")["workers"])
+        self._take_layout(specs, self._work("bind", ranks, specs=spec_fields(specs)))
 
     def specs(self) -> Mapping[str, TensorSpec] | None:
         answers = self._ask("layout")["workers"]
@@ -105,7 +106,7 @@ class VllmEngine(HttpEngine):
     def digest(self) -> Digest:
         layout = self._bound
         numbers = [layout.measured(rank) for rank in range(len(layout.ranks))]
-        return self._measured(self._ask("measure", numbers=numbers)["workers"])
+        return self._measured(self._work("measure", len(numbers), numbers=numbers))
 
     def stage(self, change: EngineChange | EngineDelta) -> None:
         token = token_hex(8)
@@ -113,14 +114,14 @@ class VllmEngine(HttpEngine):
             self._decode(change, token)
         else:
             with self._shared.change(change, self._bound, token) as paths:
-                refuse(self._work("stage", paths=[str(path) for path in paths]), "nothing was changed")
+                refuse(self._work("stage", len(paths), paths=[str(path) for path in paths]), "nothing was changed")
         self._token = token
 
     def _decode(self, change: EngineDelta, token: str) -> None:
         """Have the workers decode a delta, and check what the weights would be before anything is written."""
         versions = {"base": change.base.as_dict(), "state": change.state.as_dict()}
         files = [str(file.absolute()) for file in change.files]
-        answers = self._work("decode", token=token, files=files, **versions)
+        answers = self._work("decode", len(self._bound.ranks), token=token, files=files, **versions)
         for each in answers:
             kind = FAULTS.get(each["error"]["kind"]) if each["error"] else None
             if kind is not None:
@@ -130,10 +131,10 @@ class VllmEngine(HttpEngine):
         if found != change.state.digest:
             raise CorruptObject(f"the delta leads to weights with digest {found}, not {change.state.digest}")
 
-    def _work(self, name: str, **arguments: Any) -> Answers:
+    def _work(self, name: str, ranks: int, **arguments: Any) -> Answers:
         """A command that workers go on with after they were asked; their answers, which they leave in files."""
         call = token_hex(8)
-        paths = [self._shared.path(f"{call}-answer-{rank}.json") for rank in range(len(self._bound.ranks))]
+        paths = [self._shared.path(f"{call}-answer-{rank}.json") for rank in range(ranks)]
         refuse(self._ask(name, answers=[str(path) for path in paths], **arguments)["workers"], "nothing was changed")
         deadline, look = time.monotonic() + self._load_timeout, time.monotonic() + ALIVE_SECONDS
         try:
@@ -177,7 +178,7 @@ class VllmEngine(HttpEngine):
 
     def load(self, weights: Weights, folder: Path | None, state: WeightVersion) -> float:
         with self._shared.checkpoint(weights, folder, state) as source:
-            refuse(self._work("check", folder=str(source)), "nothing was changed")
+            refuse(self._work("check", len(self._bound.ranks), folder=str(source)), "nothing was changed")
             after = self._bound.partial(state.digest - digest({name: weights[name] for name in self.left_out}))
             answer = self._ask(
                 "load", folder=str(source), running_requests=self._running_requests, after=after,

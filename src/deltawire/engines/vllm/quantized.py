@@ -6,7 +6,7 @@ group of their own where only some elements are needed. Kernels that lay codes o
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -229,37 +229,42 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-@contextmanager
-def as_loaded(model: torch.nn.Module, quantized: QuantizedModel | None) -> Iterator[None]:
-    """The parameters of quantized layers are those that are loaded into, for the time of a trace."""
+def as_loaded(model: torch.nn.Module, quantized: QuantizedModel) -> torch.nn.Module:
+    """A second model of the same modules' content, but that quantized layers have the parameters that are loaded into.
+    The model itself stays as it is: it may serve meanwhile.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-    kept: list[tuple[torch.nn.Module, dict[str, Any]]] = []
-    try:
-        for name, layer, kind in layers(model) if quantized is not None else ():
-            kept.append((layer, dict(layer._parameters)))
-            restored = get_layerwise_info(layer).restore_metadata[0]
-            for each in [each for each in layer._parameters if each not in restored and "scale" in each]:
-                del layer._parameters[each]
-            for each, meta in restored.items():
-                tensor = quantized.tensors.get(f"{name}.{each}") if quantized is not None else None
-                if tensor is not None:
-                    value = tensor.original.view(tensor.original.shape)
-                elif kind == STORED and each in ("weight", "weight_scale", "weight_scale_inv"):
-                    value = _as_stored(each, layer, meta)
-                else:
-                    continue
-                value.__class__ = meta.__class__
-                value.__dict__ = dict(meta.__dict__)
-                restore_layer_refs(value, layer)
-                value.weight_loader = _get_original_loader(value)
-                layer._parameters[each] = value
-        yield
-    finally:
-        for layer, parameters in kept:
-            layer._parameters.clear()
-            layer._parameters.update(parameters)
+    twins: dict[torch.nn.Module, torch.nn.Module] = {}
+    twin = _twin(model, twins)
+    for name, layer, kind in layers(model):
+        own = twins[layer]
+        restored = get_layerwise_info(layer).restore_metadata[0]
+        for each in [each for each in own._parameters if each not in restored and "scale" in each]:
+            del own._parameters[each]
+        for each, meta in restored.items():
+            tensor = quantized.tensors.get(f"{name}.{each}")
+            if tensor is not None:
+                value = tensor.original.view(tensor.original.shape)
+            elif kind == STORED and each in ("weight", "weight_scale", "weight_scale_inv"):
+                value = _as_stored(each, layer, meta)
+            else:
+                continue
+            value.__class__ = meta.__class__
+            value.__dict__ = dict(meta.__dict__)
+            restore_layer_refs(value, own)
+            value.weight_loader = _get_original_loader(value)
+            own._parameters[each] = value
+    return twin
+
+
+def _twin(module: torch.nn.Module, twins: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
+    if module not in twins:
+        twin = twins[module] = copy(module)
+        twin._parameters = dict(module._parameters)
+        twin._modules = {name: None if each is None else _twin(each, twins) for name, each in module._modules.items()}
+    return twins[module]
 
 
 def _pairs(values: torch.Tensor, largest: torch.Tensor, width: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ from deltawire.tensors.dtypes import ALIASES, DTYPES
 from deltawire.tensors.weights import TensorSpec
 from deltawire.workers import short_turns
 
-THREADED = ("stage", "decode", "check", "drop")
+THREADED = ("bind", "measure", "stage", "decode", "check", "drop")
 
 
 class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -83,6 +83,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             from deltawire.kernels.cpu import warmup
 
             warmup.warm_up(sorted({8 * DTYPES[name].itemsize for name in dtypes}))
+            # As vLLM does at the end of a start, but not in workers on a CPU.
+            gc.collect()
+            gc.freeze()
 
     @property
     def index(self) -> int:
@@ -108,27 +111,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             return self._probe(name, arguments)
         self._disturbed.restore()
         if name in THREADED:
-            self._in_order()
             return self._begin(name, arguments)
         if name == "layout":
             return None if not live.pieces else self._layout()
-        if name == "bind":
-            specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
-            live.bind(specs)
-            self._specs = specs
-            self._in_order()
-            with self._aside():
-                live.rehearse()
-            self._drop()
-            # What was loaded and compiled stays, so Python need not look through it now and then, for which a server
-            # would stand still for some 50 ms. vLLM does the same with what is there when it has started.
-            gc.collect()
-            gc.freeze()
-            return self._layout()
-        if name == "measure":
-            self._counted, *copies = arguments["numbers"][self.index]
-            live.measure(self._counted)
-            return [str(live.sum_of(numbers)) for numbers in copies]
         if name == "write":
             started = time.perf_counter()
             self._write(arguments["token"])
@@ -189,29 +174,32 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             raise EngineRejected("after the write, the weights do not have the digest computed before it")
 
     def _in_order(self) -> None:
-        """What goes on next to serving reads weights, and what was noted of codes and scales: it comes after what this
-        thread has asked of the device.
+        """What goes on next to serving reads weights, and what was noted of codes and scales: it comes after what was
+        asked of the device so far, on the stream that serves.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
-        works: dict[str, Callable[[Any], None]] = {
-            "stage": self._stage, "decode": self._decode, "check": self._check, "drop": self._drop_written
+        works: dict[str, Callable[[Any], Any]] = {
+            "bind": self._bind, "measure": self._measure, "stage": self._stage, "decode": self._decode,
+            "check": self._check, "drop": self._drop_written,
         }  # fmt: skip
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
         before = self._thread
+        self._in_order()
+        # A new thread has another stream, and the first device.
+        serving = None if self._stream is None else torch.cuda.current_stream(self.device)
 
         def run() -> None:
             if before is not None:
                 before.join()
-            # In a new thread the first device is the current one, and who gives memory back begins to use that.
-            with nullcontext() if self._stream is None else torch.cuda.device(self.device), short_turns():
-                error = attempt(partial(works[name], arguments))[1]
+            with nullcontext() if serving is None else torch.cuda.stream(serving), short_turns():
+                result, error = attempt(partial(works[name], arguments))
                 if error is not None:
                     attempt(self._drop)
             if answer is not None:
-                save_json(answer, self.answer(None, error))
+                save_json(answer, self.answer(result, error))
 
         self._thread = threading.Thread(target=run, name=f"deltawire-{name}", daemon=True)
         self._thread.start()
@@ -224,7 +212,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             yield
             return
         with torch.cuda.stream(self._stream):
-            # A pool is of the device that is the current one, which in a new thread is the first.
+            # A pool is of the device that is the current one.
             self._pool = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(self._pool):
                 yield
@@ -243,6 +231,31 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         # The next one may have been staged since.
         if getattr(self.live.staged, "token", None) in (None, arguments["token"]):
             self._drop()
+
+    def _bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        specs = {tensor: (dtype, tuple(shape)) for tensor, (dtype, shape) in arguments["specs"].items()}
+        # vLLM keeps this for the process. Commands that do the same in the thread that serves wait for this one.
+        with set_current_vllm_config(self.vllm_config):
+            self.live.bind(specs)
+        self._specs = specs
+        self._in_order()
+        with self._aside():
+            self.live.rehearse()
+        self._drop()
+        # What was loaded and compiled stays, so Python need not look through it now and then, for which a server
+        # would stand still for some 50 ms. vLLM does the same with what is there when it has started.
+        gc.collect()
+        gc.freeze()
+        return self._layout()
+
+    def _measure(self, arguments: Mapping[str, Any]) -> list[str]:
+        """The digests of copies that workers share."""
+        self._counted, *copies = arguments["numbers"][self.index]
+        with self._aside():
+            self.live.measure(self._counted)
+            found = [str(self.live.sum_of(numbers)) for numbers in copies]
+        self._drop()
+        return found
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         self.live.check(_tensors(Path(arguments["folder"])))
@@ -279,14 +292,15 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _find(self, specs: Mapping[str, TensorSpec]) -> Found:
         known = copies.check(self.model, self.vllm_config)
-        if self._quantized is None and self.model_config.quantization is not None:
-            self._quantized = quantized.find(self.model)
-        with quantized.as_loaded(self.model, self._quantized):
-            storages = flat_storages(self.model)
-            traced = trace(self.model.load_weights, storages, specs)
-            check_covered(self.model, storages, traced, known)
-            self._left_out = left_out(self.model, traced, specs)
-            self._computed = Computed(traced, storages, specs, self._computed)
+        model = self.model
+        if self.model_config.quantization is not None:
+            self._quantized = self._quantized or quantized.find(model)
+            model = quantized.as_loaded(model, self._quantized)
+        storages = flat_storages(model)
+        traced = trace(model.load_weights, storages, specs)
+        check_covered(model, storages, traced, known)
+        self._left_out = left_out(model, traced, specs)
+        self._computed = Computed(traced, storages, specs, self._computed)
         derived: list[Derived] = [self._computed, copies.Copies(self.model, self.model_config.dtype)]
         found = {**storages, **self._computed.storages}
         return Found(self._computed.pieces, found, derived, traced.fills, self._quantized)
@@ -304,7 +318,8 @@ class WorkerExtension:
             return engine.answer(None, None) | {"at_work": engine.is_at_work}
         if name not in THREADED:
             engine.wait()
-        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+        config = nullcontext() if name in THREADED else set_current_vllm_config(self.vllm_config)  # type: ignore[attr-defined]
+        with config:
             # What vLLM cannot send would end the thread that answers, and nobody would hear from it again.
             result, error = attempt(lambda: json.loads(json.dumps(engine.command(name, arguments))))
         if name in ("write", "load"):

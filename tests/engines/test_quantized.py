@@ -21,7 +21,7 @@ from deltawire.engines.target import EngineTarget
 from deltawire.engines.torch import TorchEngine
 from deltawire.engines.vllm.quantized import layers
 from deltawire.errors import EngineRejected, ObjectMissing, UnsupportedFormat
-from deltawire.tensors.digest import Digest, tensor_key
+from deltawire.tensors.digest import Digest, digest, tensor_key
 from deltawire.tensors.dtypes import DTYPES
 from deltawire.workers import SERIAL
 from support.command_line import told
@@ -286,6 +286,31 @@ def test_pieces_of_codes_have_a_digest_of_their_own():
 @pytest.mark.parametrize("name", ["fp8_per_block", "fp8_per_channel", "mxfp8"])
 def test_a_quantized_module_conforms(name, case):
     case(harness_of(name))
+
+
+def test_codes_of_a_start_with_these_weights_are_found_to_be_theirs():
+    """Nobody computes with what codes are made of: it is written alone, and the digest says whether all is right."""
+    torch.manual_seed(0)
+    weights = {"up": torch.randn(160, 130).bfloat16(), "norm": torch.randn(130).bfloat16()}
+    others = {**weights, "up": weights["up"].clone()}
+    others["up"][3, 4] *= 3
+    engine = QuantizedEngine({name: value.clone() for name, value in weights.items()}, RECIPES["fp8_per_block"])
+    engine.bind({name: ("BF16", tuple(value.shape)) for name, value in weights.items()})
+    live, tensor = engine._live, engine.quantized.tensors["up"]
+    codes = tensor.codes.clone()
+    tensor.original.zero_()
+    engine.quantized.alike[0].forget()
+    assert engine.digest() != digest(weights)
+    with pytest.raises(EngineRejected, match="no up"):
+        live.take_kept([("norm", weights["norm"])])
+    for given in (others, weights):
+        live.take_kept(given.items())
+        assert live.partial is None
+        assert (engine.digest() == digest(given)) == (given is weights)
+        assert same(tensor.codes, codes)
+    live.load(others.items())
+    assert engine.digest() == digest(others)
+    assert not same(tensor.codes, codes)
 
 
 class LosesScales(QuantizedEngine):

@@ -105,6 +105,8 @@ def test_follows_and_serves_what_a_fresh_server_does(tmp_path, vllm_pool):
         for mirror in (None, False):
             with following(store, server, mirror) as replica:
                 replica.pull()
+                # It was started with these weights, or an agent before this one has written them.
+                assert not replica.target.pause_seconds
                 assert server.checksums() == expected(trainer.weights)
                 for _ in range(3):
                     plant(trainer.weights, len(seen))
@@ -168,6 +170,7 @@ def test_two_workers_follow_with_scales_that_they_share(mirror, tmp_path, vllm_p
         assert server.checksums() == expected(trainer.weights, 2)
         with following(store, server, mirror) as replica:
             replica.pull()
+            assert replica.target.pause_seconds == 0
             assert server.checksums() == expected(trainer.weights, 2)
             for number in range(4):
                 plant(trainer.weights, number)

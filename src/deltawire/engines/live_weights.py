@@ -134,11 +134,11 @@ class LiveModel:
         own = zip(self._quantized.pieces, self._quantized.keys, strict=True)
         for size, (piece, key) in {storages[each[0].storage].itemsize: each for each in own}.items():
             self._memory.part(piece).warm_up(piece, key, np.dtype(f"<u{size}"))
-        self._quantized.prepare()
         return self.pieces
 
     def rehearse(self) -> None:
         """Let the device load what changes of codes and scales need, so that nobody waits for that later."""
+        self._quantized.prepare()
         rehearse(self._quantized)
 
     def measure(self, counted: Sequence[int]) -> Digest:
@@ -170,12 +170,28 @@ class LiveModel:
         """Write all tensors of a checkpoint to their places. Afterwards the version must be set again."""
         self.mark(None)
         self.partial = None
-        places: dict[str, list[Piece]] = {}
-        for piece in self.pieces:
-            places.setdefault(piece.tensor, []).append(piece)
-        missing = set(places)
         for storage, view, filling in self._fills:
             self._storages[storage].as_strided(*view).fill_(filling)
+        self._copy(tensors, self.pieces)
+        self._quantized.load()
+        self.refresh(self._specs)
+
+    def take_kept(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Of a checkpoint, write only what codes are made of, which nobody computes with. Where the codes are those of
+        these weights already, as after a start, `measure` says so afterwards, and there is nothing to load.
+        """
+        kept = [piece for piece in self.pieces if piece.storage in self._quantized.tensors]
+        if kept:
+            self.mark(None)
+            self.partial = None
+            self._copy(tensors, kept)
+            self._quantized.take()
+
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]], pieces: Sequence[Piece]) -> None:
+        places: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            places.setdefault(piece.tensor, []).append(piece)
+        missing = set(places)
         for name, value in tensors:
             dtype, shape = self._specs.get(name, (None, None))
             if dtype is None or (torch_dtype(dtype), shape) != (value.dtype, tuple(value.shape)):
@@ -189,8 +205,6 @@ class LiveModel:
             missing.discard(name)
         if missing:
             raise EngineRejected(f"the checkpoint has no {min(missing)}", tensor=min(missing))
-        self._quantized.load()
-        self.refresh(self._specs)
 
     def mark(self, state: WeightVersion | None) -> None:
         """Set the version of the weights, and drop what is staged."""

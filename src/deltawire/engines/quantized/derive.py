@@ -120,28 +120,32 @@ class Alike:
         self.starts, self.bases = _starts([each.original.numel() for each in tensors]), _starts(self.counts)
         places = zip(self.starts, self.bases, tensors, strict=True)
         self._table = [(start, base, *each.groups.sizes) for start, base, each in places]
-        self._maxima: torch.Tensor | None = None
-        self._agreed: torch.Tensor | None = None
+        # Here, since what fills them may have memory for a while only.
+        self._maxima = torch.empty(sum(self.counts), dtype=torch.int32, device=self.device)
+        self._agreed = torch.empty_like(self._maxima) if self.is_shared else self._maxima
+        self._are_known = False
 
     @property
     def maxima(self) -> torch.Tensor:
         """Of the elements that are here."""
-        if self._maxima is None:
-            self._maxima = torch.cat([each.maxima() for each in self.tensors])
+        self._fill()
         return self._maxima
 
     @property
     def agreed(self) -> torch.Tensor:
         """Of all elements of each group: what scales are made of."""
-        if not self.is_shared:
-            return self.maxima
-        if self._agreed is None:
-            self._agreed = self.maxima.clone()
+        self._fill()
         return self._agreed
+
+    def _fill(self) -> None:
+        if not self._are_known:
+            torch.cat([each.maxima() for each in self.tensors], out=self._maxima)
+            self._agreed.copy_(self._maxima)
+            self._are_known = True
 
     def forget(self) -> None:
         """The weights are others now."""
-        self._maxima = self._agreed = None
+        self._are_known = False
 
     def made(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """All codes and scales, and what they should be."""
@@ -279,7 +283,7 @@ class Plan:
 class QuantizedModel:
     """All tensors that one process quantizes, with codes and scales as pieces of memory.
 
-    With tensors that are shared, `load` and `plan` are called in all workers at the same time.
+    With tensors that are shared, `take`, `load` and `plan` are called in all workers at the same time.
     """
 
     def __init__(self, tensors: Sequence[QuantizedTensor], largest: Largest | None = None) -> None:
@@ -343,7 +347,8 @@ class QuantizedModel:
             # When they are first asked for.
             _ = alike.agreed
 
-    def load(self) -> None:
+    def take(self) -> None:
+        """The weights are others now."""
         for each in self.tensors.values():
             each.check_finite()
         for alike in self.alike:
@@ -353,6 +358,10 @@ class QuantizedModel:
             for alike, own in zip(self._shared, values.split([sum(each.counts) for each in self._shared]), strict=True):
                 alike.agreed.copy_(own)
         self._is_awaited = False
+
+    def load(self) -> None:
+        """The same, and write their codes and scales."""
+        self.take()
         for alike in self.alike:
             for live, made in alike.made():
                 live.copy_(made)

@@ -258,7 +258,12 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         return found
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
-        self.live.check(_tensors(Path(arguments["folder"])))
+        folder = Path(arguments["folder"])
+        self.live.check(_tensors(folder))
+        if arguments["takes"]:
+            with self._together(), self._aside():
+                self.live.take_kept(_tensors(folder))
+            self._drop()
 
     def _stage(self, arguments: Mapping[str, Any]) -> None:
         with self._together(), self._aside():

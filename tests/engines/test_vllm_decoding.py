@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 import deltawire
 from deltawire.engines.engine import EngineDelta
@@ -167,16 +168,20 @@ def test_a_worker_on_a_cpu_compiles_when_it_starts(monkeypatch):
 
 @pytest.mark.parametrize("name", ["bind", "measure"])
 def test_a_worker_serves_while_an_agent_attaches(name, alone, monkeypatch, tmp_path):
-    """Its tensors are found and read next to serving, and the answer comes later."""
+    """Its tensors are found and read next to serving, and the answer comes later. What is compiled is compiled as vLLM
+    has set it for the thread that serves.
+    """
     engine, _ = alone
-    goes_on, frozen = threading.Event(), []
+    goes_on, frozen, set_to = threading.Event(), [], []
     original = getattr(engine.live, name)
 
     def late(*given):
         assert goes_on.wait(60)
+        set_to.append(inductor.compile_threads)
         return original(*given)
 
     monkeypatch.setattr(engine.live, name, late)
+    monkeypatch.setattr(inductor, "compile_threads", 77)
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(name))
     answer = tmp_path / "answer.json"
     assert engine.command(name, {"specs": {}, "numbers": [[[], []]], "answers": [str(answer)]}) is None
@@ -186,6 +191,7 @@ def test_a_worker_serves_while_an_agent_attaches(name, alone, monkeypatch, tmp_p
     engine.wait()
     told = json.loads(answer.read_text())
     assert told["error"] is None
+    assert set_to == [77]
     assert told["result"] == ([str(Digest())] if name == "measure" else engine._layout())
     assert frozen == ["bind"] * (name == "bind")
 

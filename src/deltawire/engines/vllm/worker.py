@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             if answer is not None:
                 save_json(answer, self.answer(result, error))
 
-        self._thread = threading.Thread(target=run, name=f"deltawire-{name}", daemon=True)
+        # torch's settings for what is compiled are of the context in which vLLM has made them.
+        work = partial(copy_context().run, run)
+        self._thread = threading.Thread(target=work, name=f"deltawire-{name}", daemon=True)
         self._thread.start()
 
     @contextmanager

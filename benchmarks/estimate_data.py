@@ -21,8 +21,6 @@ ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "src/deltawire/estimate/measured.json"
 RECORDED = ROOT / "src/deltawire/pages/static/explain/recorded.json"
 CHAIN_DENSITY = 0.0115
-
-
 # Of what is added up with different signs.
 EXACT = 6
 

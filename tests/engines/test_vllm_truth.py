@@ -4,7 +4,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -151,7 +151,10 @@ def latent(weight):
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    module = torch.nn.Module()
+    class Latent(torch.nn.Module):
+        process_weights_after_loading = MLAAttention.process_weights_after_loading
+
+    module = Latent()
     module.kv_b_proj = torch.nn.Linear(16, 2 * (4 + 8), bias=False)
     module.kv_b_proj.requires_grad_(False).weight.copy_(weight)
     module.kv_b_proj.quant_method = UnquantizedLinearMethod()
@@ -162,7 +165,6 @@ def latent(weight):
     module.kv_lora_rank, module.num_heads, module.qk_nope_head_dim, module.v_head_dim = 16, 2, 4, 8
     module.quant_config = None
     set_default_quant_scales(module, register_buffer=True)
-    module.process_weights_after_loading = MethodType(MLAAttention.process_weights_after_loading, module)
     module.process_weights_after_loading(torch.bfloat16)
     return module
 
@@ -175,9 +177,12 @@ def test_absorbed_copies_follow_what_they_are_made_of():
     assert absorbed(model) == {"attention.W_UV", "attention.W_UK_T"}
     copies = Copies(model, torch.bfloat16)
     assert copies.holds()
-    places = [getattr(model.attention, name).data_ptr() for name in ("W_UV", "W_UK_T")]
+    own = [getattr(model.attention, name) for name in ("W_UV", "W_UK_T")]
+    places, before = [each.data_ptr() for each in own], [each.clone() for each in own]
     model.attention.kv_b_proj.weight[3] += 1
     assert not Copies(model, torch.bfloat16).holds()
+    # Looked at while it serves, they stay as they are.
+    assert all(map(torch.equal, own, before))
     model.attention.kv_b_proj.weight[20] += 1
     copies.refresh(())
     fresh = latent(model.attention.kv_b_proj.weight)

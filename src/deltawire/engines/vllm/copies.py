@@ -6,13 +6,14 @@ any other is refused by name.
 
 import inspect
 from collections.abc import Collection, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 
 from deltawire.engines.vllm import cpu
-from deltawire.engines.vllm.quantized import layers
+from deltawire.engines.vllm.quantized import layers, twin_of
 from deltawire.errors import EngineRejected
 
 # Scales of a cache that is not quantized, which are one.
@@ -91,18 +92,20 @@ class Copies:
             if not _shares(impl.sinks, source):
                 with torch.inference_mode():
                     impl.sinks.copy_(source)
-        self._absorb()
-
-    def _absorb(self) -> None:
         for module in self._absorbing:
             module.process_weights_after_loading(self._dtype)
 
     def holds(self) -> bool:
         sinks = all(torch.equal(impl.sinks, source.to(impl.sinks.dtype)) for impl, source in self._sinks)
-        before = [getattr(module, each).clone() for module in self._absorbing for each in _ABSORBED]
-        self._absorb()
-        now = [getattr(module, each) for module in self._absorbing for each in _ABSORBED]
-        return sinks and all(map(torch.equal, before, now))
+        return sinks and all(map(self._is_absorbed, self._absorbing))
+
+    def _is_absorbed(self, module: torch.nn.Module) -> bool:
+        """A twin computes the copies again: the module may serve meanwhile."""
+        twin: Any = twin_of(module, {})
+        for each in _ABSORBED:
+            setattr(twin, each, deepcopy(getattr(module, each)))
+        twin.process_weights_after_loading(self._dtype)
+        return all(torch.equal(getattr(twin, each), getattr(module, each)) for each in _ABSORBED)
 
 
 def _sinks(model: torch.nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -237,7 +237,7 @@ def as_loaded(model: torch.nn.Module, quantized: QuantizedModel) -> torch.nn.Mod
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     twins: dict[torch.nn.Module, torch.nn.Module] = {}
-    twin = _twin(model, twins)
+    twin = twin_of(model, twins)
     for name, layer, kind in layers(model):
         own = twins[layer]
         restored = get_layerwise_info(layer).restore_metadata[0]
@@ -259,11 +259,12 @@ def as_loaded(model: torch.nn.Module, quantized: QuantizedModel) -> torch.nn.Mod
     return twin
 
 
-def _twin(module: torch.nn.Module, twins: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
+def twin_of(module: torch.nn.Module, twins: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
+    """A module with the same content, whose parameters, buffers and attributes can be set to others."""
     if module not in twins:
         twin = twins[module] = copy(module)
-        twin._parameters = dict(module._parameters)
-        twin._modules = {name: None if each is None else _twin(each, twins) for name, each in module._modules.items()}
+        twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+        twin._modules = {name: None if each is None else twin_of(each, twins) for name, each in module._modules.items()}
     return twins[module]
 
 

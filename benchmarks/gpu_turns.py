@@ -17,14 +17,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
+DENSITIES = ["0.01", "0.001", "0.05"]
 GRAPHS = ["--running-requests", "keep", "--cache-mb", "4096", "--modes", "graphs"]
 QUANTIZED = ["--mode", "graphs", "--running-requests", "keep", "--no-fresh", "--cache-mb", "1024", "--memory", "0.1"]
 SERIES = {
-    "8b": ["vllm_gpu.py", *GRAPHS, "--models", "8b", "--sources", "iterator", "mapping", "module", "--rounds", "8",
-           "--few", "6", "--memory", "0.3", "--fresh"],
-    "0.6b": ["vllm_gpu.py", *GRAPHS, "--models", "0.6b", "--rounds", "20", "--few", "2", "--memory", "0.15", "--fresh",
-             "--own", "pause", "patches", "reload"],
-    "dense": ["quantized_gpu.py", *QUANTIZED, "--models", "dense", "--rounds", "7"],
+    "8b": ["vllm_gpu.py", *GRAPHS, "--models", "8b", "--sources", "iterator", "mapping", "module", "--rounds", "12",
+           "--few", "4", "--densities", *DENSITIES, "--memory", "0.25", "--fresh"],
+    "0.6b": ["vllm_gpu.py", *GRAPHS, "--models", "0.6b", "--rounds", "20", "--few", "2", "--densities", *DENSITIES,
+             "--streams", "8", "64", "--memory", "0.15", "--fresh", "--own", "pause", "patches", "reload"],
+    "eager": ["vllm_gpu.py", "--modes", "eager", "--models", "0.6b", "--rounds", "5", "--few", "3", "--cache-mb",
+              "2048", "--running-requests", "keep", "recompute", "--sources", "mapping", "--memory", "0.1"],
+    "dense": ["quantized_gpu.py", *QUANTIZED, "--models", "dense", "--rounds", "12"],
     "moe": ["quantized_gpu.py", *QUANTIZED, "--models", "moe", "--rounds", "7"],
 }  # fmt: skip
 FEW = ["--running-requests", "keep", "--models", "tiny", "--rounds", "2", "--streams", "2", "--cache-mb", "256"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deltawire import Publisher, Replica
-from deltawire.workers import SMALL, TINY, TURN_SECONDS, Workers, in_turns, short_turns
+from deltawire.workers import REST_SECONDS, SMALL, TINY, TURN_SECONDS, Workers, in_turns, own_clock, rest, short_turns
 from support.waiting import PATIENCE
 
 
@@ -92,17 +92,18 @@ def test_a_thread_gets_its_turns_next_to_one_that_never_rests():
     assert sys.getswitchinterval() == usual
 
 
+def busy(_=None):
+    """Work for a turn."""
+    ends = time.thread_time() + TURN_SECONDS
+    while time.thread_time() < ends:
+        pass
+
+
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_thread_next_to_one_that_serves_rests_after_each_turn(threads, others, monkeypatch):
     """So do those that help it. Who works alone does not."""
     rests = []
-
-    def busy(_):
-        """Work for a turn."""
-        ends = time.thread_time() + TURN_SECONDS
-        while time.thread_time() < ends:
-            pass
 
     def num_rests(workers):
         rests.clear()
@@ -118,6 +119,37 @@ def test_a_thread_next_to_one_that_serves_rests_after_each_turn(threads, others,
         with short_turns():
             assert num_rests(workers) == 20 * others
         assert num_rests(workers) == 0
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(0, range(1, 2)), (15, range(14, 17)), (10**6, range(60, 70))])
+def test_a_long_step_of_the_thread_that_serves_goes_first(num_steps, expected, monkeypatch):
+    """But who is always busy does not keep the other from its work."""
+    now, rests = [0.0], []
+
+    def sleep(seconds):
+        now[0] += seconds
+        rests.append(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "process_time", lambda: 2 * time.thread_time())
+    monkeypatch.setattr(time, "clock_gettime", lambda _: min(now[0], num_steps * REST_SECONDS))
+    with short_turns(own_clock()):
+        for wanted in (expected, range(1, 5)):
+            rests.clear()
+            busy()
+            rest()
+            assert len(rests) in wanted
+
+
+def test_the_thread_that_serves_may_end():
+    clocks = []
+    serving = threading.Thread(target=lambda: clocks.append(own_clock()))
+    serving.start()
+    serving.join()
+    with short_turns(*clocks):
+        for _ in in_turns(range(5)):
+            busy()
 
 
 @pytest.mark.timing

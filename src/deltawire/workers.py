@@ -18,6 +18,9 @@ TINY = 1 << 16
 TURN_SECONDS, REST_SECONDS = 0.0003, 0.0006
 # If others have worked less meanwhile, as a share of what it has, nobody waited for it.
 LITTLE = 0.1
+# A thread that serves and has worked for such a share of a rest is in a step that takes processor time, as a server's
+# steps with a new request do. The rest goes on until its end, but for one such step and a share of all time at most.
+BUSY, LONG_STEP_SECONDS, MOST_RESTS = 0.8, 0.02, 0.5
 # What is worked on change by change, without a scan, counts as so many elements for each change.
 PER_CHANGE = 2
 
@@ -55,10 +58,10 @@ class Workers(AbstractContextManager["Workers"]):
         results: list[Any] = [None] * len(items)
         # Each thread takes the next item when it is free; advancing this iterator is atomic.
         todo, ended = iter(range(len(items))), list[int]()
-        rests = _thread.rests
+        beside = _thread.beside
 
         def work() -> None:
-            _thread.begin(rests=rests)
+            _thread.start(beside)
             for i in in_turns(todo):
                 try:
                     results[i] = function(items[i])
@@ -170,12 +173,13 @@ class Pool(ThreadPoolExecutor):
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
+def short_turns(serving: int | None = None) -> Iterator[None]:
     """For work in a thread next to one that serves. Whoever asks for the interpreter gets it after some microseconds
     instead of five milliseconds: a step of a server asks a hundred times, and a server that waits for requests in a
     loop would leave nothing to the thread. Handing it over takes longer than what is done in so short a turn, so the
-    thread also rests now and then, between the items of `in_turns`: next to 15 ms of work, a step that would take 1 ms
-    alone takes 2 ms instead of 8.
+    thread also rests now and then, between the items of `in_turns` and in `rest`: next to 15 ms of work, a step that
+    would take 1 ms alone takes 2 ms instead of 8. `serving` is the clock of the thread that serves, if that gives work
+    to a device: its longer steps, those that take processor time, are waited for.
 
     Nor does Python look for garbage meanwhile: among the objects of some ten thousand tensors that takes a tenth of a
     second at a time, for which all threads wait.
@@ -185,31 +189,62 @@ def short_turns() -> Iterator[None]:
     gc.disable()
     # Who waits already does so for the usual time.
     time.sleep(REST_SECONDS)
-    _thread.begin(rests=True)
+    _thread.start(_Beside(serving))
     try:
         yield
     finally:
-        _thread.begin(rests=False)
+        _thread.start(None)
         sys.setswitchinterval(usual)
         if collects:
             gc.enable()
 
 
-class _Thread(threading.local):
-    rests = False
+def own_clock() -> int:
+    """The clock of this thread's processor time, for others."""
+    return time.pthread_getcpuclockid(threading.get_ident())
 
-    def begin(self, *, rests: bool) -> None:
-        self.rests = rests
+
+class _Beside:
+    """A thread that serves, as those next to it see it."""
+
+    def __init__(self, clock: int | None) -> None:
+        self._clock = clock
+
+    def rest(self) -> bool:
+        """Whether it was busy meanwhile."""
+        started, before = time.monotonic(), self._worked()
+        time.sleep(REST_SECONDS)
+        return self._worked() - before > BUSY * (time.monotonic() - started)
+
+    def _worked(self) -> float:
+        with suppress(OSError):
+            # It may have ended.
+            return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+        return 0.0
+
+
+class _Thread(threading.local):
+    beside: _Beside | None = None
+
+    def start(self, beside: _Beside | None) -> None:
+        self.beside = beside
+        self._since, self._waited = time.monotonic(), -LONG_STEP_SECONDS
+        self._begin()
+
+    def _begin(self) -> None:
         # In processor time.
         self._own, self._all = time.thread_time(), time.process_time()
 
     def rest(self) -> None:
         """If the turn is over. Who works alone has another one."""
+        if self.beside is None:
+            return
         own = time.thread_time() - self._own
         if own >= TURN_SECONDS:
             if time.process_time() - self._all > (1 + LITTLE) * own:
-                time.sleep(REST_SECONDS)
-            self.begin(rests=True)
+                while self.beside.rest() and self._waited < MOST_RESTS * (time.monotonic() - self._since):
+                    self._waited += REST_SECONDS
+            self._begin()
 
 
 _thread = _Thread()
@@ -217,10 +252,15 @@ _thread = _Thread()
 
 def in_turns(items: Iterable[Item]) -> Iterable[Item]:
     """The items. Under `short_turns` the thread rests between them, when its turn is over."""
-    return _rested(items) if _thread.rests else items
+    return items if _thread.beside is None else _rested(items)
 
 
 def _rested(items: Iterable[Item]) -> Iterator[Item]:
     for item in items:
         yield item
-        _thread.rest()
+        rest()
+
+
+def rest() -> None:
+    """The same, between two steps of what is no loop."""
+    _thread.rest()

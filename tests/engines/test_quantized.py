@@ -101,7 +101,7 @@ def test_fp8_per_tensor_has_one_scale():
 @pytest.mark.parametrize("chunk", [1, 5000, 1 << 24])
 def test_members_of_groups(name, chunk, monkeypatch):
     """Of several tensors at once, some groups of each, against a look at every element."""
-    monkeypatch.setattr(derive, "CHUNK", chunk)
+    monkeypatch.setattr(derive, "MEMBERS", chunk)
     weights = [made(shape, seed) for seed, shape in enumerate(SHAPES)]
     recipe = RECIPES[name]
     in_rows, in_columns = recipe.group

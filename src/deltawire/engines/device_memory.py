@@ -16,7 +16,7 @@ import torch
 from deltawire.codec import CONTEXT, GAP
 from deltawire.codec.tiled import MOST_TILE_LOG2, check_status, stream_edges
 from deltawire.engines.layout import Piece
-from deltawire.engines.memory import HostMemory, Item, Memory, Written, grid
+from deltawire.engines.memory import HostMemory, Item, Memory, Written, grid, make_room
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import CorruptObject
 from deltawire.format.patches import encode_box
@@ -36,6 +36,8 @@ GATHERED = 1 << 24
 DECODED, DECODED_SHARE, LEAST_DECODED = 1 << 29, 1 / 8, 1 << 25
 # Of tensors that are held in part so many changes are decoded at a time: most of them may be another process's.
 DIVIDED = 1 << 26
+# For each change an index, old and new bits; and what else it takes to decode some.
+PER_CHANGE, BESIDES = 8, 1 << 24
 
 
 class DeviceChange(NamedTuple):
@@ -100,6 +102,8 @@ class DeviceMemory(Memory):
         payloads = [entry.arrays[entry.encoding] for entry, _ in entries]
         sizes = [entry.box.num_elements for entry, _ in entries]
         tables, arrays = tile_tables(payloads, sizes, MOST_TILE_LOG2)
+        num_changed = sum(entry.num_changed for entry, _ in entries)
+        make_room(sum(map(len, arrays)) + PER_CHANGE * num_changed + BESIDES, self._device)
         words = upload(arrays, self._device)
         changes: dict[int, DeviceChange] = {}
         batches: dict[tuple[str, str, int, int], list[int]] = {}

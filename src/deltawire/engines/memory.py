@@ -1,6 +1,7 @@
 """Reads and writes the elements of pieces, in host memory or on a device, and decodes deltas against them."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -209,6 +210,15 @@ class SplitMemory(Memory):
             return next(filter(None, put.values()), [])
         found = {kind: iter(written) for kind, written in put.items()}
         return [next(found[self._is_host[item.piece.storage]]) for item in items]
+
+
+def make_room(num_bytes: int, device: torch.device) -> None:
+    """Take memory for what comes next at once. In a pool of its own each array would be asked of the driver by itself,
+    and be given back so in the end, and each time whoever uses the device waits.
+    """
+    # What a header says of its payload may be wrong.
+    with suppress(torch.OutOfMemoryError):
+        torch.empty(num_bytes if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
 
 
 def _writable(change: PieceChange) -> PieceChange:

@@ -134,7 +134,7 @@ class Part:
         dtype = weights.dtype_of(names[0])
         self._layout = kernels.Layout(dtype.exponent_shift, dtype.exponent_mask)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._came_on: set[Any] = set()
+        self._came_on: dict[int, Any] = {}
         """The streams on which weights came that are looked at together: one by one, that may be another than later."""
         with self._between_steps():
             self._arena = Arena([tensor.numel() for tensor in tensors], DTYPES[dtype.name], self._device)
@@ -178,7 +178,7 @@ class Part:
             yield
             return
         trainer = torch.cuda.current_stream(self._device)
-        for each in {trainer, *self._came_on}:
+        for each in {trainer, *self._came_on.values()}:
             self._stream.wait_stream(each)
         self._came_on.clear()
         with self._alone():
@@ -208,11 +208,17 @@ class Part:
             is_own = len(weights) > 1 or memory.is_own(name, tensor)
             if is_own or self.held[name].num_elements <= SMALL:
                 self._waiting[name] = tensor if is_own else tensor.clone()
-                if self._stream is not None:
-                    self._came_on.add(torch.cuda.current_stream(self._device))
+                self._note_stream()
                 continue
             with self._between_steps():
                 self._look(self._numbers[name], [tensor])
+
+    def _note_stream(self) -> None:
+        """Note the stream on which a tensor has come. For each of many, so by its number, which is quickly known."""
+        if self._stream is not None:
+            number = torch._C._cuda_getCurrentRawStream(self._device.index)
+            if number not in self._came_on:
+                self._came_on[number] = torch.cuda.current_stream(self._device)
 
     def sample(self) -> None:
         """All have come. Where they are looked at together, the device begins to look at some of them."""

@@ -15,15 +15,19 @@ import numpy as np
 import torch
 
 from deltawire.engines.layout import Piece, cuts, pieces_of_copy
-from deltawire.engines.quantized.recipes import CHUNK, Groups, Recipe, as_values, group_of, is_finite, magnitudes
+from deltawire.engines.memory import make_room
+from deltawire.engines.quantized.recipes import Groups, Recipe, as_values, group_of, is_finite, magnitudes
 from deltawire.engines.staged import PieceChange
 from deltawire.errors import EngineRejected
+from deltawire.kernels.gpu.fetch import to_device, to_host
 from deltawire.tensors.digest import TensorKey, tensor_key
 from deltawire.tensors.dtypes import ALIASES, dtype_named
-from deltawire.workers import in_turns
+from deltawire.workers import in_turns, rest
 
-# So many weights are looked at together.
-TOGETHER = 1 << 28
+# So many weights are looked at together, and so many elements of groups whose scales move.
+TOGETHER, MEMBERS = 1 << 27, 1 << 21
+# About so many bytes a device needs for each changed weight, to tell which codes become others.
+PER_CHANGE = 128
 
 Change = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions, ascending, and what is there before and after."""
@@ -161,7 +165,9 @@ class Alike:
             where = zip(self.tensors, new.split(numbers), strict=True)
             raise not_finite(next(tensor.name for tensor, own in where if not is_finite(own)))
         start, base, *sizes = self._spread(self._table, numbers, 8)
+        rest()
         touched, which = torch.unique(group_of(positions - start, *sizes) + base, return_inverse=True)
+        rest()
         before = self.maxima[touched]
         most = torch.zeros_like(before).scatter_reduce(0, which, magnitudes(new).int(), "amax")
         # The largest one has become smaller: there may be another as large, or the next one counts.
@@ -169,6 +175,7 @@ class Alike:
         lost[which[magnitudes(old).int() == before[which]]] = True
         lost &= most < before
         after = torch.maximum(most, before)
+        rest()
         if lost.any():
             found = torch.zeros_like(before[lost])
             for place, number, there in self.members(touched[lost]):
@@ -183,12 +190,14 @@ class Alike:
         scales = self._scales(before), self._scales(after)
         moved = _bits(scales[0]).ne(_bits(scales[1])).view(len(groups), scales[0].element_size()).any(1)
         agreed = self.agreed[touched]
+        rest()
         few = ~_looked_up(touched, groups, moved, torch.zeros_like(agreed, dtype=torch.bool))[which]
         was, becomes = (_looked_up(touched, groups, each, agreed)[which[few]] for each in (before, after))
         changes = [self._codes(positions[few], old[few], new[few], was, becomes)]
         for place, number, there in self.members(groups[moved]):
             one, other = (_looked_up(place, positions, each, there) for each in (old, new))
             changes.append(self._codes(place, one, other, before[moved][number], after[moved][number]))
+        rest()
         place, *codes = (torch.cat(parts) for parts in zip(*changes, strict=True))
         place, order = torch.sort(place)
         return Requantized(
@@ -201,7 +210,7 @@ class Alike:
         """Those that change."""
         codes = [
             self.recipe.elements(values, as_values(largest, self._dtype))[0].view(torch.uint8)
-            for values, largest in ((old, before), (new, after))
+            for values, largest in in_turns(((old, before), (new, after)))
         ]
         differ = codes[0] != codes[1]
         return place[differ], codes[0][differ], codes[1][differ]
@@ -214,6 +223,7 @@ class Alike:
         """The elements of some groups, which ascend: their positions, which of the groups each is in, and the weights
         that are kept there; some groups at a time.
         """
+        rest()
         edges = torch.searchsorted(chosen, torch.tensor([*self.bases, sum(self.counts)], device=self.device)).tolist()
         of_tensors = [last - first for first, last in pairwise(edges)]
         start, base, rows, columns, in_rows, in_columns, down, across = self._spread(self._table, of_tensors, 8)
@@ -225,11 +235,13 @@ class Alike:
         ends = np.cumsum([0, *sizes.tolist()])
         begin = 0
         while begin < len(chosen):
-            end = max(int(np.searchsorted(ends, ends[begin] + CHUNK, "right")) - 1, begin + 1)
+            rest()
+            end = max(int(np.searchsorted(ends, ends[begin] + MEMBERS, "right")) - 1, begin + 1)
             own = slice(begin, end)
             number = torch.arange(begin, end, device=self.device)
             number = number.repeat_interleave(sizes[own], output_size=int(ends[end] - ends[begin]))
             before = torch.from_numpy(ends[own] - ends[begin]).to(self.device)
+            rest()
             inside, wide = torch.arange(len(number), device=self.device) - before[number - begin], width[number]
             place = first[number] + inside // wide * columns[number] + inside % wide
             yield place, number, self._kept(place, [ends[min(max(each, begin), end)] for each in edges])
@@ -237,10 +249,10 @@ class Alike:
 
     def _kept(self, place: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
         """The weights at some places, of each tensor between two ends."""
-        places = place.cpu().split([int(last - first) for first, last in pairwise(ends)])
+        places = to_host(place).split([int(last - first) for first, last in pairwise(ends)])
         parts = zip(self.tensors, self.starts, places, strict=True)
         there = [tensor.original.view(-1)[each - start] for tensor, start, each in in_turns(parts) if len(each)]
-        return torch.cat(there).to(self.device)
+        return to_device(torch.cat(there), self.device)
 
     def _joined(
         self, changes: Mapping[str, Sequence[tuple[Piece, PieceChange]]]
@@ -248,16 +260,18 @@ class Alike:
         """Changes of pieces as one change of all tensors, on the device, and how many elements are of each tensor."""
         of_tensors = [changes.get(each.name, ()) for each in self.tensors]
         every = [change for own in of_tensors for _, change in own]
+        make_room(PER_CHANGE * sum(len(each.index) for each in every), self.device)
 
         def there(parts: list[Any], kind: type) -> torch.Tensor:
             joined = np.concatenate([np.empty(0, kind), *(each.view(kind) for each in parts)])
-            return torch.from_numpy(joined).to(self.device)
+            return to_device(torch.from_numpy(joined), self.device)
 
         index, old, new = (there([getattr(each, name) for each in every], kind)
                            for name, kind in (("index", np.int32), ("old", np.int16), ("new", np.int16)))  # fmt: skip
         places = [(start + piece.place[0], piece.columns, *piece.place[1:])
                   for own, start in zip(of_tensors, self.starts, strict=True) for piece, _ in own]  # fmt: skip
         offset, columns, row_step, column_step = self._spread(places, [len(each.index) for each in every], 4)
+        rest()
         inside = index.long() & 0xFFFFFFFF
         positions, order = torch.sort(offset + inside // columns * row_step + inside % columns * column_step)
         old, new = (each[order].view(self._dtype) for each in (old, new))
@@ -267,7 +281,7 @@ class Alike:
         """The columns of a table, each row of it for so many elements."""
         columns = torch.tensor(table, dtype=torch.int64).view(len(table), width).T.to(self.device)
         repeats = torch.tensor(numbers, dtype=torch.int64).to(self.device)
-        return [each.repeat_interleave(repeats, output_size=sum(numbers)) for each in columns]
+        return [each.repeat_interleave(repeats, output_size=sum(numbers)) for each in in_turns(columns)]
 
 
 @dataclass
@@ -463,12 +477,13 @@ def _looked_up(
     """The values at some places, which those at ascending positions are known for."""
     if not len(positions):
         return otherwise
+    rest()
     at = torch.searchsorted(positions, places).clamp_(max=len(positions) - 1)
     return torch.where(positions[at] == places, values[at], otherwise)
 
 
 def _numpy(values: torch.Tensor) -> Any:
-    found = values.cpu().numpy()
+    found = to_host(values).numpy()
     return found if found.dtype == np.int64 else found.view(f"<u{found.itemsize}")
 
 

@@ -38,10 +38,13 @@ def _requantized(alike: Alike) -> Iterator[Requantized]:
     flat = tensor.original.view(-1)
     bits, sizes, size = flat.view(torch.int16), magnitudes(flat), len(flat)
     extremes = int(sizes.argmax()), int(sizes.argmin())
-    index = np.union1d(np.arange(0, size, -(-size // CHANGES)), extremes)
-    old, piece = bits[torch.from_numpy(index)].numpy(), Piece("", "", 1, size, 0, size, (0, size, 1))
+    many = np.union1d(np.arange(0, size, -(-size // CHANGES)), extremes)
+    piece = Piece("", "", 1, size, 0, size, (0, size, 1))
     for place, becomes in zip(extremes, (0, int(sizes.max()) + HIGHER), strict=True):
-        new = np.where(index == place, becomes, old ^ 1).astype(np.uint16)
-        change = PieceChange(0, index.astype(np.uint32), old.view(np.uint16), new)
-        seen = alike.look({tensor.name: [(piece, change)]}, is_done=False)
-        yield alike.derive(seen, seen.touched, seen.before, seen.after)
+        # Of a few groups a device looks up elements in other ways, too.
+        for index in (many, np.array([place])):
+            old = bits[torch.from_numpy(index)].numpy()
+            new = np.where(index == place, becomes, old ^ 1).astype(np.uint16)
+            change = PieceChange(0, index.astype(np.uint32), old.view(np.uint16), new)
+            seen = alike.look({tensor.name: [(piece, change)]}, is_done=False)
+            yield alike.derive(seen, seen.touched, seen.before, seen.after)

@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deltawire.engines.live_weights import Derived, Found, LiveModel, attempt
+from deltawire.engines.memory import BESIDE
 from deltawire.engines.places import Computed, check_covered, left_out
 from deltawire.engines.quantized.derive import QuantizedModel
 from deltawire.engines.shared_folder import save_json
@@ -43,9 +44,10 @@ from deltawire.format.parts import merge
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import ALIASES, DTYPES
 from deltawire.tensors.weights import TensorSpec
-from deltawire.workers import short_turns
+from deltawire.workers import own_clock, short_turns
 
 THREADED = ("bind", "measure", "stage", "decode", "check", "drop")
+DROP_AFTER_SECONDS = 0.05
 
 
 class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -191,11 +193,12 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._in_order()
         # A new thread has another stream, and the first device.
         serving = None if self._stream is None else torch.cuda.current_stream(self.device)
+        clock = None if serving is None else own_clock()
 
         def run() -> None:
             if before is not None:
                 before.join()
-            with nullcontext() if serving is None else torch.cuda.stream(serving), short_turns():
+            with nullcontext() if serving is None else _beside(serving), short_turns(clock):
                 result, error = attempt(partial(works[name], arguments))
                 if error is not None:
                     attempt(self._drop)
@@ -231,6 +234,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._pool = None
 
     def _drop_written(self, arguments: Mapping[str, Any]) -> None:
+        if self._stream is not None:
+            # Some steps later: the device is waited for, and who waits for tokens has just waited for the write.
+            time.sleep(DROP_AFTER_SECONDS)
         # The next one may have been staged since.
         if getattr(self.live.staged, "token", None) in (None, arguments["token"]):
             self._drop()
@@ -333,6 +339,21 @@ class WorkerExtension:
         if name in ("write", "load"):
             self.model_runner.reset_lora_state()  # type: ignore[attr-defined]
         return engine.answer(result, error)
+
+
+@contextmanager
+def _beside(serving: torch.cuda.Stream) -> Iterator[None]:
+    """For a thread next to one that serves: on the same stream, and with few processors for what torch computes on the
+    host, since all of them together would leave none to the others.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(min(usual, BESIDE))
+    try:
+        with torch.cuda.stream(serving):
+            yield
+    finally:
+        # That is also what threads that begin later have.
+        torch.set_num_threads(usual)
 
 
 def _read(file: Path) -> npt.NDArray[np.uint8]:

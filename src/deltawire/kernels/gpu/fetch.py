@@ -1,6 +1,13 @@
-"""Numbers on their way from a device to the host, which has other things to do meanwhile."""
+"""Copies between a device and the host, through memory that is page-locked: for others the driver keeps whoever else
+gives work to the device waiting.
+"""
+
+from collections import deque
 
 import torch
+
+# What is larger is copied so many bytes at a time, through memory that torch keeps.
+PIECE = 1 << 21
 
 
 class Fetch:
@@ -18,3 +25,34 @@ class Fetch:
         if self._done is not None:
             self._done.synchronize()
         return self._host
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """A flat tensor on the host."""
+    if not values.is_cuda:
+        return values
+    found = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+    coming: deque[tuple[torch.Tensor, Fetch]] = deque()
+    size = PIECE // values.itemsize
+    for here, there in zip(found.split(size), values.split(size), strict=True):
+        coming.append((here, Fetch(there)))
+        if len(coming) > 1:
+            _arrived(*coming.popleft())
+    for each in coming:
+        _arrived(*each)
+    return found
+
+
+def _arrived(here: torch.Tensor, fetch: Fetch) -> None:
+    here.copy_(fetch.wait())
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A flat tensor from the host on a device, which may not have all of it yet."""
+    if device.type != "cuda":
+        return values.to(device)
+    found = torch.empty(values.shape, dtype=values.dtype, device=device)
+    size = PIECE // values.itemsize
+    for here, there in zip(values.split(size), found.split(size), strict=True):
+        there.copy_(here.pin_memory(), non_blocking=True)
+    return found

@@ -14,8 +14,8 @@ parameter must be the same as in the server that followed, and so must greedy lo
 Columns: changed is how many bf16 weights the trainer changed, served, codes and scales how many elements of each kind
 the server wrote into what it computes with, kept how many it wrote into the bf16 weights in its host memory;
 per_change is codes and scales for each changed weight of a quantized tensor; staged_mb all that was staged for that;
-pause_ms, gap_ms and idle_ms are as in vllm_gpu.py, gap_ms from the pull on, idle_ms in the second before it; gpu_mb the
-GPU memory that staging took.
+pause_ms, gap_ms and idle_ms are as in vllm_gpu.py, gap_ms from the pull on, idle_ms before it, both in `--watched`
+seconds, however long the pull takes: the longest of more gaps is longer; gpu_mb the GPU memory that staging took.
 On a machine without a GPU it runs with a tiny model and `--quantizations fp8_per_channel`, which shows that it works.
 """
 
@@ -336,13 +336,15 @@ class Case:
     def update(self, follower, running, number):
         with follower.streaming(self.options.streams) as streams:
             # Until the processes that stream are up, and requests are at different places.
-            time.sleep(2)
-            idle = streams.longest_ms(time.time() - 1, time.time())
+            time.sleep(1)
+            watched, since = self.options.watched, time.time()
+            time.sleep(watched)
+            idle = streams.longest_ms(since, time.time())
             watch = vllm_gpu.Watch() if vllm_gpu.DEVICE == "cuda" else None
             since, clock = time.time(), time.perf_counter()
             pulled = follower.replica.pull()
             seconds = time.perf_counter() - clock
-            time.sleep(0.5)
+            time.sleep(max(since + watched - time.time(), 0.5))
             gap = streams.longest_ms(since, time.time())
             self.say(f"{follower.kind}: the longest gap ended {streams.ended - since:.3f} s after the pull began")
             staging = watch.end()[0] if watch else 0
@@ -380,6 +382,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--running-requests", nargs="+", default=["keep", "recompute"])
     parser.add_argument("--no-fresh", dest="fresh", action="store_false", help="start no servers to compare with")
+    parser.add_argument("--watched", type=float, default=2, help="seconds before an update, and from its begin on")
     parser.add_argument("--warm-up", type=float, default=12)
     parser.add_argument("--memory", default="0.2", help="of the GPU, for each server")
     parser.add_argument("--cache-mb", type=int, default=4096, help="for the context of requests, for each server")

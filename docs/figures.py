@@ -178,7 +178,9 @@ def sizes() -> str:
 
 def rounds(model: str, source: str = "mapping") -> list[dict[str, str]]:
     """Those of a vLLM server with 1 % and eight streams, after the first."""
-    case = {"model": model, "source": source, "requests": "keep", "changed": "0.01", "streams": "8"}
+    case = {
+        "model": model, "mode": "graphs", "source": source, "requests": "keep", "changed": "0.01", "streams": "8",
+    }  # fmt: skip
     return [row for row in read("vllm_gpu.csv")[1] if case.items() <= row.items() and row["round"] != "0"]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deltawire import Publisher, Replica
-from deltawire.workers import REST_SECONDS, SMALL, TINY, TURN_SECONDS, Workers, in_turns, own_clock, rest, short_turns
+from deltawire.workers import LONG_STEP_SECONDS, SMALL, TINY, TURN_SECONDS, Workers, in_turns, rest, short_turns
 from support.waiting import PATIENCE
 
 
@@ -121,35 +121,34 @@ def test_a_thread_next_to_one_that_serves_rests_after_each_turn(threads, others,
         assert num_rests(workers) == 0
 
 
-@pytest.mark.parametrize(("num_steps", "expected"), [(0, range(1, 2)), (15, range(14, 17)), (10**6, range(60, 70))])
-def test_a_long_step_of_the_thread_that_serves_goes_first(num_steps, expected, monkeypatch):
-    """But who is always busy does not keep the other from its work."""
-    now, rests = [0.0], []
+@pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.parametrize("num_rests", [0, 1, 15])
+def test_a_long_step_of_the_thread_that_serves_goes_first(num_rests, is_over, monkeypatch):
+    """Also where the turn of the other is not over."""
+    rests = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    monkeypatch.setattr(time, "process_time", lambda: 2 * time.thread_time())
+    with short_turns(lambda: len(rests) < num_rests):
+        rests.clear()
+        if is_over:
+            busy()
+        rest()
+        assert len(rests) == max(num_rests, is_over)
+
+
+def test_who_is_always_busy_does_not_keep_the_other_from_its_work(monkeypatch):
+    now = [0.0]
 
     def sleep(seconds):
         now[0] += seconds
-        rests.append(seconds)
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "process_time", lambda: 2 * time.thread_time())
-    monkeypatch.setattr(time, "clock_gettime", lambda _: min(now[0], num_steps * REST_SECONDS))
-    with short_turns(own_clock()):
-        for wanted in (expected, range(1, 5)):
-            rests.clear()
-            busy()
-            rest()
-            assert len(rests) in wanted
-
-
-def test_the_thread_that_serves_may_end():
-    clocks = []
-    serving = threading.Thread(target=lambda: clocks.append(own_clock()))
-    serving.start()
-    serving.join()
-    with short_turns(*clocks):
-        for _ in in_turns(range(5)):
-            busy()
+    with short_turns(lambda: True):
+        for _ in in_turns(range(100)):
+            now[0] += TURN_SECONDS
+    # As long a time as it works and rests as usual, and a moment.
+    assert now[0] < 2 * 100 * TURN_SECONDS + 3 * LONG_STEP_SECONDS
 
 
 @pytest.mark.timing

@@ -18,9 +18,8 @@ TINY = 1 << 16
 TURN_SECONDS, REST_SECONDS = 0.0003, 0.0006
 # If others have worked less meanwhile, as a share of what it has, nobody waited for it.
 LITTLE = 0.1
-# A thread that serves and has worked for such a share of a rest is in a step that takes processor time, as a server's
-# steps with a new request do. The rest goes on until its end, but for one such step and a share of all time at most.
-BUSY, LONG_STEP_SECONDS, MOST_RESTS = 0.8, 0.02, 0.5
+# How long the long steps of who serves are waited for, at most: for a moment, and for a share of all time.
+LONG_STEP_SECONDS, MOST_RESTS = 0.02, 0.5
 # What is worked on change by change, without a scan, counts as so many elements for each change.
 PER_CHANGE = 2
 
@@ -58,10 +57,10 @@ class Workers(AbstractContextManager["Workers"]):
         results: list[Any] = [None] * len(items)
         # Each thread takes the next item when it is free; advancing this iterator is atomic.
         todo, ended = iter(range(len(items))), list[int]()
-        beside = _thread.beside
+        is_busy = _thread.is_busy
 
         def work() -> None:
-            _thread.start(beside)
+            _thread.start(is_busy)
             for i in in_turns(todo):
                 try:
                     results[i] = function(items[i])
@@ -173,13 +172,13 @@ class Pool(ThreadPoolExecutor):
 
 
 @contextmanager
-def short_turns(serving: int | None = None) -> Iterator[None]:
+def short_turns(is_busy: Callable[[], bool] = bool) -> Iterator[None]:
     """For work in a thread next to one that serves. Whoever asks for the interpreter gets it after some microseconds
     instead of five milliseconds: a step of a server asks a hundred times, and a server that waits for requests in a
     loop would leave nothing to the thread. Handing it over takes longer than what is done in so short a turn, so the
     thread also rests now and then, between the items of `in_turns` and in `rest`: next to 15 ms of work, a step that
-    would take 1 ms alone takes 2 ms instead of 8. `serving` is the clock of the thread that serves, if that gives work
-    to a device: its longer steps, those that take processor time, are waited for.
+    would take 1 ms alone takes 2 ms instead of 8. While the thread that serves `is_busy`, in a step that is long enough
+    without that, it rests too.
 
     Nor does Python look for garbage meanwhile: among the objects of some ten thousand tensors that takes a tenth of a
     second at a time, for which all threads wait.
@@ -189,7 +188,7 @@ def short_turns(serving: int | None = None) -> Iterator[None]:
     gc.disable()
     # Who waits already does so for the usual time.
     time.sleep(REST_SECONDS)
-    _thread.start(_Beside(serving))
+    _thread.start(is_busy)
     try:
         yield
     finally:
@@ -199,36 +198,13 @@ def short_turns(serving: int | None = None) -> Iterator[None]:
             gc.enable()
 
 
-def own_clock() -> int:
-    """The clock of this thread's processor time, for others."""
-    return time.pthread_getcpuclockid(threading.get_ident())
-
-
-class _Beside:
-    """A thread that serves, as those next to it see it."""
-
-    def __init__(self, clock: int | None) -> None:
-        self._clock = clock
-
-    def rest(self) -> bool:
-        """Whether it was busy meanwhile."""
-        started, before = time.monotonic(), self._worked()
-        time.sleep(REST_SECONDS)
-        return self._worked() - before > BUSY * (time.monotonic() - started)
-
-    def _worked(self) -> float:
-        with suppress(OSError):
-            # It may have ended.
-            return 0.0 if self._clock is None else time.clock_gettime(self._clock)
-        return 0.0
-
-
 class _Thread(threading.local):
-    beside: _Beside | None = None
+    is_busy: Callable[[], bool] | None = None
+    """Whether the one that serves is in a long step; None if this thread does not rest."""
 
-    def start(self, beside: _Beside | None) -> None:
-        self.beside = beside
-        self._since, self._waited = time.monotonic(), -LONG_STEP_SECONDS
+    def start(self, is_busy: Callable[[], bool] | None) -> None:
+        self.is_busy = is_busy
+        self._since, self._waited = time.monotonic(), 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -236,15 +212,22 @@ class _Thread(threading.local):
         self._own, self._all = time.thread_time(), time.process_time()
 
     def rest(self) -> None:
-        """If the turn is over. Who works alone has another one."""
-        if self.beside is None:
+        """If the turn is over, or another has a long one. Who works alone goes on."""
+        if self.is_busy is None:
             return
         own = time.thread_time() - self._own
-        if own >= TURN_SECONDS:
-            if time.process_time() - self._all > (1 + LITTLE) * own:
-                while self.beside.rest() and self._waited < MOST_RESTS * (time.monotonic() - self._since):
-                    self._waited += REST_SECONDS
+        is_over = own >= TURN_SECONDS
+        if is_over and time.process_time() - self._all > (1 + LITTLE) * own:
+            time.sleep(REST_SECONDS)
+        while self.is_busy() and self._waited < self._most():
+            time.sleep(REST_SECONDS)
+            self._waited += REST_SECONDS
+            is_over = True
+        if is_over:
             self._begin()
+
+    def _most(self) -> float:
+        return LONG_STEP_SECONDS + MOST_RESTS * (time.monotonic() - self._since)
 
 
 _thread = _Thread()
@@ -252,7 +235,7 @@ _thread = _Thread()
 
 def in_turns(items: Iterable[Item]) -> Iterable[Item]:
     """The items. Under `short_turns` the thread rests between them, when its turn is over."""
-    return items if _thread.beside is None else _rested(items)
+    return items if _thread.is_busy is None else _rested(items)
 
 
 def _rested(items: Iterable[Item]) -> Iterator[Item]:

@@ -195,17 +195,17 @@ class Part:
         That is, before the trainer's stream goes on. Of tensors that come alone, copies of small ones and those with
         memory of their own are looked at together.
         """
-        mine = [name for name in weights if name in self.held]
+        mine, is_alone = [name for name in weights if name in self.held], len(weights) == 1
         self._small = None
         for name in mine:
             tensor = weights.tensor(name)
-            if len(weights) == len(self.names) == 1:
+            if is_alone and len(self.names) == 1:
                 with self._between_steps():
                     self._arena.point_at([tensor])
                     self._begun = self._arena.begin(self._arena.sample())
                 self._let_go([tensor])
                 continue
-            is_own = len(weights) > 1 or memory.is_own(name, tensor)
+            is_own = not is_alone or memory.is_own(name, tensor)
             if is_own or self.held[name].num_elements <= SMALL:
                 self._waiting[name] = tensor if is_own else tensor.clone()
                 self._note_stream()

@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.forward_context import is_forward_context_available
 
 from deltawire.engines.live_weights import Derived, Found, LiveModel, attempt
 from deltawire.engines.memory import BESIDE
@@ -44,7 +45,7 @@ from deltawire.format.parts import merge
 from deltawire.tensors.digest import WeightVersion
 from deltawire.tensors.dtypes import ALIASES, DTYPES
 from deltawire.tensors.weights import TensorSpec
-from deltawire.workers import own_clock, short_turns
+from deltawire.workers import short_turns
 
 THREADED = ("bind", "measure", "stage", "decode", "check", "drop")
 DROP_AFTER_SECONDS = 0.05
@@ -193,12 +194,13 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._in_order()
         # A new thread has another stream, and the first device.
         serving = None if self._stream is None else torch.cuda.current_stream(self.device)
-        clock = None if serving is None else own_clock()
+        # In a step that no graph has as a whole, as one with a new request, many calls want the interpreter.
+        is_busy = bool if serving is None else is_forward_context_available
 
         def run() -> None:
             if before is not None:
                 before.join()
-            with nullcontext() if serving is None else _beside(serving), short_turns(clock):
+            with nullcontext() if serving is None else _beside(serving), short_turns(is_busy):
                 result, error = attempt(partial(works[name], arguments))
                 if error is not None:
                     attempt(self._drop)

@@ -151,7 +151,8 @@ class Arena:
         """
         pool = self.most()
         if self.num_blocks > FEW_BLOCKS:
-            pool = min(self.per_pool(MARGIN * max(sampled.wait(), self.expected) + SPARE * BLOCK), pool)
+            wanted = self.per_pool(MARGIN * max(sampled.wait(), self.expected) + SPARE * BLOCK)
+            pool = min(_rounded(wanted), pool)
         # All memory is there before the snapshot moves.
         changes = torch.empty(self.num_pools * pool, dtype=torch.int32, device=self._device)
         starts, begins = self.no_starts()
@@ -194,6 +195,14 @@ class Arena:
     def stretch(self, first: int, last: int) -> slice:
         """The blocks from one tensor to another."""
         return slice(self._edges[first], self._edges[last])
+
+
+def _rounded(size: int) -> int:
+    """A little more, and the same for sizes that differ little: what one version has let go of fits the next, so that
+    the driver, which may have to look for room first, is not asked each time.
+    """
+    unit = 1 << max(size.bit_length() - 4, 0)
+    return -(-size // unit) * unit
 
 
 class Sample(NamedTuple):

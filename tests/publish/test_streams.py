@@ -54,6 +54,7 @@ def small_is_smaller(monkeypatch):
     monkeypatch.setattr(part_module, "SMALL", 40)
     monkeypatch.setattr(device_module, "SMALL", 40)
     monkeypatch.setattr(device_module, "MOST_COPIED", 3000)
+    monkeypatch.setattr(device_module, "COPIED_SHARE", 0)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -307,6 +308,7 @@ def test_ties_of_weights_that_come_one_by_one_are_stated(snapshot, tmp_path):
 def test_what_was_read_and_put_back_comes_as_it_was(tmp_path, monkeypatch):
     """Also if the device copies it late, when it is told to move the snapshot back."""
     monkeypatch.setattr(device_module, "MOST_COPIED", 0)
+    monkeypatch.setattr(device_module, "COPIED_SHARE", 0)
     tensors, store = {"a": patterns(600, 1), "b": patterns(500, 2)}, tmp_path / "run"
 
     def send():

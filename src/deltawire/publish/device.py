@@ -36,9 +36,9 @@ from deltawire.tensors.dtypes import Bits, DType
 from deltawire.tensors.weights import Tensor, Tensors
 from deltawire.workers import Workers
 
-# Weights that come one by one are copied until all are there, or so many bytes: the room that the first version needs
-# beyond the snapshot.
-MOST_COPIED = 1 << 32
+# Weights that come one by one are copied until all are there, or so many bytes and such a share of what is still free:
+# the room that the first version needs beyond the snapshot. With more parts all later ones would take longer.
+MOST_COPIED, COPIED_SHARE = 1 << 32, 1 / 4
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ class DeviceHistory(History):
                 wait_for([tensor])
                 self._memory.is_own(name, tensor)
             self._num_copied[place] += tensor.nbytes if self._copies else 0
-            if self._num_copied[place] > MOST_COPIED:
+            if self._num_copied[place] > max(MOST_COPIED, COPIED_SHARE * free_bytes(tensor.device)):
                 self._add_part(place)
 
     def _add_part(self, place: tuple[Any, str]) -> None:
@@ -154,10 +154,10 @@ class DeviceHistory(History):
             self._encode(self.version)
             staged, begun = super().stage(version, weights, workers, fixed), []
             try:
-                self._memory.end()
-                # All samples have come before a comparison begins, behind which they would wait.
                 for part in self._parts:
                     part.sample()
+                self._memory.end()
+                # All samples have come before a comparison begins, behind which they would wait.
                 for part in self._parts:
                     part.await_sample()
                 for part in self._parts:
@@ -320,6 +320,10 @@ def _encode_something(device: Any, dtype: str) -> None:
         part.digest("")
         # For a version that is taken back, in `publish`.
         part.put_back(record)
+
+
+def free_bytes(device: Any) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def is_kept(weights: ModuleWeights, name: str) -> bool:

@@ -223,9 +223,12 @@ class Part:
     def sample(self) -> None:
         """All have come. Where they are looked at together, the device begins to look at some of them."""
         if len(self._waiting) == len(self.names):
+            tensors = [self._waiting[name] for name in self.names]
             with self._between_steps():
-                self._arena.point_at([self._waiting[name] for name in self.names])
+                self._arena.point_at(tensors)
                 self._sampled = self._arena.sample()
+            # While the device looks.
+            self._let_go(tensors)
 
     def await_sample(self) -> None:
         if self._sampled is not None:
@@ -244,17 +247,16 @@ class Part:
 
     def end(self) -> Begun:
         """What all looks find, which may be under way; the weights may change on the trainer's stream from here on."""
-        waiting = sorted((self._numbers[name], tensor) for name, tensor in self._waiting.items())
-        sampled, self._waiting, self._sampled = self._sampled, {}, None
+        waiting, sampled = self._waiting, self._sampled
+        self._waiting, self._sampled = {}, None
         begun, self._begun = self._begun, None
         if begun is not None:
             return begun
         with self._between_steps():
             if sampled is not None:
-                found = self._arena.begin(sampled)
-                self._let_go([tensor for _, tensor in waiting])
-                return found
-            for _, some in groupby(enumerate(waiting), lambda each: each[1][0] - each[0]):
+                return self._arena.begin(sampled)
+            each_number = sorted((self._numbers[name], tensor) for name, tensor in waiting.items())
+            for _, some in groupby(enumerate(each_number), lambda each: each[1][0] - each[0]):
                 numbered = [each for _, each in some]
                 self._look(numbered[0][0], [tensor for _, tensor in numbered])
             found, self._pieces = (self._pieces or Pieces(self._arena)).end(), None

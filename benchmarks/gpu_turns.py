@@ -27,8 +27,8 @@ SERIES = {
              "--streams", "8", "64", "--memory", "0.15", "--fresh", "--own", "pause", "patches", "reload"],
     "eager": ["vllm_gpu.py", "--modes", "eager", "--models", "0.6b", "--rounds", "5", "--few", "3", "--cache-mb",
               "2048", "--running-requests", "keep", "recompute", "--sources", "mapping", "--memory", "0.1"],
-    "dense": ["quantized_gpu.py", *QUANTIZED, "--models", "dense", "--rounds", "12"],
-    "moe": ["quantized_gpu.py", *QUANTIZED, "--models", "moe", "--rounds", "7"],
+    "dense": ["quantized_gpu.py", *QUANTIZED, "--models", "dense", "--rounds", "8"],
+    "moe": ["quantized_gpu.py", *QUANTIZED, "--models", "moe", "--rounds", "5"],
 }  # fmt: skip
 FEW = ["--running-requests", "keep", "--models", "tiny", "--rounds", "2", "--streams", "2", "--cache-mb", "256"]
 TINY = {

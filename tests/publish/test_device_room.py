@@ -10,7 +10,7 @@ import torch
 from deltawire import Publisher
 from deltawire.errors import ChainError, NotEnoughMemory
 from deltawire.kernels.gpu import arena as arena_module
-from deltawire.kernels.gpu.arena import Arena, Pieces, Sample
+from deltawire.kernels.gpu.arena import Arena, Pieces, Sample, _rounded
 from deltawire.publish.device_part import Part
 from support.torch_bits import DEVICE, assert_arrived, module_of, patterns, set_to, stepped
 from support.waiting import PATIENCE, hold_commits
@@ -72,6 +72,14 @@ def test_a_version_with_more_changes_than_there_is_room_for(when_full, monkeypat
             # What was found is what the next one has room for.
             assert publisher.publish().wait().version == version
             assert_arrived(publisher.run.store, {name: each.detach() for name, each in module.named_parameters()})
+
+
+def test_room_is_a_little_more_than_wanted_and_then_the_same():
+    for size in range(3000):
+        found = _rounded(size)
+        assert size <= found <= 9 / 8 * size
+        assert _rounded(found) == found
+    assert len({_rounded(size) for size in range(650_000, 680_000)}) <= 2
 
 
 def test_all_changes_in_one_block(monkeypatch):

@@ -147,7 +147,7 @@ def alone(monkeypatch):
     )
     own = {"device": torch.device("cuda:1"), "_stream": gpu, "_quantized": None, "_pool": None, "_thread": None}
     own |= {"live": LiveModel(lambda _: Found([], {})), "_disturbed": SimpleNamespace(restore=lambda: None)}
-    own |= {"_held": False, "_counted": [], "_left_out": [], "vllm_config": None}
+    own |= {"_held": False, "_counted": [], "_left_out": [], "vllm_config": None, "_is_awaited": threading.Event()}
     vars(engine).update(own, parallel_config=config)
     return engine, gpu
 
@@ -196,13 +196,21 @@ def test_a_worker_serves_while_an_agent_attaches(name, alone, monkeypatch, tmp_p
     assert frozen == ["bind"] * (name == "bind")
 
 
-def test_what_is_staged_next_is_not_dropped_with_what_was_written(alone):
-    """Memory is given back some time after a write."""
+def test_what_is_staged_next_is_not_dropped_with_what_was_written(alone, monkeypatch):
+    """Memory is given back some time after a write, or when somebody waits for that."""
+    monkeypatch.setattr("deltawire.engines.vllm.worker.DROP_AFTER_SECONDS", 600)
     engine, gpu = alone
     engine.live.staged, engine._pool = Staged(), torch.cuda.MemPool()
     gpu.staged = weakref.ref(engine.live.staged)
     for token, left in (("written", "next"), ("next", None)):
         engine.command("drop", {"token": token})
+        assert engine.is_at_work
+        if left is None:
+            # What comes next waits in a thread of its own.
+            dropping = engine._thread
+            engine.command("drop", {"token": "another"})
+            dropping.join(60)
+            assert not dropping.is_alive()
         engine.wait()
         assert getattr(engine.live.staged, "token", None) == left
         assert gpu.let_go == ([] if left else ["cuda:1"])

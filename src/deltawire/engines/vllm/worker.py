@@ -70,6 +70,8 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self._held = False
         """The server's scheduler is held because of an update that failed."""
         self._thread: threading.Thread | None = None
+        self._is_awaited = threading.Event()
+        """Whether others wait for the thread."""
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._warm_up()
@@ -185,9 +187,11 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> None:
+        self._is_awaited.set()
+        self._is_awaited = threading.Event()
         works: dict[str, Callable[[Any], Any]] = {
             "bind": self._bind, "measure": self._measure, "stage": self._stage, "decode": self._decode,
-            "check": self._check, "drop": self._drop_written,
+            "check": self._check, "drop": partial(self._drop_written, self._is_awaited),
         }  # fmt: skip
         answer = Path(arguments["answers"][self.index]) if "answers" in arguments else None
         before = self._thread
@@ -235,10 +239,10 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         self.live.drop_staged()
         self._pool = None
 
-    def _drop_written(self, arguments: Mapping[str, Any]) -> None:
+    def _drop_written(self, is_awaited: threading.Event, arguments: Mapping[str, Any]) -> None:
         if self._stream is not None:
             # Some steps later: the device is waited for, and who waits for tokens has just waited for the write.
-            time.sleep(DROP_AFTER_SECONDS)
+            is_awaited.wait(DROP_AFTER_SECONDS)
         # The next one may have been staged since.
         if getattr(self.live.staged, "token", None) in (None, arguments["token"]):
             self._drop()
@@ -296,6 +300,7 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
         wait there, while the worker serves.
         """
         if self._thread is not None:
+            self._is_awaited.set()
             self._thread.join()
             self._thread = None
 

@@ -216,9 +216,10 @@ def make_room(num_bytes: int, device: torch.device) -> None:
     """Take memory for what comes next at once. In a pool of its own each array would be asked of the driver by itself,
     and be given back so in the end, and each time whoever uses the device waits.
     """
-    # What a header says of its payload may be wrong.
-    with suppress(torch.OutOfMemoryError):
-        torch.empty(num_bytes if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        # What a header says of its payload may be wrong.
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _writable(change: PieceChange) -> PieceChange:

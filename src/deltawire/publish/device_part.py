@@ -255,8 +255,8 @@ class Part:
         with self._between_steps():
             if sampled is not None:
                 return self._arena.begin(sampled)
-            each_number = sorted((self._numbers[name], tensor) for name, tensor in waiting.items())
-            for _, some in groupby(enumerate(each_number), lambda each: each[1][0] - each[0]):
+            in_order = sorted((self._numbers[name], tensor) for name, tensor in waiting.items())
+            for _, some in groupby(enumerate(in_order), lambda each: each[1][0] - each[0]):
                 numbered = [each for _, each in some]
                 self._look(numbered[0][0], [tensor for _, tensor in numbered])
             found, self._pieces = (self._pieces or Pieces(self._arena)).end(), None

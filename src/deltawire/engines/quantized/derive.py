@@ -165,7 +165,6 @@ class Alike:
             where = zip(self.tensors, new.split(numbers), strict=True)
             raise not_finite(next(tensor.name for tensor, own in where if not is_finite(own)))
         start, base, *sizes = self._spread(self._table, numbers, 8)
-        rest()
         touched, which = torch.unique(group_of(positions - start, *sizes) + base, return_inverse=True)
         rest()
         before = self.maxima[touched]
@@ -190,14 +189,12 @@ class Alike:
         scales = self._scales(before), self._scales(after)
         moved = _bits(scales[0]).ne(_bits(scales[1])).view(len(groups), scales[0].element_size()).any(1)
         agreed = self.agreed[touched]
-        rest()
         few = ~_looked_up(touched, groups, moved, torch.zeros_like(agreed, dtype=torch.bool))[which]
         was, becomes = (_looked_up(touched, groups, each, agreed)[which[few]] for each in (before, after))
         changes = [self._codes(positions[few], old[few], new[few], was, becomes)]
         for place, number, there in self.members(groups[moved]):
             one, other = (_looked_up(place, positions, each, there) for each in (old, new))
             changes.append(self._codes(place, one, other, before[moved][number], after[moved][number]))
-        rest()
         place, *codes = (torch.cat(parts) for parts in zip(*changes, strict=True))
         place, order = torch.sort(place)
         return Requantized(
@@ -223,7 +220,6 @@ class Alike:
         """The elements of some groups, which ascend: their positions, which of the groups each is in, and the weights
         that are kept there; some groups at a time.
         """
-        rest()
         edges = torch.searchsorted(chosen, torch.tensor([*self.bases, sum(self.counts)], device=self.device)).tolist()
         of_tensors = [last - first for first, last in pairwise(edges)]
         start, base, rows, columns, in_rows, in_columns, down, across = self._spread(self._table, of_tensors, 8)
@@ -241,7 +237,6 @@ class Alike:
             number = torch.arange(begin, end, device=self.device)
             number = number.repeat_interleave(sizes[own], output_size=int(ends[end] - ends[begin]))
             before = torch.from_numpy(ends[own] - ends[begin]).to(self.device)
-            rest()
             inside, wide = torch.arange(len(number), device=self.device) - before[number - begin], width[number]
             place = first[number] + inside // wide * columns[number] + inside % wide
             yield place, number, self._kept(place, [ends[min(max(each, begin), end)] for each in edges])
@@ -271,7 +266,6 @@ class Alike:
         places = [(start + piece.place[0], piece.columns, *piece.place[1:])
                   for own, start in zip(of_tensors, self.starts, strict=True) for piece, _ in own]  # fmt: skip
         offset, columns, row_step, column_step = self._spread(places, [len(each.index) for each in every], 4)
-        rest()
         inside = index.long() & 0xFFFFFFFF
         positions, order = torch.sort(offset + inside // columns * row_step + inside % columns * column_step)
         old, new = (each[order].view(self._dtype) for each in (old, new))

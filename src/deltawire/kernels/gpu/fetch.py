@@ -1,5 +1,5 @@
-"""Copies between a device and the host, through memory that is page-locked: for others the driver keeps whoever else
-gives work to the device waiting.
+"""Copies between a device and the host, which have other things to do meanwhile: through memory that is page-locked,
+where the driver has nothing to copy itself.
 """
 
 from collections import deque

@@ -274,11 +274,13 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         folder = Path(arguments["folder"])
-        self.live.check(_tensors(folder))
-        if arguments["takes"]:
-            with self._together(), self._aside():
-                self.live.take_kept(_tensors(folder))
-            self._drop()
+        if not arguments["takes"]:
+            self.live.check(_tensors(folder))
+            return
+        with self._together(), self._aside():
+            self.live.check(_tensors(folder))
+            self.live.take_kept(_tensors(folder))
+        self._drop()
 
     def _stage(self, arguments: Mapping[str, Any]) -> None:
         with self._together(), self._aside():

@@ -213,8 +213,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
         # torch's settings for what is compiled are of the context in which vLLM has made them.
         work = partial(copy_context().run, run)
-        self._thread = threading.Thread(target=work, name=f"deltawire-{name}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work, name=f"deltawire-{name}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -145,6 +145,10 @@ class LiveModel:
         """The digest of the pieces that count here, computed from memory."""
         self.finish()
         self._counted = list(counted)
+        if not self._quantized.is_given:
+            # As after a start. They are no version's, and need not be read.
+            self.partial = Digest(1, 0)
+            return self.partial
         own = zip(self._quantized.pieces, self._quantized.keys, strict=True)
         try:
             partial, derived = self.sum_of(counted), sum((self._memory.digest(*each) for each in own), Digest())

@@ -151,6 +151,25 @@ def test_who_is_always_busy_does_not_keep_the_other_from_its_work(monkeypatch):
     assert now[0] < 2 * 100 * TURN_SECONDS + 3 * LONG_STEP_SECONDS
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_who_is_always_busy_is_waited_for_once_however_often_others_help(threads, monkeypatch):
+    """As when tensors are read that are worked on by several threads each."""
+    now, lock = [0.0], threading.Lock()
+
+    def sleep(seconds):
+        with lock:
+            now[0] += seconds
+
+    with Workers(threads) as workers:
+        monkeypatch.setattr(time, "sleep", sleep)
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        with short_turns(lambda: True):
+            for _ in range(100):
+                workers.map(abs, range(4))
+        monkeypatch.undo()
+    assert now[0] < 3 * threads * LONG_STEP_SECONDS
+
+
 @pytest.mark.timing
 def test_a_step_next_to_a_thread_that_rests():
     """A step calls a few hundred times what lets go of the interpreter, and asks for it again each time."""

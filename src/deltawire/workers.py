@@ -57,22 +57,25 @@ class Workers(AbstractContextManager["Workers"]):
         results: list[Any] = [None] * len(items)
         # Each thread takes the next item when it is free; advancing this iterator is atomic.
         todo, ended = iter(range(len(items))), list[int]()
-        is_busy = _thread.is_busy
+        serving = _thread.serving
 
         def work() -> None:
-            _thread.start(is_busy)
             for i in in_turns(todo):
                 try:
                     results[i] = function(items[i])
                 finally:
                     ended.append(i)
 
+        def help_out() -> None:
+            _thread.start(serving)
+            work()
+
         others: list[Future[None]] = []
         try:
             # No thread can be had at the end of a program: then this one does everything.
             with suppress(RuntimeError):
                 for _ in range(min(self.threads, len(items)) - 1):
-                    others.append(self._pool.submit(work))  # noqa: PERF401 (those that run are waited for)
+                    others.append(self._pool.submit(help_out))  # noqa: PERF401 (those that run are waited for)
             work()
         finally:
             # Leave nothing running, even when this thread's own item failed.
@@ -188,7 +191,7 @@ def short_turns(is_busy: Callable[[], bool] = bool) -> Iterator[None]:
     gc.disable()
     # Who waits already does so for the usual time.
     time.sleep(REST_SECONDS)
-    _thread.start(is_busy)
+    _thread.start(_Serving(is_busy))
     try:
         yield
     finally:
@@ -198,13 +201,31 @@ def short_turns(is_busy: Callable[[], bool] = bool) -> Iterator[None]:
             gc.enable()
 
 
-class _Thread(threading.local):
-    is_busy: Callable[[], bool] | None = None
-    """Whether the one that serves is in a long step; None if this thread does not rest."""
+class _Serving:
+    """The thread that serves, for all that work next to it under one `short_turns`."""
 
-    def start(self, is_busy: Callable[[], bool] | None) -> None:
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
         self.is_busy = is_busy
         self._since, self._waited = time.monotonic(), 0.0
+
+    def let_go_first(self) -> bool:
+        """Wait for a long step of it; whether there was one."""
+        was_busy, now = False, time.monotonic()
+        while self.is_busy() and self._waited < LONG_STEP_SECONDS + MOST_RESTS * (now - self._since):
+            was_busy, waited, began = True, self._waited, now
+            time.sleep(REST_SECONDS)
+            now = time.monotonic()
+            # Who waits at the same time as others waits for the same.
+            self._waited = max(self._waited, waited + now - began)
+        return was_busy
+
+
+class _Thread(threading.local):
+    serving: _Serving | None = None
+    """None if this thread does not rest."""
+
+    def start(self, serving: _Serving | None) -> None:
+        self.serving = serving
         self._begin()
 
     def _begin(self) -> None:
@@ -213,21 +234,14 @@ class _Thread(threading.local):
 
     def rest(self) -> None:
         """If the turn is over, or another has a long one. Who works alone goes on."""
-        if self.is_busy is None:
+        if self.serving is None:
             return
         own = time.thread_time() - self._own
         is_over = own >= TURN_SECONDS
         if is_over and time.process_time() - self._all > (1 + LITTLE) * own:
             time.sleep(REST_SECONDS)
-        while self.is_busy() and self._waited < self._most():
-            time.sleep(REST_SECONDS)
-            self._waited += REST_SECONDS
-            is_over = True
-        if is_over:
+        if self.serving.let_go_first() or is_over:
             self._begin()
-
-    def _most(self) -> float:
-        return LONG_STEP_SECONDS + MOST_RESTS * (time.monotonic() - self._since)
 
 
 _thread = _Thread()
@@ -235,7 +249,7 @@ _thread = _Thread()
 
 def in_turns(items: Iterable[Item]) -> Iterable[Item]:
     """The items. Under `short_turns` the thread rests between them, when its turn is over."""
-    return items if _thread.is_busy is None else _rested(items)
+    return items if _thread.serving is None else _rested(items)
 
 
 def _rested(items: Iterable[Item]) -> Iterator[Item]:

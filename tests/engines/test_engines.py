@@ -302,6 +302,24 @@ def test_a_write_that_breaks_off_leaves_a_right_digest(monkeypatch):
     assert pair.holds(pair.old)
 
 
+def test_weights_that_could_not_be_read_to_the_end_are_unknown(monkeypatch):
+    """As where a device has no room to look at codes: without a look, an update would be taken for whole."""
+    pair = Pair()
+    model = pair.models[0]
+
+    def look():
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model._quantized, "holds", look)
+        with pytest.raises(MemoryError):
+            pair.measure()
+    assert (model.state, model.partial) == (None, None)
+    with pytest.raises(BaseMismatch, match="of an unknown version"):
+        pair.stage()
+    assert pair.measure() == pair.base.digest
+
+
 def test_a_status_while_another_thread_drops_what_is_staged():
     """A worker of a server may not raise, and is asked how things are while it decodes or drops a change."""
 

@@ -313,6 +313,25 @@ def test_codes_of_a_start_with_these_weights_are_found_to_be_theirs():
     assert not same(tensor.codes, codes)
 
 
+def test_a_server_that_was_given_no_weights_yet_is_not_read(monkeypatch):
+    """What codes are made of is zero then: whatever the codes are, these are the weights of no version."""
+    weights = {"up": made((160, 130), 0), "norm": made((1, 130), 1)[0]}
+    tensors = {name: value.clone() for name, value in weights.items()}
+    engine = QuantizedEngine(tensors, RECIPES["fp8_per_block"])
+    given, codes = engine.quantized.tensors["up"], engine.quantized.tensors["up"].codes.clone()
+    given.original.zero_()
+    engine.quantized = QuantizedModel([given])
+    engine.bind({name: ("BF16", tuple(value.shape)) for name, value in weights.items()})
+    engine._live.rehearse()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._live._memory, "digest", None)
+        assert engine.digest() != digest(tensors)
+        assert engine.status().derived is None
+    engine._live.take_kept(weights.items())
+    assert engine.digest() == digest(weights)
+    assert same(given.codes, codes)
+
+
 class LosesScales(QuantizedEngine):
     """Writes codes, and no scales."""
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from deltawire.engines.engine import EngineChange
 from deltawire.engines.layout import Layout, pieces_of_copy
@@ -357,6 +358,34 @@ def test_when_one_worker_fails_the_others_do_not_wait(name, rank):
     found = server.together.do(lambda i: server.workers[i].load(bad if i == rank else new, server.layout.counted[i]))
     assert {type(each) for each in found} == {EngineRejected, Elsewhere}
     server.load()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_worker_refuses_at_a_start_is_refused_by_all(rank, tmp_path):
+    """Experts may be divided between workers, and each looks at what it has codes of."""
+    pytest.importorskip("vllm")
+    from deltawire.engines.vllm.worker import DeltawireEngine
+
+    server = Server("fp8_per_channel", 2, made(4))
+    other = server.workers[1 - rank].live
+    other.pieces = [piece for piece in other.pieces if piece.tensor != "down2"]
+    bad = {each: value.clone() for each, value in server.weights.items()}
+    bad["down2"][3, rank * 64] = torch.nan
+
+    def check(i, weights):
+        engine, worker = object.__new__(DeltawireEngine), server.workers[i]
+        vars(engine).update(live=worker.live, _quantized=worker.model, _stream=None, _pool=None)
+        folder = tmp_path / str(i)
+        folder.mkdir(exist_ok=True)
+        save_file(weights, folder / "model.safetensors")
+        engine._check({"folder": str(folder), "takes": True})
+
+    failed = server.together.do(lambda i: check(i, bad))
+    assert [type(each) for each in failed] == [Elsewhere if i != rank else EngineRejected for i in range(2)]
+    assert "down2 has infinities or NaN" in str(failed[rank])
+    for each in server.workers:
+        each.live.measure([])
+    assert not any(server.together.do(lambda i: check(i, server.weights)))
 
 
 def test_what_is_kept_is_written_after_codes_and_scales():

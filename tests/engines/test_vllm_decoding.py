@@ -227,6 +227,25 @@ def test_work_next_to_serving_on_a_second_gpu(alone):
     assert gpu.let_go == ["cuda:1"]
 
 
+def test_a_worker_that_can_have_no_thread_can_have_one_later(alone, monkeypatch, tmp_path):
+    """As in a container with a limit: that command fails, and the next ones do not wait for what never began."""
+    engine, _ = alone
+    answer = tmp_path / "answer.json"
+    given = {"numbers": [[[], []]], "answers": [str(answer)]}
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            engine.command("measure", given)
+    engine.wait()
+    engine.command("measure", given)
+    engine.wait()
+    assert json.loads(answer.read_text())["error"] is None
+
+
 def test_a_delta_is_let_go_of_entry_by_entry(alone, monkeypatch, tmp_path):
     """Of some ten thousand all at once, a server would have to wait."""
     engine, _ = alone

@@ -145,13 +145,21 @@ class LiveModel:
         """The digest of the pieces that count here, computed from memory."""
         self.finish()
         self._counted = list(counted)
-        self.partial = self.sum_of(counted)
+        if not self._quantized.is_given:
+            # As after a start. They are no version's, and need not be read.
+            self.partial = Digest(1, 0)
+            return self.partial
         own = zip(self._quantized.pieces, self._quantized.keys, strict=True)
-        self.derived = sum((self._memory.digest(*each) for each in own), Digest())
-        if not (self._quantized.holds() and all(each.holds() for each in self._derived)):
-            # Whatever the weights are, what is computed with is no version's.
-            self.partial += Digest(1, 0)
-        return self.partial
+        try:
+            partial, derived = self.sum_of(counted), sum((self._memory.digest(*each) for each in own), Digest())
+            if not (self._quantized.holds() and all(each.holds() for each in self._derived)):
+                # Whatever the weights are, what is computed with is no version's.
+                partial += Digest(1, 0)
+        except BaseException:
+            self.state = self.partial = None
+            raise
+        self.partial, self.derived = partial, derived
+        return partial
 
     def sum_of(self, numbers: Sequence[int]) -> Digest:
         """The contribution of some pieces to the digest."""

@@ -299,6 +299,8 @@ class QuantizedModel:
         self.alike = list(_alike(tensors))
         self._largest = largest
         self._is_awaited = False
+        self.is_given = not tensors
+        """Whether the weights are some that were loaded or taken."""
         self.pieces: list[Piece] = []
         self.keys: list[TensorKey] = []
         self.storages: dict[str, torch.Tensor] = {}
@@ -365,7 +367,7 @@ class QuantizedModel:
             values = self._of_all(torch.cat([each.maxima.cpu() for each in self._shared]))
             for alike, own in zip(self._shared, values.split([sum(each.counts) for each in self._shared]), strict=True):
                 alike.agreed.copy_(own)
-        self._is_awaited = False
+        self.is_given, self._is_awaited = True, False
 
     def load(self) -> None:
         """The same, and write their codes and scales."""

@@ -213,8 +213,9 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
         # torch's settings for what is compiled are of the context in which vLLM has made them.
         work = partial(copy_context().run, run)
-        self._thread = threading.Thread(target=work, name=f"deltawire-{name}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work, name=f"deltawire-{name}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -274,11 +275,13 @@ class DeltawireEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
         folder = Path(arguments["folder"])
-        self.live.check(_tensors(folder))
-        if arguments["takes"]:
-            with self._together(), self._aside():
-                self.live.take_kept(_tensors(folder))
-            self._drop()
+        if not arguments["takes"]:
+            self.live.check(_tensors(folder))
+            return
+        with self._together(), self._aside():
+            self.live.check(_tensors(folder))
+            self.live.take_kept(_tensors(folder))
+        self._drop()
 
     def _stage(self, arguments: Mapping[str, Any]) -> None:
         with self._together(), self._aside():

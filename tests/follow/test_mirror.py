@@ -378,6 +378,24 @@ def test_a_journal_that_a_disk_has_damaged(run, tmp_path):
     check(folder, states, 9)
 
 
+def test_a_mirror_has_no_copies_of_the_weights_that_are_never_updated(tmp_path):
+    """As next to checkpoints of Mistral, whose consolidated.safetensors vLLM prefers: it would serve the base."""
+    base, weights = tmp_path / "base", {"w": np.arange(8, dtype=np.float16)}
+    base.mkdir()
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        save_file(weights, base / name)
+    for name in ("config.json", "pytorch_model.bin"):
+        (base / name).write_text("{}")
+    with Publisher(tmp_path / "run", weights) as publisher:
+        publisher.publish()
+        weights["w"][3] = 9
+        publisher.publish()
+    with Replica(tmp_path / "run", tmp_path / "mirror", base=base) as replica:
+        assert replica.pull().base == 0
+    files = {path.name for path in (tmp_path / "mirror").iterdir() if path.is_file()}
+    assert files == {"config.json", "deltawire.json", "model.safetensors"}
+
+
 def test_transformers_loads_a_mirror(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM

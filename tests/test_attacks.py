@@ -320,8 +320,10 @@ def test_a_replica_notices_a_run_that_is_gone_or_replaced_by_a_shorter_one(by_na
         assert replica.version == 3
 
 
+@pytest.mark.parametrize("num_versions", [2, 4])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_run_that_was_started_again_under_its_id_is_another_one(by_name, monkeypatch):
+def test_a_run_that_was_started_again_under_its_id_is_another_one(by_name, num_versions, monkeypatch):
+    """Shorter, or as long: the version that the replica has is listed, and is another."""
     url, _ = make_run(4)
     store = open_store(url)
     asked = Hooked(url)
@@ -329,7 +331,7 @@ def test_a_run_that_was_started_again_under_its_id_is_another_one(by_name, monke
     with Replica(asked, {}, heartbeat_seconds=None) as replica:
         replica.pull()
         store.delete([stat.key for stat in store.list()])
-        make_run(2, url)
+        make_run(num_versions, url)
         monkeypatch.setattr(run_module, "HINT_SECONDS", 0.0)
         replica.run._hint_due = 0.0
         for _ in range(2):

@@ -136,12 +136,11 @@ class Run:
         if by_name and not self._has(after + 2):
             self._hint_due = time.monotonic() + HINT_SECONDS
             return after + 1
-        # With `after` itself, which is listed unless the run is gone.
-        versions = self.versions(after - 1)
+        versions = self.versions(after)
         if after >= 0 and not versions:
             self.check_is_there()
         self._hint_due = time.monotonic() + HINT_SECONDS
-        return versions[-1] if versions and versions[-1] > after else None
+        return versions[-1] if versions else None
 
     @property
     def listable(self) -> bool:

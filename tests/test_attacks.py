@@ -26,6 +26,7 @@ from deltawire.run.signing import generate_key, public_key_of, signer, verifier
 from deltawire.store import open_store
 from deltawire.terminal import plain
 from support.chains import Hooked, copy_of, fresh_url, make_run, make_weights, same, step
+from support.waiting import eventually
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\u202e\nok: verified\r\x9b31m"
@@ -317,6 +318,48 @@ def test_a_replica_notices_a_run_that_is_gone_or_replaced_by_a_shorter_one(by_na
             with pytest.raises(RunMismatch, match="held run demo, and now holds run second"):
                 replica.pull()
         assert replica.version == 3
+
+
+@pytest.mark.parametrize("num_versions", [2, 4])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_run_that_was_started_again_under_its_id_is_another_one(by_name, num_versions, monkeypatch):
+    """Shorter, or as long: the version that the replica has is listed, and is another."""
+    url, _ = make_run(4)
+    store = open_store(url)
+    asked = Hooked(url)
+    asked.listable = not by_name
+    with Replica(asked, {}, heartbeat_seconds=None) as replica:
+        replica.pull()
+        store.delete([stat.key for stat in store.list()])
+        make_run(num_versions, url)
+        monkeypatch.setattr(run_module, "HINT_SECONDS", 0.0)
+        replica.run._hint_due = 0.0
+        for _ in range(2):
+            with pytest.raises(RunMismatch, match="held run demo, and now holds another run of that id"):
+                replica.pull()
+        assert replica.version == 3
+
+
+@pytest.mark.parametrize("num_versions", [2, 4, 6])
+def test_a_mirror_of_a_run_that_was_started_again_under_its_id_gets_the_new_weights(num_versions, tmp_path):
+    """Shorter, as long and longer than the earlier run: a number of a version alone does not say which weights."""
+    url, _ = make_run(4)
+    store = open_store(url)
+    with Replica(url, tmp_path / "mirror", heartbeat_seconds=None) as replica:
+        replica.pull()
+    store.delete([stat.key for stat in store.list()])
+    weights = make_weights(seed=1)
+    with Publisher(url, weights, run="demo") as publisher:
+        for number in range(num_versions):
+            weights["norm"].bits[number] ^= 1
+            publisher.publish().wait()
+    with (
+        Replica(url, tmp_path / "mirror", heartbeat_seconds=None) as replica,
+        replica.watching(poll_seconds=0.01),
+    ):
+        eventually(lambda: replica.last_pull, "a pull", seconds=60)
+        assert replica.version == num_versions - 1
+        assert same(replica.target.weights(), copy_of(weights))
 
 
 def test_a_run_that_only_a_manifest_claims_to_be_is_damage():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +173,33 @@ def test_an_anchor_that_could_not_be_moved_into_place_is_loaded_again(run, tmp_p
     check(folder, states, 5)
 
 
+def test_killed_while_an_anchor_that_could_not_be_moved_is_deleted(run, tmp_path, monkeypatch):
+    """What is left of it is never moved into place: the folder would state a version whose files it lacks."""
+    url, states = run
+    folder = tmp_path / "mirror"
+    with Replica(url, folder) as replica:
+        with monkeypatch.context() as patch:
+            patch.setattr("deltawire.follow.mirror.Mirror._remove_marker", fail)
+            with pytest.raises(EngineRejected, match="cannot be written: once"):
+                replica.pull(5)
+
+        def killed(path, **_):
+            for file in path.glob("*.safetensors"):
+                file.unlink()
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("deltawire.follow.mirror.shutil.rmtree", killed)
+            with pytest.raises(KeyboardInterrupt):
+                replica.pull(5)
+    with Replica(url, folder) as replica:
+        assert replica.version is None
+        assert not (folder / "deltawire.json").exists()
+        replica.pull(5)
+        assert same(replica.target.weights(), states[5])
+    assert not (folder / ".deltawire" / "made").exists()
+
+
 def fail(*_):
     raise OSError("once")
 
@@ -210,6 +238,29 @@ def test_an_update_that_is_tried_again_after_others_have_changed_files(run, tmp_
         assert replica.pull(6).anchor == (how != "not")
         assert same(replica.target.weights(), states[6])
     check(folder, states, 6)
+
+
+def test_a_folder_states_no_version_while_a_write_is_tried_again(run, tmp_path, monkeypatch):
+    """Also where deleting the file that states it was what failed."""
+    url, states = run
+    folder = tmp_path / "mirror"
+    write = Mirror._write
+
+    def writing(*args):
+        assert not (folder / "deltawire.json").exists()
+        write(*args)
+
+    with Replica(url, folder) as replica:
+        replica.pull(5)
+        unlink = Path.unlink
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda path, **how: (fail if path.name == "deltawire.json" else unlink)(path))
+            with pytest.raises(EngineRejected, match="cannot be written: once"):
+                replica.pull(6)
+        monkeypatch.setattr(Mirror, "_write", writing)
+        replica.pull(6)
+        assert replica.version == 6
+        assert same(replica.target.weights(), states[6])
 
 
 def test_the_journal_is_on_the_disk_before_the_first_write(run, tmp_path, monkeypatch):
@@ -325,6 +376,24 @@ def test_a_journal_that_a_disk_has_damaged(run, tmp_path):
         assert replica.version is None
         replica.pull()
     check(folder, states, 9)
+
+
+def test_a_mirror_has_no_copies_of_the_weights_that_are_never_updated(tmp_path):
+    """As next to checkpoints of Mistral, whose consolidated.safetensors vLLM prefers: it would serve the base."""
+    base, weights = tmp_path / "base", {"w": np.arange(8, dtype=np.float16)}
+    base.mkdir()
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        save_file(weights, base / name)
+    for name in ("config.json", "pytorch_model.bin"):
+        (base / name).write_text("{}")
+    with Publisher(tmp_path / "run", weights) as publisher:
+        publisher.publish()
+        weights["w"][3] = 9
+        publisher.publish()
+    with Replica(tmp_path / "run", tmp_path / "mirror", base=base) as replica:
+        assert replica.pull().base == 0
+    files = {path.name for path in (tmp_path / "mirror").iterdir() if path.is_file()}
+    assert files == {"config.json", "deltawire.json", "model.safetensors"}
 
 
 def test_transformers_loads_a_mirror(tmp_path):

@@ -12,6 +12,7 @@ from deltawire import Publisher, Replica
 from deltawire.errors import (
     BrokenChain,
     CorruptObject,
+    EngineRejected,
     MissingAnchor,
     ObjectMissing,
     ShapeMismatch,
@@ -92,6 +93,26 @@ def test_what_has_arrived_is_kept_for_the_next_try(tmp_path):
     assert {key for verb, key in store.calls if verb == "get_range"} == {delta_key(url, 3, 2)}
     assert (tmp_path / "notes.txt").exists()
     assert not any((tmp_path / "deltawire-downloads").iterdir())
+
+
+def test_what_failed_attempts_have_fetched_does_not_pile_up(tmp_path, monkeypatch):
+    """A target that refuses each new version, for as long as somebody takes to notice, must not fill the disk."""
+    url, states = make_run(12)
+    with replica_of(url, scratch=tmp_path) as replica:
+        replica.pull(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryTarget, "apply", refuse)
+            for version in range(1, 12):
+                with pytest.raises(EngineRejected):
+                    replica.pull(version)
+                route = {(hop.version, hop.base) for hop in replica.route(version).hops}
+                assert len(list((tmp_path / "deltawire-downloads").iterdir())) == len(route)
+        replica.pull()
+        assert same(replica.target.weights(), states[11])
+
+
+def refuse(*_):
+    raise EngineRejected("not now")
 
 
 def test_weights_are_recognised_by_their_digest(rng):

@@ -297,6 +297,23 @@ def test_a_clock_that_is_ahead_deletes_nothing(monkeypatch):
     assert reachable_versions(url, states) == set(range(8, 12))
 
 
+def test_by_a_clock_that_is_ahead_no_live_replica_is_dead(tmp_path, monkeypatch):
+    """A little less than the time after which replicas count as dead: each is, between two heartbeats."""
+    url, _ = make_run(12, tmp_path / "run", anchors=4)
+    with Replica(url, {}, name="slow") as replica:
+        replica.pull(2)
+        beat, now = tmp_path / "run/replicas/slow.json", time.time
+        os.utime(beat, (now() - 15, now() - 15))
+        assert plan_gc(Run(url), keep_anchors=1).live_replicas == ("slow",)
+        with monkeypatch.context() as ahead:
+            ahead.setattr(time, "time", lambda: now() + 590)
+            found = plan_gc(Run(url), keep_anchors=1)
+            assert found.live_replicas == ()
+            with pytest.raises(Conflict, match="590 s ahead"):
+                collect(Run(url), found.removals)
+        replica.pull(3)
+
+
 def test_a_clock_that_is_ahead_keeps_the_first_anchor_of_a_run(monkeypatch):
     """While it is uploaded, the run has no version."""
     url, weights, shard = fresh_url(), make_weights(), "anchors/00000000-abcdef123456/model.safetensors"

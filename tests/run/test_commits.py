@@ -35,11 +35,12 @@ def test_a_folder_that_is_gone_for_a_while(tmp_path):
     assert same(pulled(run), copy_of(weights))
 
 
-def test_a_store_that_holds_another_run(tmp_path):
+@pytest.mark.parametrize(("name", "said"), [("another", "run another"), ("one", "another run of that id")])
+def test_a_store_that_holds_another_run(tmp_path, name, said):
     weights, run = make_weights(), tmp_path / "run"
-    with Publisher(run, weights) as publisher:
+    with Publisher(run, weights, run="one") as publisher:
         publisher.publish().wait(PATIENCE)
         run.rename(tmp_path / "away")
-        with Publisher(run, weights, run="another"), pytest.raises(RunMismatch, match="now holds run another"):
+        with Publisher(run, weights, run=name), pytest.raises(RunMismatch, match=f"now holds {said}"):
             publisher.publish().wait(PATIENCE)
     assert not list(run.glob("manifests/*"))

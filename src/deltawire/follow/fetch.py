@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,10 @@ class Fetcher:
     def fetch(
         self, hops: Sequence[StoredHop], progress: Progress | None = None, meanwhile: Callable[[], None] | None = None
     ) -> Iterator[list[Fetched]]:
-        """Fetch all objects of some hops. They are deleted if the block succeeds, else kept for the next attempt."""
+        """Fetch all objects of some hops. They are deleted if the block succeeds, else kept for the next attempt.
+
+        What earlier attempts at other routes have left is deleted.
+        """
         total = sum(hop.num_bytes for hop in hops)
         there: dict[str, int] = {}
 
@@ -80,6 +83,8 @@ class Fetcher:
         names = [f"{hop.version:08}-{hop.base}-{hop.objects[0].sha256[:16]}" for hop in hops]
         fetched = [Fetched(hop, self._folder / name) for hop, name in zip(hops, names, strict=True)]
         jobs = [(each, stored) for each in fetched for stored in each.hop.objects]
+        # What was fetched for attempts that failed would fill the disk, as versions go on.
+        self.clear(names)
         for each in fetched:
             each.folder.mkdir(parents=True, exist_ok=True)
 
@@ -98,10 +103,11 @@ class Fetcher:
         yield fetched
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self, kept: Collection[str] = ()) -> None:
         if self._folder.exists():
             for each in self._folder.iterdir():
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+                if each.name not in kept:
+                    shutil.rmtree(each) if each.is_dir() else each.unlink()
 
     def close(self) -> None:
         if self._temporary is not None:

@@ -140,10 +140,12 @@ class Mirror(Target):
         made = self._own / "made"
         with self._writing():
             shutil.rmtree(made, ignore_errors=True)
+            if self._incoming.exists():
+                # An attempt before this one could not move it into place. Deleted where it is, a part could be moved.
+                self._incoming.replace(made)
+                shutil.rmtree(made)
             write_replayed(anchor, made, {"format": "pt", **tied_metadata(tied)}, state.digest, files)
             self._write_marker(made, state)
-            # What an attempt before this one could not move into place.
-            shutil.rmtree(self._incoming, ignore_errors=True)
             made.replace(self._incoming)
             self._finish_load()
 
@@ -167,17 +169,17 @@ class Mirror(Target):
 
     def _repair(self) -> None:
         """Finish the update that an earlier process has begun, and find out which version the folder holds."""
-        for left in [*self._own.glob(".*.tmp"), *self.folder.glob(f".{STATE_NAME}.*.tmp")]:
+        for left in [*self._own.glob("made"), *self._own.glob(".*.tmp"), *self.folder.glob(f".{STATE_NAME}.*.tmp")]:
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         if self._incoming.exists():
             self._finish_load()
         elif self._journal.exists():
-            self._remove_marker()
             self._finish_journal()
         else:
             self._open()
 
     def _finish_journal(self) -> None:
+        self._remove_marker()
         try:
             delta = Delta.load(self._journal)
             patches = list(delta.patches())

@@ -216,7 +216,8 @@ class Replica(AbstractContextManager["Replica"]):
         self._unfinished = None
         state = self.target.state()
         if state is not None:
-            return state if state.run == self.run.id else None
+            is_other = state.version == manifest.version and state.digest != manifest.digest  # of an earlier run
+            return state if state.run == self.run.id and not is_other else None
         return recognised(self.run, self.target.digest(manifest.tied), [*manifest.route, manifest.hop])
 
     def _reach(self, manifest: Manifest, have: WeightVersion | None, progress: Progress | None) -> Pull:
@@ -276,7 +277,7 @@ class Replica(AbstractContextManager["Replica"]):
             fetch_seconds = time.perf_counter() - started
             deltas = [each.delta(self.run.id) for each in fetched if each.hop.base is not None]
             state = WeightVersion(self.run.id, manifest.version, manifest.digest)
-            decoded = time.perf_counter()
+            applied = time.perf_counter()
             at_hand = self._base if have is None and not route.starts_over else None
             if route.starts_over or at_hand is not None:
                 start = fetched[0].checkpoint(self.run.id) if at_hand is None else at_hand.checkpoint
@@ -286,11 +287,9 @@ class Replica(AbstractContextManager["Replica"]):
                 files = fetched[0].other_files() if at_hand is None else at_hand.checkpoint.other_files()
                 self.target.load(anchor, state, files, manifest.tied)
             elif not route.hops:
-                applied = decoded
                 if have is not None and self.target.served() != state:
                     self.target.apply([], have, state, manifest.tied)
             elif self.target.decodes:
-                applied = decoded
                 for each, delta in zip(fetched, deltas, strict=True):
                     manifest.check_tensors({entry.name for entry in delta.entries}, self.target.weights())
                     with blaming(each.hop, errors.FormatError):
@@ -382,8 +381,10 @@ class Replica(AbstractContextManager["Replica"]):
 
     def _is_behind(self) -> bool:
         self._look()
-        # `version` needs the run's id, to ignore versions of another run.
-        return self.latest is not None and bool(self.run.id) and (self.version is None or self.version < self.latest)
+        if self.latest is None or not self.run.id:  # which `_served` needs, to ignore versions of another run
+            return False
+        state = self._served()
+        return state is None or state.version < self.latest or not self.run.holds(state)
 
     @contextmanager
     def watching(self, on_pull: Callable[[Pull], None] | None = None, *, poll_seconds: float = 1.0) -> Iterator[None]:
@@ -457,9 +458,8 @@ class Replica(AbstractContextManager["Replica"]):
             state = self.target.state()
             if state is None or state.run != self.run.id:
                 raise ValueError("the weights are not at a known version of this run: pull first")
-            return differing_names(
-                self.run, state.version, self.target.weights(), threads=self._threads, progress=progress
-            )
+            weights = self.target.weights()
+            return differing_names(self.run, state.version, weights, threads=self._threads, progress=progress)
 
     def metrics(self) -> dict[str, float]:
         """Metrics for an experiment tracker, as a flat dictionary."""

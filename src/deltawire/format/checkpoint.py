@@ -32,6 +32,10 @@ SINGLE_NAME = "model.safetensors"
 STATE_NAME = "deltawire.json"
 MOST_STATE_BYTES = 16_000_000
 
+# Files next to a checkpoint with the same weights in other formats. A copy with other weights must not have them: an
+# engine may prefer them, as vLLM does with consolidated.safetensors.
+OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".npz"}
+
 
 class Checkpoint(Mapping[str, Tensor]):
     """A checkpoint on disk, opened for reading as a mapping from names to tensors. Each tensor is read on access.
@@ -126,11 +130,12 @@ class Checkpoint(Mapping[str, Tensor]):
             self._shard_of.pop(name, None)
 
     def other_files(self) -> list[Path]:
-        """The files next to the weights in a folder: configuration, tokenizer and so on."""
+        """The files next to the weights in a folder: configuration, tokenizer and so on, without other weights."""
         if not self.path.is_dir():
             return []
         weights = {STATE_NAME, *self.shards, *(index.name for index in self.path.glob("*.safetensors.index.json"))}
-        return sorted(file for file in self.path.iterdir() if file.is_file() and file.name not in weights)
+        found = (file for file in self.path.iterdir() if file.is_file() and file.suffix not in OTHER_WEIGHTS)
+        return sorted(file for file in found if file.name not in weights)
 
     @property
     def version(self) -> int | None:

@@ -27,8 +27,8 @@ from deltawire.store import Stat
 # Objects without a document may belong to a publish in progress, if any of their version's is younger: a large anchor
 # is uploaded for hours.
 GRACE_SECONDS = 3600.0
-# Ages are the difference of two clocks.
-MOST_AHEAD_SECONDS = 600.0
+# Ages are the difference of two clocks. A live replica must not look dead between two heartbeats.
+MOST_AHEAD_SECONDS = LIVE_SECONDS / 2
 PARALLEL = 8
 
 GIVEN_UP = "abandoned upload"

@@ -7,7 +7,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from deltawire.errors import CorruptObject, ObjectMissing
-from deltawire.format.checkpoint import INDEX_NAME, STATE_NAME, index_bytes
+from deltawire.format.checkpoint import INDEX_NAME, OTHER_WEIGHTS, STATE_NAME, index_bytes
 from deltawire.format.container import header_bytes, lay_out, raw
 from deltawire.format.parts import part_names
 from deltawire.format.wire import DeltaInfo, Entry, part_bytes
@@ -27,9 +27,6 @@ MOST_FILES = 1000
 Objects = tuple[StoredObject, ...]
 # Yields the bytes of a tensor.
 PiecesOf = Callable[[str], Iterable[Buffer]]
-
-# Files next to a checkpoint that no engine needs: the same weights in other formats.
-_OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors", ".npz"}
 
 
 def delta_names(version: int, base: int, num_parts: int) -> list[str]:
@@ -142,7 +139,7 @@ def check_files(files: Sequence[str | Path]) -> list[Path]:
 def is_worth_sending(file: Path) -> bool:
     """Whether a file next to a checkpoint belongs to the model: configuration, tokenizer and the like."""
     is_small = file.is_file() and file.stat().st_size <= 64 << 20
-    return file.suffix not in _OTHER_WEIGHTS and is_file_name(file.name) and is_small
+    return file.suffix not in OTHER_WEIGHTS and is_file_name(file.name) and is_small
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from deltawire.run.planner import HopKey, ListedHop, hop_text
 from deltawire.run.signing import signer, verifier
 from deltawire.run.uploads import Uploads
 from deltawire.store import Store, open_store
+from deltawire.tensors.digest import WeightVersion
 
 READ_ATTEMPTS = 3
 
@@ -52,6 +53,8 @@ class Run:
         self._verify = None if public_key is None else verifier(public_key)
         self._sign = None if sign_with is None else signer(sign_with)
         self._id: str | None = None
+        self._document = b""
+        """`run.json` when the id was read. It is never changed, so another one is of another run, whatever its id."""
         self._manifests: dict[int, Manifest] = {}
         self._hint_due = 0.0
         self.writer = token_hex(8)
@@ -68,7 +71,7 @@ class Run:
         if self._id is None:
             url = self.store.url
             try:
-                found = self._read(keys.RUN_KEY, documents.read_run)
+                found, document = self._read(keys.RUN_KEY, _run_and_bytes)
             except errors.ObjectMissing:
                 problem = f"there is no run at {url}: publish to it first, or check the URL"
                 raise errors.ObjectMissing(problem, url=url) from None
@@ -78,7 +81,7 @@ class Run:
                     "Nothing was fetched",
                     expected=self.expected, actual=found,
                 )  # fmt: skip
-            self._id = found
+            self._id, self._document = found, document
         return self._id
 
     @property
@@ -133,12 +136,11 @@ class Run:
         if by_name and not self._has(after + 2):
             self._hint_due = time.monotonic() + HINT_SECONDS
             return after + 1
-        # With `after` itself, which is listed unless the run is gone.
-        versions = self.versions(after - 1)
+        versions = self.versions(after)
         if after >= 0 and not versions:
             self.check_is_there()
         self._hint_due = time.monotonic() + HINT_SECONDS
-        return versions[-1] if versions and versions[-1] > after else None
+        return versions[-1] if versions else None
 
     @property
     def listable(self) -> bool:
@@ -168,16 +170,17 @@ class Run:
         """Raise an error if the store does not hold this run any more: its next version would never come."""
         held, url = self.id, self.store.url
         try:
-            found = self._read(keys.RUN_KEY, documents.read_run)
+            found, document = self._read(keys.RUN_KEY, _run_and_bytes)
         except errors.ObjectMissing:
             problem = f"{url}, which held run {held}, holds no run any more: check the URL, or publish to it again"
             raise errors.ObjectMissing(problem, url=url) from None
-        if found != held:
+        if document != self._document:
             raise self._replaced(found)
 
     def _replaced(self, found: str) -> errors.RunMismatch:
+        other = f"run {found}" if found != self.id else "another run of that id"
         return errors.RunMismatch(
-            f"{self.store.url} held run {self.id}, and now holds run {found}: to follow it, start again with fresh "
+            f"{self.store.url} held run {self.id}, and now holds {other}: to follow it, start again with fresh "
             "weights or an empty folder",
             expected=self.id, actual=found,
         )  # fmt: skip
@@ -190,6 +193,13 @@ class Run:
             return False
         except (errors.FormatError, errors.MismatchError):
             return True
+
+    def holds(self, state: WeightVersion) -> bool:
+        """Whether a version has these weights; an earlier run with this id may have had others."""
+        try:
+            return self.manifest(state.version).digest == state.digest
+        except errors.ObjectMissing:
+            return False
 
     def _hint(self) -> int:
         """The version in `latest.json`; -1 if it says none. It may be old or wrong, and is only where to begin."""
@@ -299,3 +309,7 @@ class Run:
         except errors.Conflict:
             if self.hop(hop.version, hop.base).digest != hop.digest:
                 raise errors.ChainError(f"two hops to version {hop.version} lead to different weights") from None
+
+
+def _run_and_bytes(data: bytes, verify: Verify | None) -> tuple[str, bytes]:
+    return documents.read_run(data, verify), data

@@ -244,10 +244,11 @@ def main() -> None:
     name, url, num_steps, folder = sys.argv[1:]
     # Ctrl-C reaches all processes of a terminal; the parent ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if name == "trainer":
-        train(url, int(num_steps))
-    else:
-        follow(name, url, int(num_steps), folder)
+    try:
+        train(url, int(num_steps)) if name == "trainer" else follow(name, url, int(num_steps), folder)
+    except (DeltawireError, OSError) as error:
+        sys.exit(str(error))
+    if name != "trainer":
         # Until the parent ends this process, or is gone.
         sys.stdin.read()
 

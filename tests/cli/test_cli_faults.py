@@ -107,6 +107,9 @@ def test_missing_checkpoint(tmp_path, store):
     (["publish", "step-6", "--to", "STORE", "--as", "fp8_per_block"], 1, "there is nothing to quantize\n"),
     (["publish", "step-6", "--to", "new", "--base", "nothing"], 1, "it has no model.safetensors: check base=\n"),
     (["publish", "step-6", "--to", "memory:x"], 2, "other processes cannot see this store; use a folder or a bucket\n"),
+    (["publish", "step-6", "--to", "Memory:x"], 2, "other processes cannot see this store; use a folder or a bucket\n"),
+    (["demo", "--store", "memory:x"], 2, "--store memory:x: other processes cannot see this store; use a folder or a "),
+    (["demo", "--store", "ftp://x"], 2, "'ftp://x' is not a store"),
     (["pull", "STORE", "--to", "m", "--layout", "trl"], 1, "as TRL's layout has: check the URL\n"),
     (["export", "STORE", "--to", "m", "--layout", "trl", "--version", 9], 1, "or was removed\nhint: list the versions"),
 ])  # fmt: skip

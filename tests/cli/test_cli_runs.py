@@ -324,6 +324,23 @@ def test_watch_ends_cleanly_on_a_signal(tmp_path, store, number):
     assert run("verify", tmp_path / "mirror").exit_code == 0
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_watch_ends_when_nobody_takes_its_output(tmp_path, store, form):
+    with program("watch", store, "--to", tmp_path / "mirror", "--poll", 0.05, "--format", form) as watching:
+        watching.stdout.close()
+        try:
+            assert (watching.wait(timeout=180), watching.stderr.read()) == (1, "")
+        finally:
+            watching.kill()
+    assert told("ls", store)["replicas"] == []
+    with Path("/dev/full").open("w") as full:
+        arguments = ("watch", store, "--to", tmp_path / "other", "--poll", 0.05, "--format", form)
+        command = [sys.executable, "-m", "deltawire.cli", *map(str, arguments)]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=180)
+    assert (result.returncode, result.stderr.splitlines()[0]) == (1, "error: the disk is full")
+
+
 def in_terminal(*arguments):
     """What a command writes to a terminal, and its exit code."""
     leader, follower = pty.openpty()

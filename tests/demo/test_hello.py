@@ -36,6 +36,15 @@ def test_what_it_says_is_what_lies_in_the_store(tmp_path):
     assert "the store is not empty" in again.stderr
 
 
+@pytest.mark.process
+def test_a_store_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(main, ["hello", "--to", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert f"process ended with status 1: file://{tmp_path}/file: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_weights_that_differ_are_not_ok():
     hello = Hello("run", 8, sha256={"trainer": "a", "memory": "a", "folder": "b"})
     assert not hello.ok

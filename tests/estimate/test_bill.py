@@ -130,7 +130,7 @@ def test_what_lies_in_the_store_follows_the_planner():
     kept = planned(PLAN)
     assert kept.uploaded_bytes > PLAN.delta_bytes() * 1.2
     assert 0 <= kept.anchors < 0.1
-    assert 1.2 < kept.objects < 1.5
+    assert 1.2 < kept.hops < 1.5
     quiet = planned(replace(PLAN, density=0.0005))
     assert quiet.uploaded_bytes < kept.uploaded_bytes
 

@@ -3,10 +3,16 @@
 from dataclasses import replace
 from statistics import median
 
+import numpy as np
 import pytest
 
+from deltawire import Publisher, Replica
 from deltawire.estimate.plan import Plan, measured
-from deltawire.estimate.simulate import Clock, Line, Scene, simulate
+from deltawire.estimate.simulate import Clock, Line, Scene, gets_of, puts_of, simulate
+from deltawire.run.planner import ListedHop
+from deltawire.run.run import Run
+from deltawire.store import open_store
+from support.chains import fresh_url
 
 PLAN = Plan(8e9, 0.0132, 1440, sites=2, replicas=16)
 
@@ -61,6 +67,35 @@ def test_bytes_are_those_of_the_fleet():
     assert cached.store_bytes == 3 * 2 * size
     assert without.uploads["delta"] == 3 * size
     assert median(cached.delays()) < median(without.delays())
+
+
+@pytest.mark.parametrize(("share", "objects"), [(0.001, 1), (0.03, 2), (0.065, 4), (0.2, 4), (1.0, 4)])
+def test_a_large_delta_takes_the_requests_of_all_its_objects(monkeypatch, share, objects):
+    for module in ("deltawire.store.transfer", "deltawire.estimate.simulate"):
+        monkeypatch.setattr(f"{module}.PART_BYTES", 1 << 16)
+    url, asked = fresh_url(), []
+    rng, weights = np.random.default_rng(0), {f"layer{number}": np.zeros(20_000, np.float16) for number in range(100)}
+    with Publisher(url, weights, skips=(), anchors=None) as publisher:
+        publisher.publish().wait()
+        with Replica(url, {name: array.copy() for name, array in weights.items()}) as replica:
+            replica.pull()
+            for array in weights.values():
+                array[: int(20_000 * share)] = rng.standard_normal(int(20_000 * share))
+            publisher.publish().wait()
+            store = type(open_store(url))
+            read = store.get_range
+            monkeypatch.setattr(store, "get_range", lambda *where: asked.append(where) or read(*where))
+            replica.pull()
+    hop = Run(url).manifest(1).hop
+    assert len(hop.objects) == objects
+    assert gets_of(ListedHop(1, 0, hop.num_bytes)) == pytest.approx(len(asked), abs=1)
+
+
+def test_requests_of_a_hop():
+    """Of a delta of 80 MB as counted at an S3 server: one document, three objects of two parts, one of one."""
+    delta, anchor, small = ListedHop(1, 0, 80_005_904), ListedHop(0, None, 80_005_904), ListedHop(1, 0, 100)
+    assert [gets_of(each) for each in (delta, anchor, small)] == [7, 5, 1]
+    assert [puts_of(each) for each in (delta, anchor, small)] == [14, 8, 2]
 
 
 def test_all_weights_take_their_line():

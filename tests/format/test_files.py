@@ -270,6 +270,26 @@ def test_an_existing_folder_is_not_replaced(folders):
         save_anchor(model(0), folders / "old")
 
 
+def test_a_delta_does_not_replace_what_is_no_delta(folders):
+    old, new = Checkpoint(folders / "old"), Checkpoint(folders / "new.safetensors")
+    delta = deltawire.diff(model(0), model(1), encoding="dense")
+    (folders / "notes").write_text("mine")
+    first = folders / "old" / min(old.shards)
+    for path in (folders / "new.safetensors", first, folders / "notes"):
+        before = path.read_bytes()
+        with pytest.raises(Conflict, match="exists and is not a delta: choose another name"):
+            diff_checkpoints(old, new, path)
+        with pytest.raises(Conflict, match="exists and is not a delta"):
+            delta.save(path)
+        assert path.read_bytes() == before
+    parts = len(delta.save(folders / "d.safetensors", max_file_bytes=5000))
+    shard = folders / f"shards-00001-of-{parts:05}.safetensors"
+    first.rename(shard)
+    with pytest.raises(Conflict, match="shards-00001"):
+        delta.save(folders / "shards.safetensors", max_file_bytes=5000)
+    assert not list(folders.glob(".*"))
+
+
 def test_outputs_keep_the_umask(tmp_path):
     deltawire.diff(model(0), model(1)).save(tmp_path / "d.safetensors")
     (tmp_path / "plain").write_text("")

@@ -16,7 +16,7 @@ from deltawire.hosts import answered_hosts
 from deltawire.pages.alerts import alerts_of
 from deltawire.pages.dashboard import application
 from deltawire.pages.feed import Feed
-from deltawire.pages.series import MOST_LINES, Columns, Samples, halved, running_mean, thinned
+from deltawire.pages.series import FIELDS, MOST_LINES, Charts, Columns, Samples, halved, running_mean, thinned
 from deltawire.run.fleet import replica_row
 from deltawire.run.run import Run
 from deltawire.run.uploads import find_uploads
@@ -170,6 +170,19 @@ def test_an_event_log_has_the_steps_and_repeats_them(tmp_path):
     charts = client_of(read_all(Feed(url, events=EventLog(log)))).get("/api/series?axis=step").json()["charts"]
     assert line(charts, "reward", "each") == [[1, 0.1], [2, 0.2], [3, 0.9]]
     assert line(charts, "staleness", "staleness") == [[1, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("seconds", [2.0004, 2.0006, 7.9999996])
+def test_the_range_ends_with_the_newest_version(seconds):
+    """The page shows the values at the end of the range; points beyond it would not count."""
+    versions = Columns(*FIELDS)
+    for version, moment in enumerate((1e9, 1e9 + 1.1, 1e9 + seconds)):
+        versions.put(version, {"version": version, "time": moment, "delta_bytes": version, "all_bytes": version})
+    charts = Charts(versions, Columns(*FIELDS), Samples(), [])
+    low, high = charts.whole("time", 2e9)
+    for each in charts.lines("time", low, high, 300, 2e9)["bytes"]:
+        assert each["points"][0] == [low, 0]
+        assert each["points"][-1] == [high, 2]
 
 
 def test_many_replicas_share_a_line():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltawire.cli.options import PATH, output_options
+from deltawire.cli.options import PATH, check_shared, output_options
 from deltawire.errors import MissingDependency
 from deltawire.terminal import FAILURE, MISMATCH, is_quiet, quote, say, show, speaking_errors, wants_json
 
@@ -82,10 +82,14 @@ def demo_command(model: str, quick: bool, no_publish: bool, **given: Any) -> Non
         raise click.UsageError("--model smollm2 is served by vLLM: leave --engine out")
     with speaking_errors():
         need("the demo", NEEDED, "demo")
+        from deltawire.store import open_store
         from deltawire_demo.orchestrate import Demo, Interrupted
         from deltawire_demo.summary import shown, summary_text
         from deltawire_demo.view import view_of
 
+        if given["store"] is not None:
+            check_shared(given["store"], "--store")
+            open_store(given["store"])  # a wrong URL is an error now, not in each of the processes
         options = options_of(model, quick, {**given, "publishes": not no_publish})
         view = view_of(is_quiet() or wants_json())
         demo = Demo(options, view.refresh)

@@ -80,9 +80,9 @@ def only_with(condition: str, holds: bool, *names: str) -> None:
             raise click.UsageError(f"{parameter.opts[0]} only works with {condition}: leave it out")
 
 
-def check_shared(url: str) -> None:
-    if url.startswith("memory:"):
-        raise click.UsageError(f"--to {url}: other processes cannot see this store; use a folder or a bucket")
+def check_shared(url: str, option: str = "--to") -> None:
+    if url.lower().startswith("memory:"):
+        raise click.UsageError(f"{option} {url}: other processes cannot see this store; use a folder or a bucket")
 
 
 @contextmanager

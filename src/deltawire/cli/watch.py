@@ -181,7 +181,10 @@ class Watch:
         return f"waiting for {who}, which does not answer" if time.monotonic() - since > SILENT_SECONDS else None
 
     def pulled(self, done: "deltawire.Pull") -> None:
-        self._view.pulled(done)
+        try:
+            self._view.pulled(done)
+        except OSError as error:  # the replica would take it for a fault of its own, and go on
+            self._end(error)
         self._check()
 
     def _check(self) -> None:
@@ -200,8 +203,11 @@ class Watch:
         elif what is not None and replica.num_faults - self._refused[1] >= MOST_REFUSALS:
             seen = "the server has refused" if replica.latest is None else f"version {replica.latest} was refused"
             terminal.say(f"{seen} {MOST_REFUSALS} times: giving up", err=True)
-            self._failure, self._stop = error, True
-            self._replica.stop()
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._failure, self._stop = error, True
+        self._replica.stop()
 
     def _signalled(self, number: int, _frame: object) -> None:
         # No locks here: the interrupted thread may hold them. A second signal ends the process at once,

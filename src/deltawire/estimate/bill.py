@@ -8,7 +8,7 @@ from typing import Any
 
 from deltawire.estimate.plan import DAY, LIMITS, MBIT, Plan, measured
 from deltawire.estimate.prices import Prices
-from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Scene, extra_hops, hop_of, parts_of, simulate
+from deltawire.estimate.simulate import HEARTBEAT_SECONDS, Scene, extra_hops, gets_of, hop_of, puts_of, simulate
 from deltawire.run.planner import cheapest_route
 from deltawire.run.run import HINT_SECONDS
 
@@ -30,25 +30,38 @@ class Planned:
     """What a replica fetches that has nothing."""
     anchors: float
     """How many anchors a version gets."""
-    objects: float
+    hops: float
+    """How many hops: each has a document."""
+    puts: float
+    """Requests that write all this."""
+    join_gets: float
+    """Requests that fetch what a replica needs that has nothing."""
 
 
 @cache
 def planned(plan: Plan) -> Planned:
     hops = [hop_of(plan, 0, None)]
     uploaded = anchors = 0.0
-    joins, objects = [], 0
+    joins, num_hops, puts = [], 0, 0
     for version in range(1, NUM_PLANNED + 1):
         new = [hop_of(plan, version, version - 1)]
         new += extra_hops(plan, version, hops + new)
         hops += new
         uploaded += sum(hop.num_bytes for hop in new)
-        objects += len(new)
-        joins.append(cheapest_route(None, version, hops).num_bytes)
+        num_hops += len(new)
+        puts += sum(map(puts_of, new))
+        joins.append(cheapest_route(None, version, hops).hops)
         if new[-1].base is None:
             anchors += 1
             hops = [new[-1]]
-    return Planned(uploaded / NUM_PLANNED, mean(joins), anchors / NUM_PLANNED, objects / NUM_PLANNED)
+    return Planned(
+        uploaded / NUM_PLANNED,
+        mean(sum(hop.num_bytes for hop in route) for route in joins),
+        anchors / NUM_PLANNED,
+        num_hops / NUM_PLANNED,
+        puts / NUM_PLANNED,
+        mean(sum(map(gets_of, route)) for route in joins),
+    )
 
 
 def sampled(plan: Plan, *, caches: bool) -> Plan:
@@ -78,18 +91,19 @@ def way(
     outcome = simulate(scene, (lambda: progress(ships, 1)) if progress else None)
     # Each replica polls the store, or each cache.
     polls = outcome.requests["poll"] * (plan.sites / some.sites if caches else plan.replicas / some.replicas)
-    kept = Planned(plan.anchor_bytes, plan.anchor_bytes, 1.0, 1.0) if full else planned(plan)
-    one = plan.anchor_bytes if full else plan.delta_bytes()
+    hop = hop_of(plan, 1, None if full else 0)
+    one, gets = hop.num_bytes, gets_of(hop)
+    kept = Planned(one, one, 1.0, 1.0, puts_of(hop), gets) if full else planned(plan)
     fetches = plan.sites if caches else plan.replicas
     # A cache has a joiner's anchor if another one of the site has joined since it was written.
     joins = min(plan.joins_a_day, plan.sites * (1 + kept.anchors * plan.steps_a_day)) if caches else plan.joins_a_day
     document = measured()["document_bytes"]
-    uploaded = kept.uploaded_bytes + (1 + kept.objects) * document
+    uploaded = kept.uploaded_bytes + kept.hops * document
     day = {
         "uploaded_bytes": plan.steps_a_day * uploaded,
         "store_bytes": plan.steps_a_day * fetches * one + joins * kept.join_bytes,
         "replica_bytes": plan.steps_a_day * plan.replicas * one + plan.joins_a_day * kept.join_bytes,
-        **_requests(plan, kept, polls / outcome.seconds * DAY, fetches, one, joins),
+        **_requests(plan, kept, polls / outcome.seconds * DAY, fetches, gets, joins),
     }
     stored = plan.keep_days * day["uploaded_bytes"]
     usd = {
@@ -116,9 +130,9 @@ def way(
     }  # fmt: skip
 
 
-def _requests(plan: Plan, kept: Planned, polls: float, fetches: int, one: float, joins: float) -> dict[str, float]:
+def _requests(plan: Plan, kept: Planned, polls: float, fetches: int, gets: int, joins: float) -> dict[str, float]:
     pulls = plan.steps_a_day * plan.replicas + plan.joins_a_day
-    objects = plan.steps_a_day * fetches * parts_of(one) + joins * parts_of(kept.join_bytes)
+    objects = plan.steps_a_day * fetches * gets + joins * kept.join_gets
     # Where a site has a cache, replicas read through it: they list nothing, and cannot write heartbeats.
     direct = fetches == plan.replicas
     heartbeats = plan.replicas * DAY / HEARTBEAT_SECONDS + 2 * pulls if direct else 0.0
@@ -127,7 +141,7 @@ def _requests(plan: Plan, kept: Planned, polls: float, fetches: int, one: float,
     return {
         "gets": objects + polls,
         "lists": lists if direct else 0.0,
-        "puts": plan.steps_a_day * (1 + kept.objects + parts_of(kept.uploaded_bytes)) + heartbeats,
+        "puts": plan.steps_a_day * kept.puts + heartbeats,
     }
 
 

@@ -14,8 +14,9 @@ from itertools import count
 
 from deltawire.estimate.plan import DAY, MBIT, Plan, measured
 from deltawire.follow.pace import Pace
+from deltawire.format.parts import MAX_FILE_BYTES
 from deltawire.run.planner import SKIPS, ListedHop, anchor_is_due, anchor_pays, cheapest_route, long_is_due, skip_bases
-from deltawire.store.transfer import PART_BYTES
+from deltawire.store.transfer import PARALLEL, PART_BYTES, object_bytes
 
 # deploy/site-cache: what is not there is asked for four times a second; who waits for another's fetch looks twice.
 MISSING_SECONDS, LOCK_SECONDS = 0.25, 0.5
@@ -240,7 +241,7 @@ class World:
         self.hops.append(hop)
         self.outcome.uploads[kind] += hop.num_bytes
         self.outcome.uploads["document"] += measured()["document_bytes"]
-        self.outcome.requests["put"] += 1 + parts_of(hop.num_bytes)
+        self.outcome.requests["put"] += puts_of(hop)
 
     def route(self, have: int | None, want: int) -> list[ListedHop]:
         key = have, want, len(self.hops)
@@ -296,7 +297,7 @@ class Site:
         outcome.replica_bytes += hop.num_bytes
         if not world.scene.caches:
             outcome.store_bytes += hop.num_bytes
-            outcome.requests["get"] += parts_of(hop.num_bytes)
+            outcome.requests["get"] += gets_of(hop)
             self._line.send(hop.num_bytes, done)
             return
         asked, left = world.clock.now, 2
@@ -319,7 +320,7 @@ class Site:
             self._asked[hop].append(come)
         else:
             outcome.store_bytes += hop.num_bytes
-            outcome.requests["get"] += parts_of(hop.num_bytes)
+            outcome.requests["get"] += gets_of(hop)
             self._asked[hop] = [half]
             begin = world.clock.now + world.trip
             world.clock.at(begin, lambda: self._line.send(hop.num_bytes, lambda: self._come(hop)))
@@ -469,9 +470,21 @@ def extra_hops(plan: Plan, version: int, hops: Sequence[ListedHop], skips: Seque
     return [*found, hop_of(plan, version, None)] if anchor_is_due(version, known, None) else found
 
 
-def parts_of(num_bytes: float) -> int:
-    """How many requests an object takes."""
-    return max(math.ceil(num_bytes / PART_BYTES), 1)
+def gets_of(hop: ListedHop) -> int:
+    """How many requests fetch the objects of a hop."""
+    return sum(_parts_of(hop))
+
+
+def puts_of(hop: ListedHop) -> int:
+    """How many requests write them and the document: an object in several parts is also begun and completed."""
+    return 1 + sum(parts + (2 if parts > 1 else 0) for parts in _parts_of(hop))
+
+
+def _parts_of(hop: ListedHop) -> list[int]:
+    """In how many parts each object of a hop travels. A delta is spread over a few objects, an anchor is not."""
+    most = MAX_FILE_BYTES if hop.base is None else min(object_bytes(hop.num_bytes, PARALLEL), MAX_FILE_BYTES)
+    whole, rest = divmod(hop.num_bytes, most)
+    return [math.ceil(each / PART_BYTES) for each in [most] * int(whole) + [rest] * (rest > 0)]
 
 
 def simulate(scene: Scene, committed: Done | None = None) -> Outcome:

@@ -14,10 +14,8 @@ from deltawire.format.delta import Delta
 from deltawire.redact import redacted
 from deltawire.run.manifest import StoredHop, StoredObject
 from deltawire.store import Store, open_store
-from deltawire.store.transfer import download
+from deltawire.store.transfer import PARALLEL, download
 from deltawire.workers import Pool
-
-PARALLEL = 4
 
 # Called with the number of bytes (or versions) that are there, and the total.
 Progress = Callable[[int, int], None]

@@ -105,6 +105,9 @@ class Delta:
         """Write the delta to disk, in place of one that was saved there, and return the paths written.
 
         Above `max_file_bytes` there are several files, named `STEM-00001-of-0000N.safetensors`.
+
+        Raises:
+            Conflict: Something that is no delta is there, such as weights.
         """
         return parts.save(self.info, self.entries, local_path(path), max_file_bytes)
 
@@ -224,6 +227,7 @@ def diff_checkpoints(
     old: Checkpoint, new: Checkpoint, path: Path, *, max_file_bytes: int = parts.MAX_FILE_BYTES, **options: Any
 ) -> Delta:
     """Like `diff`, with its options, but written to `path` tensor by tensor: the delta may be larger than memory."""
+    parts.check_free(path)
     with naming(path):
         scratch = TemporaryFile(dir=path.parent)  # noqa: SIM115
     with scratch as file:

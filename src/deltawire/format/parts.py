@@ -11,7 +11,7 @@ from typing import IO, TypeVar
 
 import numpy as np
 
-from deltawire.errors import CorruptObject, FormatError, ObjectMissing
+from deltawire.errors import Conflict, CorruptObject, FormatError, ObjectMissing
 from deltawire.format.container import Container, naming, raw, temp_path, writing
 from deltawire.format.wire import DeltaInfo, Entry, LazyArrays, part_bytes, read_part
 from deltawire.tensors.dtypes import Bits
@@ -59,6 +59,8 @@ def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int)
     paths, stem = [path], path.name.removesuffix(".safetensors")
     if len(groups) > 1:
         paths = [path.with_name(name) for name in part_names(stem, len(groups))]
+    for target in paths:
+        check_free(target)
     # Entries may be read from the very files that are replaced.
     temporary = {target: temp_path(target) for target in paths}
     try:
@@ -78,6 +80,14 @@ def save(info: DeltaInfo, entries: list[Entry], path: Path, max_file_bytes: int)
             if other.is_file() and is_delta(other):
                 other.unlink()
     return paths
+
+
+def check_free(path: Path) -> None:
+    """Raise Conflict unless a delta may be written here: where no file is, or in place of a delta."""
+    with suppress(FormatError):
+        if not path.is_file() or is_delta(path):
+            return
+    raise Conflict(f"{path} exists and is not a delta: choose another name, or remove it", path=str(path))
 
 
 def is_delta(path: Path) -> bool:

@@ -140,7 +140,7 @@ def thinned(x: Numbers, y: Numbers, low: float, high: float, columns: int) -> li
 
 
 def points(x: Numbers, y: Numbers) -> list[list[float]]:
-    return [[round(a, 3), float(f"{b:.6g}")] for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+    return [[a, float(f"{b:.6g}")] for a, b in zip(x.tolist(), y.tolist(), strict=True)]
 
 
 def running_mean(y: Numbers) -> Numbers:
@@ -165,7 +165,8 @@ class Charts:
 
     def axis(self, numbers: Mapping[str, Numbers], axis: str) -> Numbers:
         if axis == "time":
-            return numbers["time"] - self.origin
+            # Rounded here, for points and for the end of the range: a point after that end would be left out.
+            return np.round(numbers["time"] - self.origin, 3)
         if "latest" not in numbers:
             return np.where(np.isfinite(numbers["step"]), numbers["step"], numbers.get("version", np.nan))
         own = self.axis(self._versions, "step")

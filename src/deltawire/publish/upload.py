@@ -16,12 +16,11 @@ from deltawire.publish.records import CHUNK
 from deltawire.run.keys import ANCHORS, DELTAS, check_version, is_file_name
 from deltawire.run.manifest import MOST_OBJECTS, StoredHop, StoredObject
 from deltawire.store import Buffer, Pieces, Store, open_store
-from deltawire.store.transfer import Measured, fetch_parts
+from deltawire.store.transfer import PARALLEL, Measured, fetch_parts
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.weights import Specs
 from deltawire.workers import Workers
 
-PARALLEL = 4
 MOST_FILES = 1000
 
 Objects = tuple[StoredObject, ...]

@@ -23,11 +23,11 @@ from deltawire.publish.settings import Settings
 from deltawire.publish.snapshots import new_history
 from deltawire.publish.sources import Source, Taken, WholeSource
 from deltawire.publish.streams import Stream
-from deltawire.publish.upload import PARALLEL, Objects, PiecesOf, pieces_of, put_parts, put_shards
+from deltawire.publish.upload import Objects, PiecesOf, pieces_of, put_parts, put_shards
 from deltawire.run.manifest import StoredObject
 from deltawire.run.plain import plain_metadata, plain_step
 from deltawire.store import Store
-from deltawire.store.transfer import PART_BYTES
+from deltawire.store.transfer import PARALLEL, object_bytes
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Specs
@@ -210,10 +210,8 @@ class Worker:
 
     def _part_bytes(self, entries: list[Entry]) -> float:
         """How large a part may be: all ranks together have parts that are sent, and fetched and hashed, in parallel."""
-        num_parts = max(PARALLEL // self._ranks.size, 1)
-        # The last part has what is left.
-        share = sum(entry.num_bytes for entry in entries) / max(num_parts - 0.5, 0.5)
-        return min(max(share, PART_BYTES), self._settings.max_file_bytes)
+        share = object_bytes(sum(entry.num_bytes for entry in entries), max(PARALLEL // self._ranks.size, 1))
+        return min(share, self._settings.max_file_bytes)
 
     def _compare(self, held: Held) -> float:
         """Compare what was kept of the live weights with what the version would contain; how long that took."""

@@ -15,6 +15,8 @@ from deltawire.workers import Pool
 
 PART_BYTES = 16 << 20
 MAX_PARTS_IN_FLIGHT = 8
+# How many objects are sent, or fetched and hashed, at the same time.
+PARALLEL = 4
 
 Progress = Callable[[int], None]
 
@@ -101,6 +103,12 @@ def fetch_parts(store: Store, key: str, num_bytes: int, start: int = 0) -> Itera
             yield window.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def object_bytes(num_bytes: float, num_objects: int) -> float:
+    """How large an object may be where so many bytes are spread over a number of objects, or over fewer."""
+    # The last object has what is left.
+    return max(num_bytes / max(num_objects - 0.5, 0.5), PART_BYTES)
 
 
 def _disk_error(error: OSError, partial: Path, key: str) -> StoreUnavailable:

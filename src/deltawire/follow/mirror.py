@@ -111,6 +111,7 @@ class Mirror(Target):
         with suppress(FormatError, ObjectMissing):
             self._map(Checkpoint(self.folder))
         if not self._weights or digest(self._weights) != base.digest:
+            self._remove_marker()
             raise BaseMismatch(f"{self.folder} was changed by another program: it is not at version {base.version}")
         self._state = base
 
@@ -203,10 +204,11 @@ class Mirror(Target):
             self._map(Checkpoint(self.folder))
         except (FormatError, ObjectMissing):
             self._unmap()
-            return
         now = _times(self.folder, times)
-        if times == now or digest(self._weights) == state.digest:
+        if self._weights and (times == now or digest(self._weights) == state.digest):
             self._state, self._times = state, now
+        else:
+            self._remove_marker()
 
     def _map(self, checkpoint: Checkpoint) -> None:
         for file, shard in checkpoint.shards.items():
@@ -226,7 +228,7 @@ class Mirror(Target):
         self._maps = []
 
     def _remove_marker(self) -> None:
-        """Delete `deltawire.json` while the weights are partly updated."""
+        """Delete `deltawire.json`: the weights are partly updated, or others have changed them."""
         self._state = None
         (self.folder / STATE_NAME).unlink(missing_ok=True)
 

@@ -136,11 +136,11 @@ def _requests(plan: Plan, kept: Planned, polls: float, fetches: int, gets: int, 
     # Where a site has a cache, replicas read through it: they list nothing, and cannot write heartbeats.
     direct = fetches == plan.replicas
     heartbeats = plan.replicas * DAY / HEARTBEAT_SECONDS + 2 * pulls if direct else 0.0
-    # Who joins lists, and who has found nothing for a while.
-    lists = plan.joins_a_day + plan.steps_a_day * plan.replicas * (plan.step_seconds // HINT_SECONDS)
+    # Who joins lists, and who has found nothing for a while, which then looks whether the run is still there.
+    looks = plan.steps_a_day * plan.replicas * (plan.step_seconds // HINT_SECONDS) if direct else 0.0
     return {
-        "gets": objects + polls,
-        "lists": lists if direct else 0.0,
+        "gets": objects + polls + looks,
+        "lists": plan.joins_a_day + looks if direct else 0.0,
         "puts": plan.steps_a_day * kept.puts + heartbeats,
     }
 

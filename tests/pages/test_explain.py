@@ -177,6 +177,8 @@ def test_the_total_upload_is_that_of_an_estimate(explain, density):
 
 
 def phases(page):
+    # They are drawn once the page knows its width.
+    page.wait_for_selector("#tokens [data-phase]", state="attached")
     return page.evaluate(
         """Object.fromEntries([...document.querySelectorAll("#tokens [data-phase]")].map(
             (each) => [each.dataset.phase, Number(each.dataset.seconds)]))"""

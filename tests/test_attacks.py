@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -297,9 +298,9 @@ def test_weights_in_memory_stay_with_their_run(swapped):
         assert replica.version == 1
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_replica_notices_a_run_that_is_gone_or_replaced_by_a_shorter_one(by_name, monkeypatch):
-    """The trainer was started over in an emptied store: the next version of the old run does not come."""
+@contextmanager
+def emptied(monkeypatch, by_name):
+    """A store from which everything was deleted, and a replica of the run that was there."""
     url, _ = make_run(4)
     store = open_store(url)
     asked = Hooked(url)
@@ -309,6 +310,14 @@ def test_a_replica_notices_a_run_that_is_gone_or_replaced_by_a_shorter_one(by_na
         store.delete([stat.key for stat in store.list()])
         monkeypatch.setattr(run_module, "HINT_SECONDS", 0.0)
         replica.run._hint_due = 0.0
+        yield url, replica
+        assert replica.version == 3
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_replica_notices_a_run_that_is_gone_or_replaced_by_a_shorter_one(by_name, monkeypatch):
+    """The trainer was started over in an emptied store: the next version of the old run does not come."""
+    with emptied(monkeypatch, by_name) as (url, replica):
         for _ in range(2):
             with pytest.raises(ObjectMissing, match="which held run demo, holds no run any more"):
                 replica.pull()
@@ -317,27 +326,17 @@ def test_a_replica_notices_a_run_that_is_gone_or_replaced_by_a_shorter_one(by_na
         for _ in range(2):
             with pytest.raises(RunMismatch, match="held run demo, and now holds run second"):
                 replica.pull()
-        assert replica.version == 3
 
 
 @pytest.mark.parametrize("num_versions", [2, 4])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_run_that_was_started_again_under_its_id_is_another_one(by_name, num_versions, monkeypatch):
     """Shorter, or as long: the version that the replica has is listed, and is another."""
-    url, _ = make_run(4)
-    store = open_store(url)
-    asked = Hooked(url)
-    asked.listable = not by_name
-    with Replica(asked, {}, heartbeat_seconds=None) as replica:
-        replica.pull()
-        store.delete([stat.key for stat in store.list()])
+    with emptied(monkeypatch, by_name) as (url, replica):
         make_run(num_versions, url)
-        monkeypatch.setattr(run_module, "HINT_SECONDS", 0.0)
-        replica.run._hint_due = 0.0
         for _ in range(2):
             with pytest.raises(RunMismatch, match="held run demo, and now holds another run of that id"):
                 replica.pull()
-        assert replica.version == 3
 
 
 @pytest.mark.parametrize("num_versions", [2, 4, 6])

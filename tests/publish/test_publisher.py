@@ -11,9 +11,9 @@ import torch
 
 from deltawire import Publisher, Replica, digest
 from deltawire.errors import Conflict, ShapeMismatch, SignatureMismatch
-from deltawire.publish import worker
 from deltawire.run.planner import Route
 from deltawire.run.signing import generate_key
+from deltawire.store import transfer
 from deltawire.tensors.weights import Tensor
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
@@ -47,10 +47,10 @@ def test_versions_are_what_the_weights_were(rng):
 
 
 @pytest.mark.parametrize(
-    ("part_bytes", "max_file_bytes", "num_parts"), [(1, 1 << 40, 4), (1 << 40, 1 << 40, 1), (1, 150, 12)]
+    ("part_bytes", "max_file_bytes", "num_parts"), [(100, 1 << 40, 4), (1 << 40, 1 << 40, 1), (100, 150, 12)]
 )
 def test_large_deltas_have_parts_that_are_sent_in_parallel(part_bytes, max_file_bytes, num_parts, monkeypatch):
-    monkeypatch.setattr(worker, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(transfer, "PART_BYTES", part_bytes)
     url, weights = fresh_url(), {f"w{number:02}": np.zeros(400, np.float32) for number in range(12)}
     with Publisher(url, weights, max_file_bytes=max_file_bytes) as publisher:
         publisher.publish().wait(PATIENCE)

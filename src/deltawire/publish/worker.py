@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -126,9 +127,16 @@ class Worker:
                 self._changed.notify_all()
 
     def take_back(self, call: int) -> None:
-        """Take back the last call, so that the next one takes its place."""
+        """Take back the last call, if it is staged, so that the next one takes its place."""
+        # In another thread, where Ctrl-C does not leave it half done.
+        with ThreadPoolExecutor(1, "deltawire") as thread:
+            thread.submit(self._take_back, call).result()
+
+    def _take_back(self, call: int) -> None:
         with self._changed:
-            held = self._held.pop(call)
+            held = self._held.pop(call, None)
+            if held is None:
+                return
             self.num_calls = call - 1
         held.history.roll_back(call)
 

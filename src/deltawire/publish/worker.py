@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ from deltawire.store.transfer import PART_BYTES
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Specs
-from deltawire.workers import Workers
+from deltawire.workers import Pool, Workers
 
 
 @dataclass(slots=True)
@@ -129,7 +128,7 @@ class Worker:
     def take_back(self, call: int) -> None:
         """Take back the last call, if it is staged, so that the next one takes its place."""
         # In another thread, where Ctrl-C does not leave it half done.
-        with ThreadPoolExecutor(1, "deltawire") as thread:
+        with Pool(1, "deltawire") as thread:
             thread.submit(self._take_back, call).result()
 
     def _take_back(self, call: int) -> None:

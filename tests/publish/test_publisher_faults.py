@@ -112,6 +112,28 @@ def test_a_commit_whose_answer_is_lost_is_resolved_by_the_next_publish(rng, writ
     assert same(pulled(url), copy_of(weights))
 
 
+def test_an_anchor_that_fails_before_a_lost_commit_is_resolved_is_covered_by_an_anchor(rng):
+    store, weights = Hooked(fresh_url()), make_weights()
+    with Publisher(store, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+
+        def lose(verb, key):
+            if verb == "create":
+                raise StoreUnavailable("the answer was lost", uncertain=True)
+
+        store.before = lose
+        for anchor in (False, True):
+            step(weights, rng)
+            with pytest.raises(StoreUnavailable, match="lost"):
+                publisher.publish(anchor=anchor).wait(PATIENCE)
+        store.before = lambda verb, key: None
+        for version, base in ((2, None), (3, 2)):
+            step(weights, rng)
+            assert publisher.publish().wait(PATIENCE).version == version
+            assert publisher.run.manifest(version).hop.base == base
+    assert same(pulled(store.url), copy_of(weights))
+
+
 def test_an_unsettled_commit_is_settled_at_the_end(rng):
     store, weights = Hooked(fresh_url()), make_weights()
     with Publisher(store, weights) as publisher:

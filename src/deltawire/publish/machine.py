@@ -269,12 +269,11 @@ class BasePublisher:
                 raise self._refused
             self._resolve_commit(leader)
             if job.error is not None:
-                leader.base = None if job.is_anchor else leader.base
                 raise job.error
             manifest, seconds = leader.publish(job.call, job.publications[-1].step, job.metadata, job.is_anchor)
         except BaseException as error:
             with self._changed:
-                starts_over = leader.note_failure(job.call)
+                starts_over = leader.note_failure(job.call, job.is_anchor)
             command = {"kind": "failed", "call": job.call, "starts_over": starts_over, "error": error_fields(error)}
             self._send(command)
             self._worker.do(command)

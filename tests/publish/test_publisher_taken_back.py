@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deltawire import Publisher
-from deltawire.errors import UnknownParameter
+from deltawire.errors import StoreUnavailable, UnknownParameter
 from deltawire.publish.history import History
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
@@ -140,5 +140,46 @@ def test_an_interrupt_between_staging_and_the_queue_takes_the_call_back(rng, mon
     uploads.set()
     assert [each.join() for each in publications] == [True, anchor, True]
     assert publisher.run.manifest(publisher.version).hop.base is not None
+    publisher.close()
+    assert same(pulled(url), copy_of(weights))
+
+
+def test_a_call_is_not_taken_back_while_the_one_before_it_is_given_up(rng, monkeypatch):
+    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
+    store = Hooked(url)
+    publisher = Publisher(store, weights, when_full="coalesce")
+    publisher.publish().wait(PATIENCE)
+
+    def fail(verb, key):
+        if key.startswith("anchors/00000001"):
+            assert uploads.wait(PATIENCE)
+            store.before = lambda verb, key: None
+            raise StoreUnavailable("no answer")
+
+    store.before = fail
+    lost = publisher.publish(anchor=True)
+    step(weights, rng)
+    publisher.publish()
+    forgetting, reverting, forgotten = (threading.Event() for _ in range(3))
+    forget, revert_chunk = History.forget, History._revert_chunk
+
+    def slow_forget(history, version):
+        forgetting.set()
+        reverting.wait(0.5)
+        forget(history, version)
+        forgotten.set()
+
+    def slow_revert_chunk(*arguments):
+        reverting.set()
+        forgotten.wait(PATIENCE)
+        revert_chunk(*arguments)
+
+    monkeypatch.setattr(History, "forget", slow_forget)
+    monkeypatch.setattr(History, "_revert_chunk", slow_revert_chunk)
+    uploads.set()
+    assert forgetting.wait(PATIENCE)
+    step(weights, rng)
+    publisher.publish().wait(PATIENCE)
+    assert not lost.join()
     publisher.close()
     assert same(pulled(url), copy_of(weights))

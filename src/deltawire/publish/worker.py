@@ -307,8 +307,9 @@ class Worker:
     def _forget(self, oldest: int) -> None:
         with self._changed:
             self._held = {each: held for each, held in self._held.items() if each >= oldest}
-        for history in self._histories():
-            history.forget(oldest)
+            # At once: a call that is taken back meanwhile would be undone and forgotten at the same time.
+            for history in self._histories():
+                history.forget(oldest)
 
     def _pack(self, call: int) -> None:
         try:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deltawire import DeltawireError, Publisher, Replica
 from deltawire.errors import ShapeMismatch, UnknownParameter
+from deltawire.format.checkpoint import Checkpoint
 from support.chains import fresh_url
 from support.handover import OnAccess, OneKept, Sink, Source, cast_of, content
 from support.waiting import PATIENCE
@@ -346,6 +347,23 @@ def test_a_run_that_is_taken_up_with_other_ties_starts_with_an_anchor():
         assert not publisher.resumed
     with Publisher(url, {"a": w, "b": w}) as publisher:
         assert publisher.resumed
+
+
+def test_a_mirror_as_base_has_the_tied_names_that_it_states(tmp_path):
+    model = torch.nn.ModuleDict({"embed": torch.nn.Linear(4, 4, bias=False), "head": torch.nn.Linear(4, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with Publisher(url := fresh_url(), model) as publisher:
+        publisher.publish()
+    with Replica(url, tmp_path / "mirror", heartbeat_seconds=None) as replica:
+        replica.pull()
+    with torch.no_grad():
+        model["embed"].weight[0] += 1
+    with Publisher(url, model, base=Checkpoint(tmp_path / "mirror")) as publisher:
+        assert publisher.publish().wait(PATIENCE).version == 1
+        assert publisher.run.manifest(1).hop.base == 0
+    with Replica(url, copy := {}, heartbeat_seconds=None) as replica:
+        replica.pull()
+    assert all_equal(copy, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
 
 
 def test_an_interrupt_at_the_end_of_a_call_does_not_make_two_calls_one():

@@ -436,3 +436,31 @@ def test_a_program_that_ends_before_a_version_is_committed_says_so(closes):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
     said = "the program ends before all versions of memory: are committed (2 left): call close(), or use `with`"
     assert done.stderr.splitlines() == ([] if closes else [said])
+
+
+@pytest.mark.process
+def test_a_program_that_ends_can_publish_what_is_merged():
+    """When no thread can be started any more."""
+    program = """
+        import atexit, threading
+        import numpy as np
+        from deltawire import Publisher, open_store
+        weights, store, go_on = {"w": np.zeros(4, np.float16)}, open_store("memory:"), threading.Event()
+        publisher = Publisher(store, weights, when_full="coalesce")
+        publisher.publish().wait()
+        put = store.put
+        store.put = lambda *given: go_on.wait() and put(*given)
+        for _ in range(2):
+            publisher.publish()
+
+        @atexit.register
+        def end():
+            try:
+                print(publisher.publish(step=3).step)
+            finally:
+                go_on.set()
+                publisher.close()
+            print(publisher.version, publisher.run.manifest(2).step)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "2", "3"]

@@ -1,20 +1,17 @@
 """Publishing when things fail: the next version covers what could not be committed, and nobody misses a failure."""
 
-import _thread
 import errno
 import io
 import threading
 import time
-from itertools import count
 
 import numpy as np
 import pytest
 
 from deltawire import Publisher, Replica
-from deltawire.errors import Fenced, StoreUnavailable, UnknownParameter
+from deltawire.errors import Fenced, StoreUnavailable
 from deltawire.maintain.gc import collect, plan_gc
 from deltawire.publish import leader, records
-from deltawire.publish.history import History
 from deltawire.run.run import Run
 from support.chains import Hooked, copy_of, fresh_url, make_weights, pulled, same, step
 from support.waiting import PATIENCE
@@ -115,6 +112,28 @@ def test_a_commit_whose_answer_is_lost_is_resolved_by_the_next_publish(rng, writ
     assert same(pulled(url), copy_of(weights))
 
 
+def test_an_anchor_that_fails_before_a_lost_commit_is_resolved_is_covered_by_an_anchor(rng):
+    store, weights = Hooked(fresh_url()), make_weights()
+    with Publisher(store, weights) as publisher:
+        publisher.publish().wait(PATIENCE)
+
+        def lose(verb, key):
+            if verb == "create":
+                raise StoreUnavailable("the answer was lost", uncertain=True)
+
+        store.before = lose
+        for anchor in (False, True):
+            step(weights, rng)
+            with pytest.raises(StoreUnavailable, match="lost"):
+                publisher.publish(anchor=anchor).wait(PATIENCE)
+        store.before = lambda verb, key: None
+        for version, base in ((2, None), (3, 2)):
+            step(weights, rng)
+            assert publisher.publish().wait(PATIENCE).version == version
+            assert publisher.run.manifest(version).hop.base == base
+    assert same(pulled(store.url), copy_of(weights))
+
+
 def test_an_unsettled_commit_is_settled_at_the_end(rng):
     store, weights = Hooked(fresh_url()), make_weights()
     with Publisher(store, weights) as publisher:
@@ -185,75 +204,6 @@ def test_a_call_that_is_rejected_changes_nothing(rng):
         assert publisher.publish().wait(PATIENCE).version == 1
         assert publisher.run.manifest(1).hop.base == 0
         assert publisher.num_failed == 0
-    assert same(pulled(url), copy_of(weights))
-
-
-def test_a_rejected_call_loses_no_call_that_waits(rng):
-    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
-    store = Hooked(url)
-    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
-    publisher = Publisher(store, weights, when_full="coalesce")
-    for _ in range(2):
-        step(weights, rng)
-        publisher.publish()
-    staged = copy_of(weights)
-    for wrong in ({"step": "one"}, {"metadata": {1: 2}}):
-        with pytest.raises(TypeError):
-            publisher.publish(**wrong)
-    uploads.set()
-    publisher.close()
-    assert same(pulled(url), staged)
-
-
-@pytest.mark.parametrize("is_covered", [False, True])
-def test_a_call_that_was_taken_back_for_one_that_failed_is_a_failure(rng, is_covered):
-    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
-    store = Hooked(url)
-    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
-    publisher = Publisher(store, lambda: weights, when_full="coalesce")
-    publications = [publisher.publish() for _ in range(2)]
-    step(weights, rng)
-    scale = weights.pop("scale")
-    with pytest.raises(UnknownParameter):
-        publisher.publish()
-    weights["scale"] = scale
-    uploads.set()
-    assert [each.join() for each in publications] == [True, False]
-    if is_covered:
-        publisher.publish()
-        publisher.close()
-        assert same(pulled(url), copy_of(weights))
-    else:
-        with pytest.raises(UnknownParameter):
-            publisher.close()
-
-
-def test_an_interrupt_while_a_call_is_taken_back_leaves_nothing_half_done(rng, monkeypatch):
-    url, weights, uploads = fresh_url(), make_weights(), threading.Event()
-    store = Hooked(url)
-    store.before = lambda verb, key: uploads.wait(PATIENCE) if verb == "put" else None
-    publisher = Publisher(store, weights, when_full="coalesce")
-    publications = []
-    for _ in range(2):
-        step(weights, rng)
-        publications.append(publisher.publish())
-    revert_chunk, numbers = History._revert_chunk, count()
-
-    def interrupted(*arguments):
-        if next(numbers) == 1:
-            _thread.interrupt_main()
-        revert_chunk(*arguments)
-
-    monkeypatch.setattr(History, "_revert_chunk", interrupted)
-    step(weights, rng)
-    with pytest.raises(KeyboardInterrupt):
-        publisher.publish()
-    uploads.set()
-    assert publications[0].join()
-    with pytest.raises(KeyboardInterrupt):
-        publications[1].wait(PATIENCE)
-    publisher.publish().wait(PATIENCE)
-    publisher.close()
     assert same(pulled(url), copy_of(weights))
 
 

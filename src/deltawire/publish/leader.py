@@ -264,11 +264,14 @@ class Leader:
         """The earliest weights that a task reads from the history."""
         return task.target if task.base is None or task.base == self._kept else task.base
 
-    def note_failure(self, call: int) -> bool:
+    def note_failure(self, call: int, is_anchor: bool) -> bool:
         """Count a failed call; whether the next version starts over as an anchor: it has to, or too many failed."""
         self._num_failed += 1
-        has_base = self.base is not None or self.commits.unresolved is not None
-        if self._num_failed < MOST_FAILED and has_base:
+        is_unresolved = self.commits.unresolved is not None
+        if is_anchor and call != self.unresolved_call:
+            # Later calls know nothing of the weights before it, also if a commit of these turns out to exist.
+            self.base, is_unresolved = None, False
+        if self._num_failed < MOST_FAILED and (self.base is not None or is_unresolved):
             return False
         self._num_failed, self._oldest_call = 0, call + 1
         self.base, self._recent = None, {}

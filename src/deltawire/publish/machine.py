@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -58,6 +57,7 @@ class Job:
     stats: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     """Why this rank could not stage it."""
+    is_queued: bool = False
     staged_at: float = field(default_factory=time.monotonic)
 
 
@@ -174,13 +174,11 @@ class BasePublisher:
                 started = time.perf_counter()
                 check_version(publication.version)
                 publication.step, job.metadata = self._worker.stage(anchor, step, metadata)
-                seconds = time.perf_counter() - started
-                job.stats = {"diff_seconds": seconds, "coalesced": len(job.publications) - 1}
-            except BaseException as error:
-                job.error, publication._is_seen = error, True
-                raise
-            finally:
+                job.stats = {"diff_seconds": time.perf_counter() - started, "coalesced": len(job.publications) - 1}
                 self._add(job)
+            except BaseException as error:
+                self._give_up(job, error)
+                raise
         return publication
 
     def _check_caller(self) -> None:
@@ -202,24 +200,28 @@ class BasePublisher:
             waiting = self._pending[-1]
             job.call, job.publications = waiting.call, [*waiting.publications, *job.publications]
             self._pending.pop()
-        if threading.current_thread() is not threading.main_thread():
-            self._worker.take_back(job.call)
+        self._worker.take_back(job.call)
+
+    def _give_up(self, job: Job, error: BaseException) -> None:
+        """End a call that raises, unless it is queued already. If it is staged, what follows must not build on it."""
+        if job.is_queued:
             return
-        # In another thread, where Ctrl-C does not leave it half done.
-        with ThreadPoolExecutor(1, "deltawire") as thread:
-            thread.submit(self._worker.take_back, job.call).result()
+        *waiting, own = job.publications
+        job.error, own._is_seen = error, True
+        if self._ranks.others:
+            self._add(job)
+            return
+        self._worker.take_back(job.call)
+        own._finish(error)
+        if waiting:
+            self._end([replace(job, publications=waiting)], error)
 
     def _add(self, job: Job) -> None:
-        """Queue a call, also one that could not be staged: the other ranks have to know."""
-        if job.error is not None and not self._ranks.others:
-            *waiting, own = job.publications
-            own._finish(job.error)
-            if waiting:
-                self._end([replace(job, publications=waiting)], job.error)
-            return
+        """Queue a call, also one that could not be staged, where other ranks have to know."""
         with self._changed:
             call, error = self._resolved
             if job.call > call:
+                job.is_queued = True
                 self._pending.append(job)
                 self._changed.notify_all()
                 return
@@ -267,12 +269,11 @@ class BasePublisher:
                 raise self._refused
             self._resolve_commit(leader)
             if job.error is not None:
-                leader.base = None if job.is_anchor else leader.base
                 raise job.error
             manifest, seconds = leader.publish(job.call, job.publications[-1].step, job.metadata, job.is_anchor)
         except BaseException as error:
             with self._changed:
-                starts_over = leader.note_failure(job.call)
+                starts_over = leader.note_failure(job.call, job.is_anchor)
             command = {"kind": "failed", "call": job.call, "starts_over": starts_over, "error": error_fields(error)}
             self._send(command)
             self._worker.do(command)

@@ -402,7 +402,8 @@ class WholeSource(Source):
         weights = self.read() if weights is None else weights
         if isinstance(weights, Stream):
             return self._take_stream(weights)
-        names = frozenset(_live(weights))
+        # A checkpoint has tied weights once, and states the names that are tied to them.
+        names = frozenset(_live(weights)) | getattr(weights, "tied", {}).keys()
         if tied is None:
             tied, self._names = self._ties(weights), names
         elif names != self._names:

@@ -31,7 +31,7 @@ from deltawire.store.transfer import PARALLEL, object_bytes
 from deltawire.tensors.digest import Digest
 from deltawire.tensors.names import Ties
 from deltawire.tensors.weights import Specs
-from deltawire.workers import Workers
+from deltawire.workers import Pool, Workers
 
 
 @dataclass(slots=True)
@@ -126,9 +126,16 @@ class Worker:
                 self._changed.notify_all()
 
     def take_back(self, call: int) -> None:
-        """Take back the last call, so that the next one takes its place."""
+        """Take back the last call, if it is staged, so that the next one takes its place."""
+        # In another thread, where Ctrl-C does not leave it half done.
+        with Pool(1, "deltawire") as thread:
+            thread.submit(self._take_back, call).result()
+
+    def _take_back(self, call: int) -> None:
         with self._changed:
-            held = self._held.pop(call)
+            held = self._held.pop(call, None)
+            if held is None:
+                return
             self.num_calls = call - 1
         held.history.roll_back(call)
 
@@ -298,8 +305,9 @@ class Worker:
     def _forget(self, oldest: int) -> None:
         with self._changed:
             self._held = {each: held for each, held in self._held.items() if each >= oldest}
-        for history in self._histories():
-            history.forget(oldest)
+            # At once: a call that is taken back meanwhile would be undone and forgotten at the same time.
+            for history in self._histories():
+                history.forget(oldest)
 
     def _pack(self, call: int) -> None:
         try:

@@ -243,6 +243,22 @@ def test_dtypes_of_a_module():
             Publisher(fresh_url(), wrapped, dtype={name: "BF16"})
 
 
+def test_one_dtype_for_tensors_of_which_some_cannot_be_cast():
+    """As of a `state_dict` with counts. The error names these, and says what to do."""
+    tensors = {"a": torch.ones(3), "b": torch.ones(3).bfloat16(), "steps": torch.arange(3)}
+    with (
+        Publisher(fresh_url(), tensors, dtype="BF16") as publisher,
+        pytest.raises(ValueError, match=r"steps: torch.int64 is not cast to BF16: pass dtype= as a mapping"),
+    ):
+        publisher.publish()
+    dtypes = {"a": "BF16", "b": "BF16", "steps": "I64"}
+    with Publisher(url := fresh_url(), tensors, dtype=dtypes) as publisher, Replica(url, {}) as replica:
+        publisher.publish().wait(PATIENCE)
+        replica.pull()
+        ones = torch.ones(3).bfloat16().view(torch.uint16).numpy()
+        assert same(replica, {"a": ones, "b": ones, "steps": np.arange(3, dtype=np.uint64)})
+
+
 def test_a_dtype_for_a_tensor_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="the weights have no tensor called b"):
         Publisher(fresh_url(), {"a": np.zeros(3, np.uint16)}, dtype={"a": "BF16", "b": "BF16"})

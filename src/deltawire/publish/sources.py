@@ -444,17 +444,24 @@ class WholeSource(Source):
 
     def _casts(self, tensors: Mapping[str, Any]) -> dict[str, str] | None:
         """The dtypes to cast to; None unless all are plain tensors of torch, of floats where a dtype is stated."""
-        dtypes = {}
+        dtypes: dict[str, DType] = {}
         for name, tensor in tensors.items():
             if not is_torch(tensor) or hasattr(tensor, "to_local"):
                 return None
             check_plain(name, tensor)
             stated = self._dtype.get(name) if isinstance(self._dtype, Mapping) else self._dtype
-            if stated is not None:
-                if not is_wide(tensor) or dtype_named(stated).name not in TORCH_NAMES:
-                    return None
-                dtypes[name] = dtype_named(stated).name
-        return dtypes
+            if stated is not None and dtype_named(stated) != dtype_named(tensor.dtype, name):
+                dtypes[name] = dtype_named(stated)
+        taken = [name for name, kind in dtypes.items() if not is_wide(tensors[name]) or kind.name not in TORCH_NAMES]
+        if not taken:
+            return {name: kind.name for name, kind in dtypes.items()}
+        if any(kind.itemsize != tensors[name].itemsize for name, kind in dtypes.items()):
+            own, wanted = tensors[taken[0]].dtype, dtypes[taken[0]].name
+            raise ValueError(
+                f"{taken[0]}: {own} is not cast to {wanted}: pass dtype= as a mapping, from the names of the tensors "
+                "to cast to their dtypes"
+            )
+        return None
 
     def _bits(self, weights: Weights, tied: Ties) -> Tensors:
         """Weights as bits; tensors of torch on a GPU, or to be cast, as what they are, to be compared there."""

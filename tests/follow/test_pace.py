@@ -6,7 +6,7 @@ import pytest
 
 from deltawire.follow.pace import SLOWEST, Pace
 from deltawire.run import run as run_module
-from deltawire.run.keys import MANIFESTS, manifest_key
+from deltawire.run.keys import MANIFESTS, RUN_KEY, manifest_key
 from deltawire.run.run import Run
 from support.chains import Hooked, make_run
 
@@ -97,4 +97,4 @@ def test_one_request_by_name_when_nothing_is_new(monkeypatch):
     asked.clear()
     monkeypatch.setattr(run_module.time, "monotonic", lambda: 1e12)
     assert run.latest(3) is None
-    assert asked == [("list", MANIFESTS)], "a version behind a gap is found by listing"
+    assert asked == [("list", MANIFESTS), ("get", RUN_KEY)], "for a version behind a gap, and for the run itself"

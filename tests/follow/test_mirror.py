@@ -165,10 +165,7 @@ def test_an_anchor_that_could_not_be_moved_into_place_is_loaded_again(run, tmp_p
     url, states = run
     folder = tmp_path / "mirror"
     with Replica(url, folder) as replica:
-        with monkeypatch.context() as patch:
-            patch.setattr("deltawire.follow.mirror.read_small", fail)
-            with pytest.raises(EngineRejected, match="cannot be written: once"):
-                replica.pull(5)
+        fail_once(replica, 5, monkeypatch, "deltawire.follow.mirror.read_small")
         assert replica.version is None
         replica.pull(5)
         assert same(replica.target.weights(), states[5])
@@ -180,10 +177,7 @@ def test_killed_while_an_anchor_that_could_not_be_moved_is_deleted(run, tmp_path
     url, states = run
     folder = tmp_path / "mirror"
     with Replica(url, folder) as replica:
-        with monkeypatch.context() as patch:
-            patch.setattr("deltawire.follow.mirror.Mirror._remove_marker", fail)
-            with pytest.raises(EngineRejected, match="cannot be written: once"):
-                replica.pull(5)
+        fail_once(replica, 5, monkeypatch, "deltawire.follow.mirror.Mirror._remove_marker")
 
         def killed(path, **_):
             for file in path.glob("*.safetensors"):
@@ -204,6 +198,14 @@ def test_killed_while_an_anchor_that_could_not_be_moved_is_deleted(run, tmp_path
 
 def fail(*_):
     raise OSError("once")
+
+
+def fail_once(replica, version, monkeypatch, name, failing=fail):
+    """A pull in which one function fails."""
+    with monkeypatch.context() as patch:
+        patch.setattr(name, failing)
+        with pytest.raises(EngineRejected, match="cannot be written: once"):
+            replica.pull(version)
 
 
 def leave_unfinished(replica, monkeypatch):
@@ -255,10 +257,8 @@ def test_a_folder_states_no_version_while_a_write_is_tried_again(run, tmp_path, 
     with Replica(url, folder) as replica:
         replica.pull(5)
         unlink = Path.unlink
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", lambda path, **how: (fail if path.name == "deltawire.json" else unlink)(path))
-            with pytest.raises(EngineRejected, match="cannot be written: once"):
-                replica.pull(6)
+        fail_once(replica, 6, monkeypatch, "pathlib.Path.unlink",
+                  lambda path, **how: (fail if path.name == "deltawire.json" else unlink)(path))  # fmt: skip
         monkeypatch.setattr(Mirror, "_write", writing)
         replica.pull(6)
         assert replica.version == 6
